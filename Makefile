@@ -1,0 +1,28 @@
+# `make help` lists the commands. Every command sets up .venv first, once.
+VENV ?= .venv
+BIN := $(VENV)/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-all reports lab lint
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv with the pinned set (the other commands call this)
+	@sh scripts/setup.sh $(VENV)
+
+reports: setup  ## run every notebook with its defaults; the last line is the path of the report
+	@$(BIN)/hilbert run
+
+test: setup lint  ## ruff, pytest and the notebooks under nbval
+	@$(BIN)/python -m pytest -m "not full and not gpu"
+	@$(BIN)/python -m pytest -c pyproject.toml --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
+
+test-all: setup lint  ## the full product of the cases
+	@$(BIN)/python -m pytest -m "not gpu"
+
+lab: setup  ## open JupyterLab on the notebooks
+	@$(BIN)/jupyter lab --notebook-dir=notebooks
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .

@@ -1,0 +1,16 @@
+"""When does a Hilbert order make attention faster? Curves, orderings and exact dilated attention.
+
+The rooms, from the ground up (imports go downward only):
+
+curves      coordinates along space-filling curves
+ordering    a permutation of positions, and its cache
+pattern     which keys a query sees, and how much work that is
+attention   exact dilated attention, its oracle and its backends
+locality    models of what a cache sees
+samples     the text and the image that the notebooks use
+environment what machine and which code this is
+bench       timing, statistics and records
+figures     every plot
+suite       papermill runs, manifests and reports
+cli         the `hilbert` command
+"""

@@ -1,0 +1,107 @@
+"""Save a figure with the data it was drawn from, and draw it again from that data alone."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
+COLOURS = {
+    "hilbert": "#D55E00",
+    "morton": "#E69F00",
+    "snake": "#009E73",
+    "raster": "#56B4E9",
+    "linear": "#56B4E9",
+    "tile": "#CC79A7",
+    "residue": "#0072B2",
+    "random": "#000000",
+}
+MARKERS = {
+    "hilbert": "o",
+    "morton": "s",
+    "snake": "^",
+    "raster": "v",
+    "linear": "v",
+    "tile": "D",
+    "residue": "P",
+    "random": "x",
+}
+
+STYLE = {
+    "figure.dpi": 110,
+    "savefig.dpi": 150,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "legend.frameon": False,
+    "svg.hashsalt": "hilbert",  # the same figure gives the same SVG
+    "svg.fonttype": "none",
+}
+
+
+def show(
+    draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "", name: str = "", **options
+) -> Figure:
+    """Draw a table and, where a folder is given, keep figure and table side by side.
+
+    Args:
+        draw: a function of `hilbert_lib.figures` that takes the table and the options.
+        data: the table; its columns are those that `draw` names.
+        output_dir: folder for NAME.png, NAME.svg, NAME.csv and NAME.json (what `redraw` needs); empty
+            writes nothing.
+        name: file name without ending; by default the name of `draw`.
+        **options: passed to `draw`; plain values that JSON can hold.
+
+    Returns:
+        The figure, which a notebook shows as the value of its cell.
+
+    Raises:
+        ValueError: if `draw` does not live in `hilbert_lib.figures` (it could not be found again).
+    """
+    if not draw.__module__.startswith("hilbert_lib.figures"):
+        raise ValueError(f"draw must be a function of hilbert_lib.figures, got {draw.__module__}.{draw.__name__}")
+    with matplotlib.rc_context(STYLE):
+        figure = draw(data, **options)
+        if output_dir:
+            stem = Path(output_dir) / (name or draw.__name__)
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            data.to_csv(stem.with_suffix(".csv"), index=False)
+            recipe = {"draw": f"{draw.__module__}:{draw.__name__}", "options": options}
+            stem.with_suffix(".json").write_text(json.dumps(recipe, indent=1) + "\n")
+            _save(figure, stem)
+    return figure
+
+
+def _save(figure: Figure, stem: Path) -> None:
+    figure.savefig(stem.with_suffix(".png"), bbox_inches="tight")
+    figure.savefig(stem.with_suffix(".svg"), bbox_inches="tight", metadata={"Date": None})
+
+
+def redraw(folder: str | Path) -> list[Path]:
+    """Draw every figure below a folder again from its CSV and JSON, without running a notebook.
+
+    Args:
+        folder: a report's folder.
+
+    Returns:
+        The PNG files that were written anew.
+    """
+    written = []
+    for recipe_file in sorted(Path(folder).rglob("*.json")):
+        recipe = json.loads(recipe_file.read_text())
+        if not isinstance(recipe, dict) or "draw" not in recipe:
+            continue
+        module, function = recipe["draw"].split(":")
+        if not module.startswith("hilbert_lib.figures"):
+            continue
+        draw = getattr(importlib.import_module(module), function)
+        with matplotlib.rc_context(STYLE):
+            figure = draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"])
+            _save(figure, recipe_file.with_suffix(""))
+        written.append(recipe_file.with_suffix(".png"))
+    return written

@@ -1,0 +1,1 @@
+"""Batch runs of the notebooks: parameters, papermill, manifests and reports."""
