@@ -14,3 +14,9 @@ figures     every plot
 suite       papermill runs, manifests and reports
 cli         the `hilbert` command
 """
+
+from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+__all__ = ["DilatedPattern", "Ordering", "dilated_attention", "explain_backend"]

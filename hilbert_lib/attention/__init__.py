@@ -1,1 +1,11 @@
-"""Exact dilated attention: api validates and dispatches, reference is the oracle, strided runs dense kernels over views."""
+"""Exact dilated attention.
+
+api        checks the arguments, chooses a backend, runs it
+backends   the implementations, whether each can serve a call, how one is chosen
+reference  the oracle: dense masks, any dtype
+strided    dense kernels over zero-copy views, and their merge
+dense      the dense kernels that torch has, under one signature
+merge      the one associative merge of partial results
+dropout    dropout bits keyed by position
+call       one validated request
+"""

@@ -1,0 +1,240 @@
+"""Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends import BACKENDS, Explanation, explain
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_HEAD_DIM = 256
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    query_start: int | None = None,
+    kv_ordering: Ordering | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
+
+    Differentiable once in q, k and v. A query that sees no key has output 0, lse -inf and gradient 0.
+
+    Args:
+        q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
+        k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides;
+            where the last one is not 1 the tensor is copied once.
+        pattern: which keys a query sees.
+        is_causal: whether keys after the query are excluded.
+        scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
+        dropout_p: share of attention probabilities dropped, in [0, 1); repeats with `torch.manual_seed`. lse is
+            that of the undropped probabilities.
+        key_padding_mask: (batch, keys) bool, True = no weight.
+        query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
+            by default q, k and v cover the same positions and their lengths match.
+        kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always.
+        backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
+        return_lse: whether to return the lse as well.
+
+    Returns:
+        out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
+        float32 (float64 for float64), detached.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
+            cannot serve the call.
+
+    >>> q = k = v = torch.ones(1, 8, 2, 4)
+    >>> dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
+    torch.Size([1, 8, 2, 4])
+    """
+    q, k, v, call = _validated(
+        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
+    )
+    explanation = explain(q, call, backend)
+    if not explanation.chosen:
+        raise ValueError(f"backend={backend!r} {explanation.reasons[backend]}; see explain_backend")
+    if call.dropout_p > 0.0:
+        call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
+    if kv_ordering is not None:
+        k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
+    out, lse = _DilatedAttention.apply(q, k, v, call, explanation.chosen)
+    return (out, lse) if return_lse else out
+
+
+def explain_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    query_start: int | None = None,
+    kv_ordering: Ordering | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Explanation:
+    """Which backend `dilated_attention` would run for the same arguments, and why it passes over the others.
+
+    >>> q = k = v = torch.ones(1, 8, 2, 4)
+    >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
+    'sdpa'
+    """
+    q, _, _, call = _validated(
+        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
+    )
+    return explain(q, call, backend)
+
+
+class _DilatedAttention(torch.autograd.Function):
+    # Without setup_context and vmap torch.func refuses it.
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+        run, ctx.run_backward = BACKENDS[backend].functions(q.device)
+        if q.numel() and k.numel():
+            out, lse = run(q, k, v, call)
+        else:  # dense operators do not take empty tensors
+            out = torch.zeros_like(q)
+            lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=working_dtype(q.dtype))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            if q.numel() and k.numel():
+                grads = ctx.run_backward(_with_unit_stride(dout), q, k, v, out, lse, ctx.call)
+            else:
+                grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+        return *_OnceOnly.apply(*grads, q, k, v, dout), None, None
+
+
+class _OnceOnly(torch.autograd.Function):
+    # Passes the gradients on and ties them to q, k, v and dout, so that a second derivative raises. Torch's
+    # once_differentiable raises only where dout needs a gradient, and is silently wrong for `out.sum()`.
+
+    @staticmethod
+    def forward(ctx, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def backward(ctx, *_grads: Tensor) -> None:
+        raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _validated(
+    q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    q, k, v = _check_tensors(q, k, v)
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    pattern.check_heads(k.shape[2])
+    for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    scale = _number("scale", q.shape[3] ** -0.5 if scale is None else scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be finite and above 0, got {scale}")
+    dropout_p = _number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    _check_query_start(q, k, query_start)
+    _check_padding(k, key_padding_mask)
+    if kv_ordering is not None:
+        if not isinstance(kv_ordering, Ordering):
+            raise TypeError(f"kv_ordering must be an Ordering or None, got {type(kv_ordering).__name__}")
+        if kv_ordering.length != k.shape[1]:
+            raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r}")
+    return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
+    # Cast as autocast casts for scaled_dot_product_attention: floating tensors but float64.
+    if torch.is_autocast_enabled(q.device.type):
+        target = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(target) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"{name} must be {allowed}; got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    batch, _, heads, head_dim = q.shape
+    if not 1 <= head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(f"q must have a head_dim from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(f"k must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k.shape)}")
+    if heads < 1 or k.shape[2] < 1 or heads % k.shape[2]:
+        raise ValueError(f"k must have a number of heads, at least 1, that divides q's {heads}, got {k.shape[2]}")
+    return _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _check_query_start(q: Tensor, k: Tensor, query_start: int | None) -> None:
+    queries, keys = q.shape[1], k.shape[1]
+    if query_start is None:
+        if queries != keys:
+            raise ValueError(f"k must have the length of q ({queries}) unless query_start is given, got {keys}")
+        return
+    if not isinstance(query_start, int) or isinstance(query_start, bool):
+        raise TypeError(f"query_start must be an integer or None, got {query_start!r}")
+    if not 0 <= query_start <= keys - queries:
+        raise ValueError(
+            f"query_start must be from 0 to {keys - queries} (keys - queries: every query is a position of k), "
+            f"got {query_start} with {queries} queries and {keys} keys"
+        )
+
+
+def _check_padding(k: Tensor, mask: Tensor | None) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"key_padding_mask must be a bool tensor or None, got {got}")
+    if mask.shape != k.shape[:2]:
+        raise ValueError(f"key_padding_mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != k.device:
+        raise ValueError(f"key_padding_mask must be on the device of k ({k.device}), got {mask.device}")

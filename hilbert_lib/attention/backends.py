@@ -1,0 +1,138 @@
+"""The implementations that exist, whether each can serve a call, and how one is chosen."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention import reference, strided
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel
+
+Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of dilated attention.
+
+    Attributes:
+        name: as `backend=` takes it.
+        note: what a user should know of it, in a line.
+        refusal: gives the reason why it cannot serve a call, or "" where it can.
+        functions: gives forward and backward for tensors on a device.
+    """
+
+    name: str
+    note: str
+    refusal: Callable[[Tensor, Call], str]
+    functions: Callable[[torch.device], tuple[Forward, Backward]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why the others were passed over. `print` shows it as a table.
+
+    Attributes:
+        chosen: the backend's name; "" where none can serve.
+        reasons: for every backend by name, "chosen" and its note, or why it was passed over.
+    """
+
+    chosen: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in self.reasons.items())
+
+
+def _serves_all(q: Tensor, call: Call) -> str:
+    return ""
+
+
+def _dense_refusal(q: Tensor, call: Call) -> str:
+    # What no operator under torch's scaled_dot_product_attention says of strided segments with the merged lse.
+    if call.dropout_p > 0.0:
+        return "no dropout: its generator is not keyed by position"
+    if call.key_padding_mask is not None:
+        return "no key_padding_mask: rows without keys are not defined there"
+    if call.query_start is not None:
+        return "no query_start: its causal mask starts at the first query"
+    return ""
+
+
+def _sdpa_refusal(q: Tensor, call: Call) -> str:
+    if q.device.type not in ("cpu", "cuda"):
+        return f"no lse on device {q.device.type}: serves cpu and cuda"
+    if q.is_cuda and q.dtype == torch.float64:
+        return "no float64 on cuda"
+    if q.is_cuda and q.shape[-1] * q.element_size() % 16:
+        return f"head_dim * {q.element_size()} bytes must be a multiple of 16 on cuda, got head_dim {q.shape[-1]}"
+    return _dense_refusal(q, call)
+
+
+def _cuda_refusal(q: Tensor, call: Call, *, largest_head_dim: int) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "needs compute capability 8.0 or later"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
+        return f"head_dim must be a multiple of 8 up to {largest_head_dim}, got {q.shape[-1]}"
+    return _dense_refusal(q, call)
+
+
+def _over_views(kernel: Kernel) -> Callable[[torch.device], tuple[Forward, Backward]]:
+    pair = partial(strided.forward, kernel=kernel), partial(strided.backward, kernel=kernel)
+    return lambda device: pair
+
+
+def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
+    return _over_views(Efficient if device.type == "cuda" else CpuFlash)(device)
+
+
+def _reference_functions(device: torch.device) -> tuple[Forward, Backward]:
+    return reference.forward, reference.backward
+
+
+_SPREADS = "a NaN in a masked key reaches other rows of its segment"
+_CUDNN_SERVES = partial(_cuda_refusal, largest_head_dim=128)
+_FLASH_SERVES = partial(_cuda_refusal, largest_head_dim=256)
+
+# In the order in which "auto" tries them.
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("cudnn", f"cuDNN over strided views; {_SPREADS}", _CUDNN_SERVES, _over_views(CuDnn)),
+        Backend("flash", f"FlashAttention-2 over strided views; {_SPREADS}", _FLASH_SERVES, _over_views(Flash)),
+        Backend("sdpa", f"torch's fused kernel over strided views; {_SPREADS}", _sdpa_refusal, _sdpa_functions),
+        Backend("eager", f"matrix products over strided views; {_SPREADS}", _serves_all, _over_views(Eager)),
+        Backend("reference", "dense masks: memory grows with length squared", _serves_all, _reference_functions),
+    )
+}
+
+
+def explain(q: Tensor, call: Call, name: str) -> Explanation:
+    """Choose the backend for a validated call.
+
+    Args:
+        q: queries, (batch, queries, heads, head_dim).
+        call: the rest of the request.
+        name: a backend's name, or "auto" for the first that can serve.
+    """
+    refusals = {backend.name: backend.refusal(q, call) for backend in BACKENDS.values()}
+    asked = list(BACKENDS) if name == "auto" else [name]
+    chosen = next((candidate for candidate in asked if not refusals[candidate]), "")
+    reasons = {}
+    for candidate, refusal in refusals.items():
+        if candidate == chosen:
+            reasons[candidate] = f"chosen: {BACKENDS[candidate].note}"
+        elif refusal:
+            reasons[candidate] = f"cannot serve: {refusal}"
+        else:
+            reasons[candidate] = f"not asked for: {name!r} was" if name != "auto" else f"can serve, after {chosen!r}"
+    return Explanation(chosen, reasons)

@@ -1,0 +1,41 @@
+"""What one call asks for, validated: everything but the tensors q, k and v."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.pattern import DilatedPattern
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One validated request for dilated attention.
+
+    Attributes:
+        pattern: which keys a query sees.
+        is_causal: whether keys after the query are excluded.
+        scale: factor of the scores.
+        dropout_p: share of attention probabilities that are dropped, in [0, 1).
+        seed: (1,) int64 on the device of q where dropout_p > 0; the key of the dropout bits.
+        key_padding_mask: (batch, keys) bool, True = no weight, or None.
+        query_start: position of q's first row, or None where q, k and v cover the same positions.
+    """
+
+    pattern: DilatedPattern
+    is_causal: bool = False
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    query_start: int | None = None
+
+    @property
+    def first_query(self) -> int:
+        """Position of q's first row."""
+        return self.query_start or 0
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax, merges and sums are done: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

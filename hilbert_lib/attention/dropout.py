@@ -1,0 +1,68 @@
+"""Dropout bits that are keyed by position, so that they depend neither on tiling nor on ranks."""
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+# Multipliers and key increments of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """First word of Philox4x32-10, elementwise: 32 random bits of a 128-bit counter and a 64-bit key.
+
+    Args:
+        counter: four int64 tensors that broadcast, each holding an unsigned 32-bit word.
+        key: two such tensors.
+
+    Returns:
+        int64, 0 to 2^32 - 1, in the broadcast shape.
+
+    >>> zero = torch.zeros(1, dtype=torch.int64)
+    >>> hex(philox((zero,) * 4, (zero,) * 2).item())
+    '0x6627e8d5'
+    """
+    a, b, c, d = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high_a, low_a = _multiply(a, _MULTIPLIERS[0])
+        high_c, low_c = _multiply(c, _MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        k0, k1 = (k0 + _INCREMENTS[0]) & _LOW, (k1 + _INCREMENTS[1]) & _LOW
+    return a
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    # High and low word of a 32 by 32 bit product. torch has no unsigned 64-bit product, so the word goes in halves.
+    upper, lower = (word >> 16) * factor, (word & 0xFFFF) * factor
+    middle = upper + (lower >> 16)  # below 2^49: no overflow
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
+
+
+def keep_mask(
+    seed: Tensor, dropout_p: float, *, batch: Tensor, head: Tensor, branch: int, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """Which attention probabilities dropout keeps: True with probability 1 - dropout_p.
+
+    The bits are Philox(seed; key position, query position, query head | branch << 16, batch).
+
+    Args:
+        seed: (1,) int64.
+        dropout_p: in [0, 1).
+        batch, head, queries, keys: int64 tensors that broadcast; indices and positions below 2^32 (heads and
+            branches below 2^16).
+        branch: index of the branch.
+
+    Returns:
+        bool in the broadcast shape.
+
+    >>> p = torch.arange(1000)
+    >>> kept = keep_mask(torch.tensor([7]), 0.25, batch=p[:1], head=p[:1], branch=0, queries=p[:, None], keys=p)
+    >>> round(kept.float().mean().item(), 2)
+    0.75
+    """
+    key = seed & _LOW, (seed >> 32) & _LOW
+    bits = philox((keys, queries, head | branch << 16, batch), key)
+    return bits >= round(dropout_p * 2**32)

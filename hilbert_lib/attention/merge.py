@@ -1,0 +1,29 @@
+"""The one associative merge of partial attention results: of branches, of ranks, of ring steps."""
+
+import torch
+from torch import Tensor
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two multisets of keys, from the attention over each.
+
+    With L = log(exp(lse) + exp(other_lse)), the merged output is exp(lse - L) out + exp(other_lse - L) other_out:
+    the weighting by softmax denominators of LongNet (arXiv 2307.02486, eqs. 9-10). The operation is associative
+    and commutative; (0, -inf) is its neutral element.
+
+    Args:
+        out, other_out: (..., head_dim) partial outputs, float32 or float64.
+        lse, other_lse: (...) natural logs of the softmax denominators; -inf for a row that saw no key.
+
+    Returns:
+        out and lse of the union. Where both lse are -inf: 0 and -inf.
+
+    >>> nothing = torch.zeros(1, 2), torch.full((1,), -torch.inf)
+    >>> out, lse = merge(*nothing, *nothing)
+    >>> out.tolist(), lse.tolist()
+    ([[0.0, 0.0]], [-inf])
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # -inf minus -inf would be NaN
+    weight, other_weight = (lse - finite).exp(), (other_lse - finite).exp()
+    return weight[..., None] * out + other_weight[..., None] * other_out, merged

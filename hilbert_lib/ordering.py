@@ -1,0 +1,316 @@
+"""A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
+
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import isqrt, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.curves import KINDS, checked_shape, curve_coordinates, raster_index
+
+CACHED_POSITIONS = 2**24  # 16 bytes each (perm and inverse): 256 MiB
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
+
+    Make one with `from_curve`, `residue`, `random` or `linear`. An ordering is its recipe: two made alike are equal
+    and share their tables, which are computed when first used, kept in a bounded cache (`ordering_cache_info`), and the
+    same on every device, on every rank and in every process.
+
+    Attributes:
+        kind: "linear", "residue", "random" or the name of a curve.
+        length: number of positions.
+        grid: sides of the grid under a curve, or None for the default of `from_curve`.
+        chunk: positions after which the layout restarts, or None.
+        rate: of a residue ordering, else None.
+        seed: of a random ordering, else None.
+        device: where `perm` and `inverse` live; it is no part of what makes orderings equal.
+
+    >>> Ordering.residue(6, 3).perm.tolist()
+    [0, 3, 1, 4, 2, 5]
+    >>> Ordering.from_curve("hilbert", 4) == Ordering.from_curve("hilbert", 4)
+    True
+    """
+
+    kind: str
+    length: int
+    grid: tuple[int, ...] | None = None
+    chunk: int | None = None
+    rate: int | None = None
+    seed: int | None = None
+    device: torch.device = field(default=torch.device("cpu"), compare=False)
+
+    @classmethod
+    def from_curve(
+        cls, kind: str, length: int, *, grid: Sequence[int] | None = None, chunk: int | None = None
+    ) -> "Ordering":
+        """Positions in the order in which a curve meets them on a grid that is filled in raster order.
+
+        Args:
+            kind: "hilbert", "morton", "snake", "raster" or "tile".
+            length: positions, at least 1.
+            grid: 2 or 3 sides that hold the positions (of one chunk, if there are chunks); cells past the last position
+                are skipped. By default ceil(sqrt(length)) columns and as many rows as it takes.
+            chunk: restart the curve every so many positions, so that a split of the sequence between chunks keeps it
+                whole; a shorter last chunk has the curve of its own length. By default one curve for all.
+
+        Returns:
+            The ordering, on the CPU.
+
+        Raises:
+            ValueError: if kind is unknown, a number is below 1, or the grid is too small.
+            TypeError: if a number is not an integer.
+
+        >>> Ordering.from_curve("snake", 6, grid=(2, 3)).perm.tolist()
+        [0, 1, 2, 5, 4, 3]
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        length, chunk = _at_least_1("length", length), _optional_chunk(chunk)
+        if grid is not None:
+            grid = checked_shape(grid)
+            needed = length if chunk is None else min(chunk, length)
+            if prod(grid) < needed:
+                raise ValueError(f"grid must hold {needed} positions, got {grid} with {prod(grid)} cells")
+        return cls(kind, length, grid=grid, chunk=chunk)
+
+    @classmethod
+    def residue(cls, length: int, rate: int, *, chunk: int | None = None) -> "Ordering":
+        """Residue-major: position p sorted by (p mod rate, p div rate), the natural layout of a dilation.
+
+        Args:
+            length: positions, at least 1.
+            rate: the dilation rate, at least 1.
+            chunk: restart every so many positions; by default one layout for all.
+
+        Returns:
+            The ordering, on the CPU.
+
+        Raises:
+            ValueError: if a number is below 1.
+            TypeError: if a number is not an integer.
+
+        >>> Ordering.residue(8, 2, chunk=4).perm.tolist()
+        [0, 2, 1, 3, 4, 6, 5, 7]
+        """
+        length, rate = _at_least_1("length", length), _at_least_1("rate", rate)
+        return cls("residue", length, rate=rate, chunk=_optional_chunk(chunk))
+
+    @classmethod
+    def random(cls, length: int, seed: int) -> "Ordering":
+        """A random permutation: the control that has no locality at all.
+
+        Args:
+            length: positions, at least 1.
+            seed: 0 to 2^63 - 1, of a generator of its own; torch's global one is neither read nor moved.
+
+        Returns:
+            The ordering, on the CPU.
+
+        Raises:
+            ValueError: if length is below 1, or seed out of range.
+            TypeError: if a number is not an integer.
+
+        >>> sorted(Ordering.random(4, seed=0).perm.tolist())
+        [0, 1, 2, 3]
+        """
+        if not 0 <= (seed := _integer("seed", seed)) < 2**63:
+            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+        return cls("random", _at_least_1("length", length), seed=seed)
+
+    @classmethod
+    def linear(cls, length: int) -> "Ordering":
+        """The order of the sequence itself.
+
+        Args:
+            length: positions, at least 1.
+
+        Returns:
+            The ordering, on the CPU.
+
+        Raises:
+            ValueError: if length is below 1.
+            TypeError: if length is not an integer.
+
+        >>> Ordering.linear(3).perm.tolist()
+        [0, 1, 2]
+        """
+        return cls("linear", _at_least_1("length", length))
+
+    @property
+    def perm(self) -> Tensor:
+        """(length,) int64: the position that each slot holds. Shared with the cache: do not write to it."""
+        return _cache.tables(self)[0]
+
+    @property
+    def inverse(self) -> Tensor:
+        """(length,) int64: the slot that holds each position. Shared with the cache: do not write to it."""
+        return _cache.tables(self)[1]
+
+    def to(self, device: torch.device | str) -> "Ordering":
+        """The same ordering with its tables on a device.
+
+        >>> Ordering.linear(2).to("cpu").perm.device
+        device(type='cpu')
+        """
+        # An empty tensor turns "cuda" into the current device's full name, so that the cache knows it by one name.
+        return replace(self, device=torch.empty(0, device=device).device)
+
+    def apply(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor in sequence order, stored in this ordering; differentiable.
+
+        Args:
+            x: any tensor of size `length` along dim, on any device.
+            dim: the axis of positions.
+
+        Returns:
+            A copy of x, with slot s along dim holding position `perm[s]`.
+
+        Raises:
+            ValueError: if x has another size along dim.
+
+        >>> Ordering.residue(4, 2).apply(torch.tensor([10, 11, 12, 13]), dim=0).tolist()
+        [10, 12, 11, 13]
+        """
+        return self._select(x, dim, self.to(x.device).perm)
+
+    def undo(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor stored in this ordering, back in sequence order: the inverse of `apply`; differentiable.
+
+        Args:
+            x: any tensor of size `length` along dim, on any device.
+            dim: the axis of slots.
+
+        Returns:
+            A copy of x, with position p along dim taken from slot `inverse[p]`.
+
+        Raises:
+            ValueError: if x has another size along dim.
+
+        >>> Ordering.residue(4, 2).undo(torch.tensor([10, 12, 11, 13]), dim=0).tolist()
+        [10, 11, 12, 13]
+        """
+        return self._select(x, dim, self.to(x.device).inverse)
+
+    def _select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        if x.shape[dim] != self.length:
+            raise ValueError(f"x must have size {self.length} along dim {dim}, got shape {tuple(x.shape)}")
+        return x.index_select(dim, index)
+
+    def __repr__(self) -> str:
+        if self.kind in KINDS:
+            options = {"grid": self.grid, "chunk": self.chunk}
+            call, arguments = "from_curve", [repr(self.kind), str(self.length)]
+        else:
+            options = {"chunk": self.chunk}
+            own = {"residue": [self.rate], "random": [self.seed], "linear": []}[self.kind]
+            call, arguments = self.kind, [str(number) for number in (self.length, *own)]
+        arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
+        return f"Ordering.{call}({', '.join(arguments)})"
+
+
+class CacheInfo(NamedTuple):
+    """What the cache of orderings did: look-ups answered and not, tables held, positions in them and their bound."""
+
+    hits: int
+    misses: int
+    orderings: int
+    positions: int
+    max_positions: int
+
+
+def ordering_cache_info() -> CacheInfo:
+    """How often the tables of an ordering were found in the cache since the process began, and what it holds now.
+
+    >>> ordering_cache_info().positions <= CACHED_POSITIONS
+    True
+    """
+    return _cache.info()
+
+
+class _TableCache:
+    """The tables last used, up to a number of positions; the newest stays even if it alone is larger."""
+
+    def __init__(self, max_positions: int):
+        self.max_positions = max_positions
+        self._hits = self._misses = self._positions = 0
+        self._held: OrderedDict[tuple[Ordering, torch.device], tuple[Tensor, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
+
+    def tables(self, ordering: Ordering) -> tuple[Tensor, Tensor]:
+        key = (ordering, ordering.device)
+        with self._lock:
+            if key in self._held:
+                self._hits += 1
+                self._held.move_to_end(key)
+                return self._held[key]
+            self._misses += 1
+            tables = self._held[key] = _tables(ordering)
+            self._positions += ordering.length
+            while self._positions > self.max_positions and len(self._held) > 1:
+                (oldest, _), _ = self._held.popitem(last=False)
+                self._positions -= oldest.length
+            return tables
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            return CacheInfo(self._hits, self._misses, len(self._held), self._positions, self.max_positions)
+
+
+_cache = _TableCache(CACHED_POSITIONS)
+
+
+@torch.inference_mode(False)  # tables made in inference mode could not serve a later backward pass
+def _tables(ordering: Ordering) -> tuple[Tensor, Tensor]:
+    """`perm` and `inverse` of an ordering, computed on its device."""
+    length, device = ordering.length, ordering.device
+    chunk = min(ordering.chunk or length, length)
+    starts = torch.arange(0, length - length % chunk, chunk, device=device)
+    perm = (starts[:, None] + _chunk_perm(ordering, chunk)).flatten()
+    if tail := length % chunk:
+        perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail)])
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(length, device=device)
+    return perm, inverse
+
+
+def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
+    """The layout of one chunk: (length,) int64."""
+    device = ordering.device
+    if ordering.kind == "linear":
+        return torch.arange(length, device=device)
+    if ordering.kind == "residue":
+        rate = min(ordering.rate, length)  # a larger rate leaves one position in each residue class
+        padded = torch.arange(-(-length // rate) * rate, device=device).view(-1, rate).T.flatten()
+        return padded[padded < length]
+    if ordering.kind == "random":
+        # On the CPU always: each device's own generator would give another permutation.
+        return torch.randperm(length, generator=torch.Generator().manual_seed(ordering.seed)).to(device)
+    cols = isqrt(length - 1) + 1
+    grid = ordering.grid or (-(-length // cols), cols)
+    perm = raster_index(curve_coordinates(ordering.kind, grid, device=device), grid)
+    return perm[perm < length]
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _at_least_1(name: str, value: int) -> int:
+    if (number := _integer(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _optional_chunk(chunk: int | None) -> int | None:
+    return None if chunk is None else _at_least_1("chunk", chunk)

@@ -1,0 +1,327 @@
+"""Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
+
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+OFFSET_RULES = ("head", "head_block", "branch", "zero")
+MIXING_RULES = ("softmax", "head_groups")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Useful work of one call, counted exactly.
+
+    Attributes:
+        pairs: (query, key) pairs over all batches and query heads; a key seen through two branches counts twice.
+        flop_forward: 4 * pairs * head_dim, two matrix products.
+        flop_backward: 2.5 times that, five matrix products.
+        bytes_forward: rows of q, k and v that a branch uses, read once; out and lse, written once.
+        bytes_backward: used rows of q, k, v, out, dout and lse, read once; dq, dk and dv, written once.
+    """
+
+    pairs: int
+    flop_forward: int
+    flop_backward: int
+    bytes_forward: int
+    bytes_backward: int
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """Dilated attention of LongNet (arXiv 2307.02486): branches of segments w with dilation rates r.
+
+    A position p is in branch i for KV head g when (p mod w_i) mod r_i equals the offset o_i(g). A query attends,
+    through each branch that it is in, to all positions of that branch in its own segment.
+
+    Args:
+        segment_lengths: w of each branch, in tokens, at least 1.
+        dilation_rates: r of each branch, 1 to w. r need not divide w.
+        offsets: the residue that KV head g of G takes in branch i: "head" g mod r (the paper), "head_block"
+            g div ceil(G / r) (torchscale), "branch" i mod r (fkodom's package), "zero" 0.
+        mixing: "softmax": one softmax over the multiset union of the branches' keys, which is the paper's
+            weighting by denominators (eqs. 9-10); "head_groups": the KV heads are split into contiguous groups,
+            one a branch, and each head uses only its group's branch.
+
+    Raises:
+        TypeError: where a length or a rate is no integer, or a rule no string.
+        ValueError: where the two tuples differ in length or are empty, a value is out of range, or a rule is unknown.
+
+    >>> pattern = DilatedPattern((4, 8), (1, 2))
+    >>> pattern.keys(3, kv_head=1, kv_heads=2, length=8).tolist()
+    [0, 1, 1, 2, 3, 3, 5, 7]
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offsets: str = "head"
+    mixing: str = "softmax"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"dilation_rates must have one rate a segment length ({len(self.segment_lengths)}), "
+                f"got {len(self.dilation_rates)}: {self.dilation_rates}"
+            )
+        for w, r in self.branches:
+            if w < 1:
+                raise ValueError(f"segment_lengths must be at least 1, got {w} in {self.segment_lengths}")
+            if not 1 <= r <= w:
+                raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
+        _check_choice("offsets", self.offsets, OFFSET_RULES)
+        _check_choice("mixing", self.mixing, MIXING_RULES)
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The (segment length, dilation rate) of each branch."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def offset(self, branch: int, kv_head: int, kv_heads: int) -> int:
+        """The residue that a KV head takes inside the segments of a branch.
+
+        >>> [DilatedPattern((8,), (4,), offsets="head_block").offset(0, g, 6) for g in range(6)]
+        [0, 0, 1, 1, 2, 2]
+        """
+        rate = self.dilation_rates[branch]
+        if self.offsets == "head":
+            return kv_head % rate
+        if self.offsets == "head_block":
+            return kv_head // -(-kv_heads // rate)
+        return branch % rate if self.offsets == "branch" else 0
+
+    def head_branches(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
+        """The branches that a KV head uses: all of them, or its group's one.
+
+        >>> [DilatedPattern((4, 8), (1, 2), mixing="head_groups").head_branches(g, 3) for g in range(3)]
+        [(0,), (0,), (1,)]
+        """
+        return tuple(i for i in range(len(self.branches)) if kv_head in self.branch_heads(i, kv_heads))
+
+    def branch_heads(self, branch: int, kv_heads: int) -> range:
+        """The KV heads that use a branch: all, or the branch's group as `torch.tensor_split` sizes it.
+
+        Raises:
+            ValueError: where "head_groups" has fewer KV heads than branches.
+        """
+        if self.mixing == "softmax":
+            return range(kv_heads)
+        self.check_heads(kv_heads)
+        size, larger = divmod(kv_heads, len(self.branches))
+        start = branch * size + min(branch, larger)
+        return range(start, start + size + (branch < larger))
+
+    def check_heads(self, kv_heads: int) -> None:
+        """Raise ValueError where "head_groups" has fewer KV heads than branches."""
+        if self.mixing == "head_groups" and kv_heads < len(self.branches):
+            raise ValueError(
+                f"mixing='head_groups' needs at least one KV head a branch ({len(self.branches)}), got {kv_heads}"
+            )
+
+    def offset_heads(self, branch: int, kv_heads: int) -> dict[int, slice]:
+        """The KV heads of a branch by their offset, each set as a slice: heads that one strided view can hold.
+
+        >>> DilatedPattern((8,), (2,)).offset_heads(0, kv_heads=5)
+        {0: slice(0, 5, 2), 1: slice(1, 4, 2)}
+        """
+        heads: dict[int, list[int]] = {}
+        for g in self.branch_heads(branch, kv_heads):
+            heads.setdefault(self.offset(branch, g, kv_heads), []).append(g)
+        # Every rule puts heads of one offset at a constant distance.
+        return {o: slice(g[0], g[-1] + 1, g[1] - g[0] if len(g) > 1 else 1) for o, g in heads.items()}
+
+    def contains(self, branch: int, positions: Tensor, kv_head: int, kv_heads: int) -> Tensor:
+        """Whether positions are in a branch for a KV head: bool, shaped like positions."""
+        w, r = self.branches[branch]
+        return positions % w % r == self.offset(branch, kv_head, kv_heads)
+
+    def mask(
+        self,
+        branch: int,
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        kv_head: int,
+        kv_heads: int,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Which pairs of positions attend through one branch.
+
+        Args:
+            branch: index of the branch.
+            queries, keys: positions, (nq,) and (nk,) int64.
+            kv_head, kv_heads: the KV head, and how many there are.
+            is_causal: whether keys after the query are excluded.
+
+        Returns:
+            (nq, nk) bool; all False where the head does not use the branch.
+
+        >>> p = torch.arange(4)
+        >>> DilatedPattern((4,), (2,)).mask(0, p, p, kv_head=0, kv_heads=1).int().tolist()
+        [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+        """
+        w = self.segment_lengths[branch]
+        inside = self.contains(branch, queries, kv_head, kv_heads)[:, None]
+        inside = inside & self.contains(branch, keys, kv_head, kv_heads)
+        inside &= queries[:, None] // w == keys // w
+        if is_causal:
+            inside &= keys <= queries[:, None]
+        return inside & (branch in self.head_branches(kv_head, kv_heads))
+
+    def keys(self, position: int, *, kv_head: int, kv_heads: int, length: int, is_causal: bool = False) -> Tensor:
+        """The multiset of keys that a query sees, sorted; a key found through two branches stands twice.
+
+        Args:
+            position: the query's position, 0 to length - 1.
+            kv_head, kv_heads: the KV head, and how many there are.
+            length: tokens in the sequence.
+            is_causal: whether keys after the query are excluded.
+
+        Returns:
+            (keys,) int64; empty for a query in no branch.
+        """
+        query, every = torch.tensor([position]), torch.arange(length)
+        masks = [
+            self.mask(i, query, every, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)[0]
+            for i in range(len(self.branches))
+        ]
+        return torch.cat([every[m] for m in masks]).sort().values
+
+    def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
+        """How many positions are in at least one branch of a KV head.
+
+        >>> DilatedPattern((4, 8), (2, 4)).covered(10**9, kv_head=0, kv_heads=1)
+        500000000
+        """
+        used = self.head_branches(kv_head, kv_heads)
+        # Membership repeats with r where r divides w or one segment holds all, otherwise with w.
+        periods = [r if w % r == 0 or w >= length else w for w, r in (self.branches[i] for i in used)]
+        period = min(lcm(*periods), length) if length else 1
+
+        def count(upto: int) -> int:
+            positions = torch.arange(upto)
+            inside = torch.zeros(upto, dtype=torch.bool)
+            for i in used:
+                inside |= self.contains(i, positions, kv_head, kv_heads)
+            return int(inside.sum())
+
+        return length // period * count(period) + count(length % period)
+
+    def pairs(self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> int:
+        """(query, key) pairs of one sequence over all query heads, in closed form: any length, at once.
+
+        >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
+        192
+        """
+        kv_heads = _grouped(heads, kv_heads)
+        branches = range(len(self.branches))
+        return heads // kv_heads * sum(self._branch_pairs(i, length, kv_heads, is_causal) for i in branches)
+
+    def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool) -> int:
+        w, r = self.branches[branch]
+        total = 0
+        for o, group in self.offset_heads(branch, kv_heads).items():
+            for segments, size in ((length // w, w), (1, length % w)):
+                n = rows_in_segment(size, r, o)
+                total += len(range(kv_heads)[group]) * segments * (n * (n + 1) // 2 if is_causal else n * n)
+        return total
+
+    def work(
+        self,
+        length: int,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        batch: int = 1,
+        element_size: int = 2,
+        is_causal: bool = False,
+    ) -> Work:
+        """Useful FLOP and bytes of one call, exactly: tails, offsets and the causal triangle counted.
+
+        Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2).
+
+        Args:
+            length: tokens. heads, kv_heads: query and KV heads (by default the same).
+            head_dim: size of one head. batch: sequences. element_size: bytes of one element of q, k, v and out.
+            is_causal: whether keys after the query are excluded.
+
+        >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
+        1024
+        """
+        kv_heads = _grouped(heads, kv_heads)
+        pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
+        kv_rows = batch * sum(self.covered(length, g, kv_heads) for g in range(kv_heads))
+        q_rows = kv_rows * (heads // kv_heads)
+        row, lse = head_dim * element_size, 4
+        all_q, all_kv = batch * length * heads, batch * length * kv_heads
+        return Work(
+            pairs=pairs,
+            flop_forward=4 * pairs * head_dim,
+            flop_backward=10 * pairs * head_dim,
+            bytes_forward=(q_rows + 2 * kv_rows + all_q) * row + all_q * lse,
+            bytes_backward=(3 * q_rows + 2 * kv_rows + all_q + 2 * all_kv) * row + q_rows * lse,
+        )
+
+    def describe(self, length: int | None = None, *, heads: int = 1, kv_heads: int | None = None) -> str:
+        """The branches as a table: keys a query sees in each, and, for a length, segments and share of the pairs.
+
+        >>> print(DilatedPattern((4, 8), (1, 2)).describe(16, heads=2))
+        offsets='head', mixing='softmax'
+        branch  segment_length  dilation_rate  r divides w  keys  segments  tail  share of pairs
+             0               4              1          yes     4         4     0            66.7%
+             1               8              2          yes     4         2     0            33.3%
+        """
+        kv_heads = _grouped(heads, kv_heads)
+        titles = ["branch", "segment_length", "dilation_rate", "r divides w", "keys"]
+        titles += ["segments", "tail", "share of pairs"] if length is not None else []
+        rows = []
+        total = self.pairs(length, heads=kv_heads) if length else 0
+        for branch, (w, r) in enumerate(self.branches):
+            o = min(self.offset_heads(branch, kv_heads))
+            row = [branch, w, r, "yes" if w % r == 0 else "no", rows_in_segment(min(w, length or w), r, o)]
+            if length is not None:
+                share = self._branch_pairs(branch, length, kv_heads, False) / total if total else 0.0
+                row += [-(-length // w), length % w, f"{share:.1%}"]
+            rows.append([str(cell) for cell in row])
+        width = [max(len(line[c]) for line in [titles, *rows]) for c in range(len(titles))]
+        lines = ["  ".join(cell.rjust(n) for cell, n in zip(line, width, strict=True)) for line in [titles, *rows]]
+        return "\n".join([f"offsets={self.offsets!r}, mixing={self.mixing!r}", *lines])
+
+
+def rows_in_segment(length: int, rate: int, offset: int) -> int:
+    """How many positions of a segment of this length have the offset as their residue.
+
+    >>> rows_in_segment(10, 4, 1), rows_in_segment(1, 4, 1)
+    (3, 0)
+    """
+    return max(0, -(-(length - offset) // rate))
+
+
+def _grouped(heads: int, kv_heads: int | None) -> int:
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
+    return kv_heads
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__}")
+    if not values:
+        raise ValueError(f"{name} must name at least one branch, got an empty sequence")
+    return values
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, one of {', '.join(allowed)}; got {value!r}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -1,0 +1,301 @@
+"""What dilated_attention promises beyond its numbers: no copies, masks, decoding, odd input, autograd, choice."""
+
+import oracle
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
+
+ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
+CPU_BACKENDS = ("reference", "eager", "sdpa")
+
+
+def qkv(batch=2, length=32, heads=4, kv_heads=4, head_dim=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (
+        (batch, length, heads, head_dim),
+        (batch, length, kv_heads, head_dim),
+        (batch, length, kv_heads, head_dim),
+    )
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+class DenseArguments(TorchDispatchMode):
+    """Records the storages of the tensors that reach torch's attention operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in str(func):
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            self.calls.append((str(func), [x.untyped_storage().data_ptr() for x in tensors]))
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUTS = {
+    "bshd": lambda x: x,
+    "bhsd": lambda x: x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
+    "sliced": lambda x: torch.cat([x, x], dim=1).detach().requires_grad_()[:, :32],
+}
+
+
+@pytest.mark.parametrize("offsets", ["head", "head_block", "branch", "zero"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_aligned_patterns_reach_the_kernels_without_a_copy(offsets, layout, kv_heads):
+    pattern = DilatedPattern(ALIGNED.segment_lengths, ALIGNED.dilation_rates, offsets=offsets)
+    q, k, v = (LAYOUTS[layout](x) for x in qkv(kv_heads=kv_heads))
+    storages = [x.untyped_storage().data_ptr() for x in (q, k, v)]
+    with DenseArguments() as seen:
+        out = dilated_attention(q, k, v, pattern, backend="sdpa")
+        dout = torch.ones_like(out)
+        torch.autograd.grad(out, (q, k, v), dout)
+    forward = [pointers for name, pointers in seen.calls if "backward" not in name]
+    backward = [pointers for name, pointers in seen.calls if "backward" in name]
+    assert forward
+    assert len(backward) == len(forward)
+    assert all(pointers == storages for pointers in forward)
+    assert all(pointers[:4] == [dout.untyped_storage().data_ptr(), *storages] for pointers in backward)
+    # One call a branch and offset, times the members of a group; more only where four dimensions cannot hold it.
+    if layout == "bshd":
+        offsets_taken = sum(len(pattern.offset_heads(i, kv_heads)) for i in range(3))
+        assert len(forward) == offsets_taken * (4 // kv_heads)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_keys_have_no_weight(backend, is_causal):
+    leaves = qkv(length=37, kv_heads=2)
+    mask = torch.zeros(2, 37, dtype=torch.bool)
+    mask[0, 30:] = mask[1, :9] = True
+    expected, expected_lse = oracle.attention(*leaves, ALIGNED, is_causal=is_causal, key_padding_mask=mask)
+    out, lse = dilated_attention(
+        *leaves, ALIGNED, is_causal=is_causal, key_padding_mask=mask, backend=backend, return_lse=True
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert lse.isinf().any()  # rows that see only padding
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), leaves)
+    torch.testing.assert_close(grads, torch.autograd.grad((expected * weight).sum(), leaves))
+    assert grads[1][mask].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("query_start", "queries"), [(0, 1), (17, 1), (36, 1), (5, 14), (0, 37), (20, 0)])
+def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, queries):
+    pattern = DilatedPattern((6, 12, 100), (1, 4, 5))
+    q, k, v = qkv(length=37, kv_heads=2)
+    rows = q[:, query_start : query_start + queries]
+    out, lse = dilated_attention(
+        rows, k, v, pattern, is_causal=is_causal, query_start=query_start, backend=backend, return_lse=True
+    )
+    whole, whole_lse = dilated_attention(q, k, v, pattern, is_causal=is_causal, backend="reference", return_lse=True)
+    torch.testing.assert_close(out, whole[:, query_start : query_start + queries])
+    torch.testing.assert_close(lse, whole_lse[:, :, query_start : query_start + queries])
+    if queries:
+        grads = torch.autograd.grad(out.square().sum(), (k, v), retain_graph=True)
+        part = whole[:, query_start : query_start + queries].square().sum()
+        torch.testing.assert_close(grads, torch.autograd.grad(part, (k, v)))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_query_in_no_branch_has_zero_output_and_gradient(backend):
+    pattern = DilatedPattern((8, 16), (2, 4), offsets="zero")
+    leaves = qkv()
+    out, lse = dilated_attention(*leaves, pattern, backend=backend, return_lse=True)
+    assert out[:, 1::2].eq(0).all()
+    assert lse[:, :, 1::2].eq(-torch.inf).all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert grad[:, 1::2].eq(0).all()
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_reference_keeps_non_finite_tokens_to_the_rows_that_attend_to_them(bad, which, is_causal):
+    pattern = DilatedPattern((8, 16), (2, 4))
+    tensors = [x.detach() for x in qkv(batch=1, heads=4, kv_heads=2)]
+    clean = dilated_attention(*tensors, pattern, is_causal=is_causal, backend="reference")
+    tensors[which] = tensors[which].clone()
+    tensors[which][0, 12] = bad
+    out = dilated_attention(*tensors, pattern, is_causal=is_causal, backend="reference")
+    for head in range(4):
+        for query in range(32):
+            keys = [j for _, j in oracle.keys_of(pattern, query, 32, head // 2, 2, is_causal)]
+            reached = bool(keys) and (query == 12 if which == 0 else 12 in keys)
+            if not reached:
+                assert torch.equal(out[0, query, head], clean[0, query, head]), (head, query)
+            elif which == 2 or bad != bad:
+                assert not out[0, query, head].isfinite().any(), (head, query)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("magnitude", [1e4, -1e4])
+def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):
+    q, k, v = (x.detach() for x in qkv(heads=1, kv_heads=1, head_dim=1, dtype=torch.float32))
+    q, k = torch.full_like(q, magnitude), k.round()  # scores that float32 holds exactly
+    out = dilated_attention(q, k, v, ALIGNED, scale=1.0, is_causal=True, backend=backend)
+    expected, _ = oracle.attention(q, k, v, ALIGNED, scale=1.0, is_causal=True)
+    # Merging branches rounds weights as float32 rounds an lse of this size; one softmax does not.
+    tolerance = 1e-6 if backend == "reference" else 4e4 * 2**-24
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+    one = DilatedPattern((1,), (1,))
+    assert torch.equal(dilated_attention(q, k, v, one, backend=backend), v)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_gradients_pass_gradcheck(backend):
+    leaves = qkv(batch=1, length=7, heads=2, kv_heads=1, head_dim=2)
+    pattern = DilatedPattern((3, 5), (1, 2))
+    assert torch.autograd.gradcheck(lambda *x: dilated_attention(*x, pattern, is_causal=True, backend=backend), leaves)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_second_derivatives_and_torch_func_raise(backend):
+    leaves = qkv(length=8)
+
+    def run(q):
+        return dilated_attention(q, *leaves[1:], ALIGNED, backend=backend).sum()
+
+    # `sum` gives a constant dout: the case in which torch's once_differentiable stays silent.
+    (grad,) = torch.autograd.grad(run(leaves[0]), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(run)(leaves[0])
+
+
+def test_autocast_casts_before_the_dtypes_are_checked():
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = dilated_attention(q, k.to(torch.bfloat16), v, ALIGNED)
+    assert out.dtype == torch.bfloat16
+    halves = [x.to(torch.bfloat16) for x in (q, k, v)]
+    assert torch.equal(out, dilated_attention(*halves, ALIGNED))
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"length": 0}])
+def test_empty_inputs_give_empty_outputs_and_gradients(shape):
+    leaves = qkv(**shape)
+    out, lse = dilated_attention(*leaves, ALIGNED, return_lse=True)
+    assert out.shape == leaves[0].shape
+    assert lse.shape == (out.shape[0], 4, out.shape[1])
+    out.sum().backward()
+    assert all(x.grad.shape == x.shape for x in leaves)
+
+
+def test_an_expanded_gradient_and_a_strided_last_dimension_are_served():
+    q, k, v = qkv()
+    strided = q.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    out = dilated_attention(strided, k, v, ALIGNED)
+    torch.testing.assert_close(out, dilated_attention(q, k, v, ALIGNED))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), strided)[0],
+        torch.autograd.grad(dilated_attention(q, k, v, ALIGNED, backend="reference").sum(), q)[0],
+    )
+
+
+def test_activation_checkpointing_gives_the_same_gradients_with_dropout():
+    leaves = qkv()
+
+    def run(*tensors):
+        return dilated_attention(*tensors, ALIGNED, dropout_p=0.2)
+
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    torch.manual_seed(3)
+    out = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), plain)
+
+
+def test_explain_backend_says_what_was_chosen_and_why_the_others_were_not():
+    q, k, v = qkv()
+    explanation = explain_backend(q, k, v, ALIGNED)
+    assert explanation.chosen == "sdpa"
+    assert explanation.reasons["sdpa"].startswith("chosen")
+    assert "CUDA" in explanation.reasons["cudnn"]
+    assert "can serve" in explanation.reasons["reference"]
+    assert all(name in str(explanation) for name in explanation.reasons)
+    assert explain_backend(q, k, v, ALIGNED, dropout_p=0.1).chosen == "eager"
+    assert "dropout" in explain_backend(q, k, v, ALIGNED, dropout_p=0.1).reasons["sdpa"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.1},
+        {"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool)},
+        {"query_start": 0},
+    ],
+    ids=["dropout", "padding", "query_start"],
+)
+def test_an_explicit_backend_never_falls_back(options):
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="backend='sdpa' cannot serve"):
+        dilated_attention(q, k, v, ALIGNED, backend="sdpa", **options)
+    with pytest.raises(ValueError, match="backend='flash' cannot serve: needs a CUDA device"):
+        dilated_attention(q, k, v, ALIGNED, backend="flash", **options)
+
+
+X = torch.zeros(2, 32, 4, 8)
+BAD_INPUT = {
+    "q no tensor": ([[1.0], X, X], {}, TypeError, r"q must be a tensor, got list"),
+    "q 3-D": ([X[0], X, X], {}, ValueError, r"q must have 4 dimensions .* got shape \(32, 4, 8\)"),
+    "integers": ([X.int(), X.int(), X.int()], {}, TypeError, r"q must be float16, .* got torch.int32"),
+    "fp8": ([X.to(torch.float8_e4m3fn)] * 3, {}, TypeError, r"q must be float16, .* got torch.float8"),
+    "mixed dtypes": ([X, X.double(), X], {}, TypeError, r"k must have the dtype of q .* got torch.float64"),
+    "devices": ([X, X.to("meta"), X], {}, ValueError, r"k must be on the device of q \(cpu\), got meta"),
+    "head_dim 0": ([X[..., :0]] * 3, {}, ValueError, r"head_dim from 1 to 256, got 0"),
+    "head_dim 257": ([torch.zeros(1, 2, 1, 257)] * 3, {}, ValueError, r"head_dim from 1 to 256, got 257"),
+    "v's shape": ([X, X, X[:, :, :2]], {}, ValueError, r"v must have the shape of k .* got \(2, 32, 2, 8\)"),
+    "batch": ([X, X[:1], X[:1]], {}, ValueError, r"k must have q's batch 2"),
+    "k's head_dim": ([X, X[..., :4], X[..., :4]], {}, ValueError, r"head_dim 8, got shape"),
+    "heads": ([X, X[:, :, :3], X[:, :, :3]], {}, ValueError, r"divides q's 4, got 3"),
+    "no heads": ([X, X[:, :, :0], X[:, :, :0]], {}, ValueError, r"divides q's 4, got 0"),
+    "length": ([X, X[:, :9], X[:, :9]], {}, ValueError, r"k must have the length of q \(32\) unless query_start"),
+    "query_start high": ([X[:, :4], X, X], {"query_start": 29}, ValueError, r"query_start must be from 0 to 28"),
+    "query_start low": ([X[:, :4], X, X], {"query_start": -1}, ValueError, r"query_start must be .* got -1"),
+    "query_start type": ([X[:, :4], X, X], {"query_start": 1.0}, TypeError, r"query_start .* got 1.0"),
+    "is_causal": ([X] * 3, {"is_causal": 1}, TypeError, r"is_causal must be True or False, got 1"),
+    "return_lse": ([X] * 3, {"return_lse": None}, TypeError, r"return_lse must be True or False"),
+    "scale nan": ([X] * 3, {"scale": float("nan")}, ValueError, r"scale must be finite and above 0, got nan"),
+    "scale 0": ([X] * 3, {"scale": 0}, ValueError, r"scale must be finite and above 0, got 0"),
+    "scale type": ([X] * 3, {"scale": "1"}, TypeError, r"scale must be a number, got '1'"),
+    "dropout 1": ([X] * 3, {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+    "dropout below": ([X] * 3, {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    "dropout nan": ([X] * 3, {"dropout_p": float("nan")}, ValueError, r"dropout_p must be in"),
+    "padding dtype": ([X] * 3, {"key_padding_mask": X[:, :, 0, 0]}, TypeError, r"bool tensor or None, got torch.float"),
+    "padding type": ([X] * 3, {"key_padding_mask": True}, TypeError, r"bool tensor or None, got bool"),
+    "padding shape": ([X] * 3, {"key_padding_mask": X[0, :, :, 0] > 0}, ValueError, r"\(2, 32\), got \(32, 4\)"),
+    "ordering type": (
+        [X] * 3,
+        {"kv_ordering": "hilbert"},
+        TypeError,
+        r"kv_ordering must be an Ordering or None, got str",
+    ),
+    "ordering length": ([X] * 3, {"kv_ordering": Ordering.linear(31)}, ValueError, r"length of k \(32\), got 31"),
+    "backend name": ([X] * 3, {"backend": "fast"}, ValueError, r"backend must be one of auto, .*; got 'fast'"),
+    "backend type": ([X] * 3, {"backend": None}, TypeError, r"backend must be a string, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+@pytest.mark.parametrize("function", [dilated_attention, explain_backend])
+def test_bad_input_names_argument_value_and_what_is_allowed(function, name):
+    tensors, options, error, message = BAD_INPUT[name]
+    with pytest.raises(error, match=message):
+        function(*tensors, ALIGNED, **options)
+
+
+def test_a_pattern_that_is_none_or_has_too_few_heads_is_refused():
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got tuple"):
+        dilated_attention(X, X, X, ((8,), (1,)))
+    pattern = DilatedPattern((8,) * 5, (1,) * 5, mixing="head_groups")
+    with pytest.raises(ValueError, match=r"at least one KV head a branch \(5\), got 4"):
+        dilated_attention(X, X, X, pattern)

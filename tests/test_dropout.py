@@ -1,0 +1,99 @@
+"""Dropout bits are Philox keyed by position: published vectors, statistics, independence of the implementation."""
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.dropout import keep_mask, philox
+
+PATTERN = DilatedPattern((8, 16, 24), (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "word"),
+    [  # known answers of Philox4x32-10 published with Random123
+        ((0, 0, 0, 0), (0, 0), 0x6627E8D5),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, 0x408F276D),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), 0xD16CFE09),
+    ],
+)
+def test_philox_gives_the_published_words(counter, key, word):
+    as_tensors = lambda words: tuple(torch.tensor([w]) for w in words)  # noqa: E731
+    assert philox(as_tensors(counter), as_tensors(key)).item() == word
+
+
+def test_every_coordinate_changes_the_bits():
+    p = torch.arange(64)
+    base = {"batch": p[:1], "head": p[:1], "branch": 0, "queries": p[:, None], "keys": p}
+    seed = torch.tensor([3])
+    mask = keep_mask(seed, 0.5, **base)
+    for name, value in {
+        "batch": p[1:2],
+        "head": p[1:2],
+        "branch": 1,
+        "queries": p[:, None] + 64,
+        "keys": p + 64,
+    }.items():
+        agreement = (keep_mask(seed, 0.5, **{**base, name: value}) == mask).float().mean().item()
+        assert 0.45 < agreement < 0.55, name
+    assert 0.45 < (keep_mask(seed + 1, 0.5, **base) == mask).float().mean().item() < 0.55
+    assert 0.45 < (keep_mask(seed + 2**32, 0.5, **base) == mask).float().mean().item() < 0.55
+
+
+def qkv(dtype: torch.dtype = torch.float64, batch: int = 2, length: int = 29):
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((batch, length, 4, 8), (batch, length, 2, 8), (batch, length, 2, 8))
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def run(leaves, **options):
+    torch.manual_seed(11)
+    out, lse = dilated_attention(*leaves, PATTERN, dropout_p=0.3, return_lse=True, **options)
+    return out, lse, torch.autograd.grad(out.square().sum(), leaves)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_backends_share_the_bits_and_lse_is_undropped(is_causal):
+    leaves = qkv()
+    plain, plain_lse = dilated_attention(*leaves, PATTERN, is_causal=is_causal, return_lse=True)
+    out, lse, grads = run(leaves, backend="reference", is_causal=is_causal)
+    other, other_lse, other_grads = run(leaves, backend="eager", is_causal=is_causal)
+    torch.testing.assert_close(other, out)
+    torch.testing.assert_close(other_grads, grads)
+    torch.testing.assert_close(lse, plain_lse)
+    torch.testing.assert_close(other_lse, plain_lse)
+    assert (out - plain).abs().max() > 0.1
+
+
+def test_dropout_does_not_depend_on_ordering_or_on_decoding():
+    q, k, v = qkv()
+    out, _, _ = run((q, k, v))
+    order = Ordering.from_curve("hilbert", 29)
+    stored = [q, order.apply(k, dim=1), order.apply(v, dim=1)]
+    torch.testing.assert_close(run(stored, kv_ordering=order)[0], out)
+    torch.testing.assert_close(run((q[:, 20:23], k, v), query_start=20)[0], out[:, 20:23])
+
+
+def test_dropout_repeats_with_the_seed_and_keeps_the_expectation():
+    # Many copies of one sequence: each has bits of its own, because the batch index is in the key.
+    q, k, v = (x.detach()[:1].expand(400, -1, -1, -1) for x in qkv(torch.float32, length=16))
+    pattern = DilatedPattern((8, 16), (1, 2))
+    torch.manual_seed(0)
+    out = dilated_attention(q, k, v, pattern, dropout_p=0.3)
+    assert not torch.equal(out, dilated_attention(q, k, v, pattern, dropout_p=0.3))
+    torch.manual_seed(0)
+    assert torch.equal(out, dilated_attention(q, k, v, pattern, dropout_p=0.3))
+    error = out.mean(0) - dilated_attention(q, k, v, pattern)[0]
+    standard_error = out.std(0) / len(out) ** 0.5
+    assert (error.abs() / standard_error).mean() < 1.0  # 0.8 for a normal error
+
+
+def test_the_gradient_is_that_of_the_dropped_function():
+    generator = torch.Generator().manual_seed(5)
+    leaves = [torch.randn(1, 6, 1, 2, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+    def seeded(*tensors):
+        torch.manual_seed(1)
+        return dilated_attention(*tensors, DilatedPattern((3, 6), (1, 2)), dropout_p=0.4)
+
+    assert torch.autograd.gradcheck(seeded, leaves)
