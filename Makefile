@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all reports lab lint
+.PHONY: help setup test test-all test-gpu reports lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ test: setup lint  ## ruff, pytest and the notebooks under nbval
 
 test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: setup  ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu
 
 lab: setup  ## open JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=notebooks

@@ -1,8 +1,276 @@
 """The `hilbert` command."""
 
+# torch and papermill take seconds to import: each command imports what it needs, so that --help is quick.
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import click
+
+Pairs = tuple[tuple[str, str], ...]
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+parameters_option = click.option(
+    "-p",
+    "pairs",
+    nargs=2,
+    multiple=True,
+    metavar="NAME VALUE",
+    help="Set a parameter; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists '1,2;1,2,4'.",
+)
+out_option = click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("reports/local"),
+    show_default=True,
+    help="Folder of the runs.",
+)
+notebooks_option = click.option(
+    "--notebooks",
+    "folder",
+    type=EXISTING_FOLDER,
+    help="Folder of the notebooks, by default those of this checkout.",
+)
+
+
+def running_options(command: Callable) -> Callable:
+    """The options that `run` and `sweep` share."""
+    options = [
+        parameters_option,
+        click.option("-f", "file", type=EXISTING_FILE, help="Flat YAML file of parameters; -p goes before it."),
+        out_option,
+        notebooks_option,
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=3600,
+            show_default=True,
+            help="Seconds for one notebook.",
+        ),
+        click.option("--force", is_flag=True, help="Run again what is finished."),
+        click.option("--dry-run", is_flag=True, help="Only show what would run, and how many."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.group()
 def main() -> None:
-    """Run the notebooks, compare their records, look at this machine."""
+    """Run the notebooks, build their reports, compare their records, look at this machine.
+
+    \b
+    All of them, with a report to read:  hilbert run
+    What there is to turn:               hilbert list
+    """
+
+
+@main.command("list")
+@notebooks_option
+def list_notebooks(folder: Path | None) -> None:
+    """Show every notebook, its title and its parameters.
+
+    A parameter stands with its type, default and meaning; `hilbert run NAME -p PARAMETER VALUE` sets it.
+
+    \b
+    Example: hilbert list
+    """
+    from hilbert_lib.suite.points import OUTPUT_DIR
+
+    for notebook in _notebooks(folder).values():
+        click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
+        settable = [each for each in notebook.parameters.values() if each.name != OUTPUT_DIR]
+        declared = [f"{each.name}: {each.annotation} = {each.default!r}" for each in settable]
+        width = max(map(len, declared), default=0)
+        for text, each in zip(declared, settable, strict=True):
+            click.echo(f"    {text:<{width}}  {each.meaning}".rstrip())
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@running_options
+def run(names: tuple[str, ...], pairs: Pairs, file: Path | None, folder: Path | None, **how) -> None:
+    """Run notebooks, all of them without a NAME, and build their report.
+
+    What is finished is reused. The last line is the path of the report's index page; the exit status is 1
+    if a notebook failed.
+
+    \b
+    Example: hilbert run 03_cache_lines -p dilations 1,2,4
+    """
+    from hilbert_lib.suite.points import make_points, select_notebooks
+    from hilbert_lib.suite.report import write_report
+
+    notebooks = _notebooks(folder)
+    with _usage_errors():
+        points = make_points(select_notebooks(notebooks, names), _texts(pairs), _values(file))
+    run_folder, status = _run_points(points, len(points), **how)
+    if run_folder:
+        with _disk_errors():
+            click.echo(str(write_report(run_folder)))
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--shard", metavar="I/N", default="1/1", help="Only every N-th point from the I-th on; I from 1 to N.")
+@running_options
+def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path | None, **how) -> None:
+    """Run one notebook at every combination of the values given.
+
+    A point that fails does not end the others. Give each job of a scheduler's array its --shard; when all
+    are done, `hilbert report` builds the pages.
+
+    \b
+    Example: hilbert sweep 03_cache_lines -p head_dim 16,64 -p seed 0,1 --shard 1/2
+    """
+    from hilbert_lib.suite.points import make_grid, select_notebooks, take_shard
+
+    notebooks = _notebooks(folder)
+    with _usage_errors():
+        (notebook,) = select_notebooks(notebooks, [name])
+        points = make_grid(notebook, _texts(pairs), _values(file))
+        share = take_shard(points, shard)
+    run_folder, status = _run_points(share, len(points), **how)
+    if run_folder:
+        click.echo(f"the pages: hilbert report {run_folder}")
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("folder", type=EXISTING_FOLDER, default=Path("reports/local"))
+@click.option("--redraw", is_flag=True, help="First draw the figure files again from their tables.")
+def report(folder: Path, redraw: bool) -> None:
+    """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
+
+    A redrawn figure changes as a file and on the index page; a notebook keeps the figures of its run.
+
+    \b
+    Example: hilbert report reports/local --redraw
+    """
+    from hilbert_lib.figures import redraw as redraw_figures
+    from hilbert_lib.suite.report import find_runs, write_report
+
+    with _usage_errors():
+        runs = find_runs(folder)
+    with _disk_errors():
+        if redraw:
+            click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
+        for each in runs:
+            click.echo(str(write_report(each, rebuild=True)))
+
+
+@main.command()
+@click.argument("a", type=EXISTING_FOLDER)
+@click.argument("b", type=EXISTING_FOLDER)
+def compare(a: Path, b: Path) -> None:
+    """Set the measurements of two runs side by side: the ratio of medians A / B, with its interval.
+
+    Above 1, B is the faster one. Runs on different hardware are refused.
+
+    \b
+    Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
+    """
+    from hilbert_lib.bench import compare_runs
+
+    with _usage_errors():
+        table = compare_runs(a, b)
+    click.echo(table.to_string(index=False, float_format="{:.4g}".format))
+
+
+@main.command()
+@out_option
+def doctor(out: Path) -> None:
+    """Look whether this machine can run the suite, and say in one line what mends what is broken.
+
+    Python, packages, the GPU, the notebooks' kernel, the folder of the reports and its disk. The exit
+    status is 1 if anything is broken.
+
+    \b
+    Example: hilbert doctor
+    """
+    from hilbert_lib.suite.doctor import examine
+
+    findings = list(examine(out))
+    for finding in findings:
+        click.echo(f"{'BROKEN' if finding.fix else 'ok':<7} {finding.subject:<9} {finding.found}")
+        if finding.fix:
+            click.echo(f"{'':<17} fix: {finding.fix}")
+    sys.exit(any(finding.fix for finding in findings))
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """A wrong argument, found before anything ran, is told without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """A full or read-only disk is told without a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"the results cannot be written: {error}") from error
+
+
+def _notebooks(folder: Path | None) -> dict:
+    from hilbert_lib.suite.points import find_notebooks, notebooks_folder
+
+    with _usage_errors():
+        return find_notebooks(folder or notebooks_folder())
+
+
+def _texts(pairs: Pairs) -> dict[str, str]:
+    twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if twice:
+        raise ValueError(f"-p {twice[0]} is given more than once; several values: hilbert sweep -p {twice[0]} A,B")
+    return dict(pairs)
+
+
+def _values(file: Path | None) -> dict[str, object]:
+    from hilbert_lib.suite.parameters import read_parameter_file
+
+    return read_parameter_file(file) if file else {}
+
+
+def _run_points(
+    points: list, of: int, *, out: Path, timeout: float, force: bool, dry_run: bool
+) -> tuple[Path | None, int]:
+    """Run the points, or only list them; the run's folder (None for a list) and the exit status."""
+    from hilbert_lib.environment import environment, prepare_kernels
+    from hilbert_lib.suite.batch import run_points
+    from hilbert_lib.suite.manifest import run_id
+    from hilbert_lib.suite.run import Interrupted
+
+    if dry_run:
+        for point in points:
+            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
+            click.echo(f"{point.name}  {changes or 'with its defaults'}")
+        click.echo(f"{len(points)} of {of} to run")
+        return None, 0
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
+    try:
+        prepare_kernels()
+        facts = environment()
+    except RuntimeError as error:  # a GPU that torch cannot use
+        raise click.ClickException(str(error)) from error
+    run_folder = out / run_id(facts)
+    try:
+        with _disk_errors():
+            outcomes = run_points(points, run_folder, facts, timeout=timeout, force=force)
+    except Interrupted as stop:
+        click.echo(f"{stop}: what is finished stands in {run_folder}", err=True)
+        sys.exit(stop.exit_status)
+    counts = Counter(outcomes.values())
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return run_folder, 1 if failed else 0

@@ -63,7 +63,7 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
     sides = checked_shape(shape)
-    if kind not in _CURVES:
+    if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return _CURVES[kind](sides, torch.device(device or "cpu"))
 

@@ -12,9 +12,11 @@ stamp="$venv/.installed"
 wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
 
+# An interrupted set-up leaves an interpreter without pip; it is made again.
+is_made() { "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-if [ ! -x "$venv/bin/python" ]; then
+if ! is_made; then
     python=${PYTHON:-}
     if [ -n "$python" ]; then
         is_recent "$python" || fail "PYTHON=$python is not a working Python 3.11 or later."
@@ -28,11 +30,11 @@ if [ ! -x "$venv/bin/python" ]; then
         fail "$python has no venv module; on Debian or Ubuntu: apt install python3-venv."
 fi
 
-free_mb=$(df -Pm . | awk 'NR == 2 {print $4}')
+free_mb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1024)}')
 [ "$free_mb" -ge "$needed_mb" ] ||
     fail "the disk of this folder has ${free_mb} MB free; the installation needs ${needed_mb} MB (${cuda_needed_mb} MB with CUDA)."
 
-if [ ! -x "$venv/bin/python" ]; then
+if ! is_made; then
     echo "setup: making $venv with $("$python" --version 2>&1)"
     "$python" -m venv "$venv" || fail "$python could not make a virtual environment in $venv."
 fi

@@ -44,9 +44,7 @@ STYLE = {
 }
 
 
-def show(
-    draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "", name: str = "", **options
-) -> Figure:
+def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "", name: str = "", **options) -> Figure:
     """Draw a table and, where a folder is given, keep figure and table side by side.
 
     Args:

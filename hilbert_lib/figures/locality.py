@@ -1,0 +1,250 @@
+"""Figures of the cache model: which bytes are read, how many units that touches, and what a cache can reuse."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from hilbert_lib.figures.record import COLOURS, MARKERS
+
+LAYOUT_TITLES = {"bshd": "(batch, seq, heads, dim)", "bhsd": "(batch, heads, seq, dim)"}
+UNIT_STYLES = {"sector": ("#D55E00", "o"), "line": ("#0072B2", "s"), "page": ("#000000", "^")}
+GPU_STYLES = [("#009E73", "o", "-"), ("#0072B2", "s", "-"), ("#D55E00", "^", "-"), ("#000000", "x", "--")]
+LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
+
+
+def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 128) -> Figure:
+    """The first slots of storage as boxes, filled where the row is read, with a frame a line.
+
+    Args:
+        data: ordering, slot, read, as `storage_map` gives them.
+        row_bytes: bytes a row.
+        line_bytes: bytes a line.
+
+    Returns:
+        The figure.
+    """
+    names = list(dict.fromkeys(data.ordering))
+    end = (data.slot.max() + 1) * row_bytes
+    figure = Figure(figsize=(9, 0.5 + 0.42 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        rows = data[data.ordering == name]
+        read = rows[rows.read]
+        lines = sorted(set(read.slot * row_bytes // line_bytes))
+        axes.broken_barh(
+            [(slot * row_bytes, row_bytes) for slot in rows.slot], (place - 0.3, 0.6), fc="white", ec="0.8"
+        )
+        axes.broken_barh([(slot * row_bytes, row_bytes) for slot in read.slot], (place - 0.3, 0.6), fc=COLOURS[name])
+        axes.broken_barh(
+            [(n * line_bytes, line_bytes) for n in lines], (place - 0.38, 0.76), fc="none", ec="black", lw=1.3
+        )
+        axes.text(end * 1.01, place, f"{len(read)} rows in {len(lines)} lines", va="center")
+    axes.set(
+        xlim=(0, end), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names,
+        xticks=range(0, end + 1, line_bytes), xlabel="address in the storage of one head [bytes]",
+        title=f"Rows of {row_bytes} B that are read (filled), and the {line_bytes}-byte lines they pull in (framed)",
+    )  # fmt: skip
+    axes.tick_params(left=False)
+    return figure
+
+
+def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touched") -> Figure:
+    """Units touched over the fewest possible, by ordering and row size, a panel a layout and unit.
+
+    Args:
+        data: table of `count_units`.
+        dilation: the rate to show.
+        column: "touched" or "requested".
+
+    Returns:
+        The figure.
+    """
+    shown = data[data.dilation == dilation].assign(excess=lambda table: table[column] / table.fewest)
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    panels = figure.subplots(len(LAYOUT_TITLES), len(UNIT_STYLES), sharex=True, sharey=True)
+    for axes_row, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
+        for axes, unit in zip(axes_row, UNIT_STYLES, strict=True):
+            panel = shown[(shown.layout == layout) & (shown.unit == unit)]
+            _heat(axes, panel, "ordering", "row_bytes", "excess", "{:.3g}", scale=(1, 16))
+            axes.set_title(f"{_unit_title(panel)}\n{layout_title}")
+    for axes in panels[-1]:
+        axes.set_xlabel("row of one head [bytes]")
+    figure.suptitle(
+        f"Units {column} for each unit's worth of bytes that is read, dilation {dilation} (1 is the fewest)"
+    )
+    return figure
+
+
+def draw_savings(data: pd.DataFrame, *, unit: str = "line", layout: str = "bhsd") -> Figure:
+    """Units saved against the linear order by row size and dilation, a panel an ordering.
+
+    Args:
+        data: table of `saving_against_linear`.
+        unit: "sector", "line" or "page".
+        layout: "bshd" or "bhsd".
+
+    Returns:
+        The figure.
+    """
+    shown = data[(data.unit == unit) & (data.layout == layout)].assign(percent=lambda table: 100 * table.saving)
+    names = list(dict.fromkeys(shown.ordering))
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    panels = figure.subplots(2, -(-len(names) // 2), sharex=True, sharey=True)
+    for axes, name in zip(panels.flat, names, strict=True):
+        _heat(axes, shown[shown.ordering == name], "row_bytes", "dilation", "percent", "{:.0f}", scale=(0, 150))
+        axes.set_title(name)
+    for axes in panels[-1]:
+        axes.set_xlabel("dilation rate")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("row of one head [bytes]")
+    figure.suptitle(f"{_unit_title(shown)} saved against the linear order [%], layout {LAYOUT_TITLES[layout]}")
+    return figure
+
+
+def draw_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
+    """LRU hit rate by capacity, a line an ordering, a panel a row size.
+
+    Args:
+        data: table of `hit_rates`.
+        title: what was simulated.
+
+    Returns:
+        The figure.
+    """
+    sizes = sorted(data.row_bytes.unique())
+    names = list(dict.fromkeys(data.ordering))
+    figure = Figure(figsize=(4 * len(sizes), 4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        panel = data[data.row_bytes == size].pivot(index="capacity_bytes", columns="ordering", values="hit_rate")
+        for place, name in enumerate(names):
+            # Later lines are thinner, so that one that is covered still shows at its edges.
+            axes.plot(
+                panel.index / 1024, panel[name], label=name, color=COLOURS[name], marker=MARKERS[name],
+                linestyle=LINE_STYLES[place], linewidth=5 - 0.6 * place, markersize=10 - place, fillstyle="none",
+            )  # fmt: skip
+        one = "\nevery ordering on one line" if (panel.max(axis=1) == panel.min(axis=1)).all() else "\n"
+        axes.set(title=f"rows of {size} B{one}", xlabel="cache [KiB]", ylim=(-0.03, 1.03))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels[0].set_ylabel("hit rate")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.suptitle(title)
+    return figure
+
+
+def draw_l2_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
+    """Predicted L2 hit rates by ordering and GPU, a panel a row size.
+
+    Args:
+        data: table of `l2_hit_rates`.
+        title: what was simulated.
+
+    Returns:
+        The figure.
+    """
+    shown = data.assign(percent=100 * data.hit_rate)
+    sizes = sorted(shown.row_bytes.unique())
+    figure = Figure(figsize=(1 + 3.7 * len(sizes), 4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    scale = (shown.percent.min() - 1, 102)
+    for axes, size in zip(panels, sizes, strict=True):
+        _heat(axes, shown[shown.row_bytes == size], "ordering", "gpu", "percent", "{:.1f}", scale=scale)
+        axes.set_title(f"rows of {size} B")
+        axes.tick_params(axis="x", labelrotation=30)
+    figure.suptitle(title)
+    return figure
+
+
+def draw_l2_by_keys(data: pd.DataFrame, *, row_bytes: int) -> Figure:
+    """Predicted L2 hit rate and memory traffic by the number of keys, a line a GPU.
+
+    Args:
+        data: table of `l2_hit_rates_of_whole_rows`.
+        row_bytes: bytes a row.
+
+    Returns:
+        The figure.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (name, rows), (colour, marker, line) in zip(data.groupby("gpu", sort=False), GPU_STYLES, strict=True):
+        style = {"label": name, "color": colour, "marker": marker, "linestyle": line, "fillstyle": "none"}
+        left.plot(rows["keys"], 100 * rows.hit_rate, **style)
+        right.plot(rows["keys"], rows.memory_ratio, **style)
+    left.set(title="L2 hit rate", ylabel="hit rate [%]")
+    right.set(title="bytes from memory over bytes of k and v", ylabel="ratio (1 is the fewest)", yscale="log")
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for axes in (left, right):
+        axes.set_xlabel("keys of one head in one segment")
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(f"Model: rows of {row_bytes} B, every ordering alike; programs of a wave in step")
+    return figure
+
+
+def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
+    """The most that any ordering, and the Hilbert order, can save against linear, by row size.
+
+    Args:
+        data: table of `ordering_reach`.
+        heads: KV heads that were stored, for the title.
+        dilations: which rates the best was taken over, for the title.
+
+    Returns:
+        The figure.
+    """
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(LAYOUT_TITLES), sharey=True)
+    for axes, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
+        for unit, (colour, marker) in UNIT_STYLES.items():
+            rows = data[(data.layout == layout) & (data.unit == unit)]
+            style = {"color": colour, "marker": marker}
+            axes.plot(rows.row_bytes, 100 * rows.best, label=f"{_unit_title(rows)}, best ordering", **style)
+            axes.plot(
+                rows.row_bytes,
+                100 * rows.hilbert,
+                label=f"{_unit_title(rows)}, Hilbert",
+                fillstyle="none",
+                ls=":",
+                **style,
+            )
+        axes.set(title=layout_title, xlabel="row of one head [bytes]", ylim=(-4, 104))
+        axes.set_xscale("log", base=2)
+        sizes = sorted(data.row_bytes.unique())
+        axes.set_xticks(sizes, sizes)
+        top = axes.secondary_xaxis("top")
+        top.set_xticks(sizes, [f"{size / 2:g}" for size in sizes])
+        top.set_xlabel("head_dim in bf16")
+        top.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("largest saving against the linear order [%]")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.suptitle(
+        f"Where an ordering can change the number of units at all ({heads} heads, best of dilations {dilations})"
+    )
+    return figure
+
+
+def _unit_title(rows: pd.DataFrame) -> str:
+    return f"{rows.unit.iloc[0]}s ({rows.unit_bytes.iloc[0]} B)"
+
+
+def _heat(
+    axes: Axes, data: pd.DataFrame, rows: str, columns: str, values: str, text: str, *, scale: tuple[float, float]
+) -> None:
+    """A table as shaded cells with their numbers; rows and columns keep the order of the data."""
+    table = data.pivot(index=rows, columns=columns, values=values)
+    table = table.loc[list(dict.fromkeys(data[rows])), list(dict.fromkeys(data[columns]))]
+    axes.imshow(table.to_numpy(), cmap="Blues", vmin=scale[0], vmax=scale[1], aspect="auto")
+    for i, line in enumerate(table.to_numpy()):
+        for j, value in enumerate(line):
+            dark = value > scale[0] + 0.6 * (scale[1] - scale[0])
+            axes.text(
+                j, i, text.format(value), ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
+    axes.set_xticks(range(table.shape[1]), table.columns)
+    axes.set_yticks(range(table.shape[0]), table.index)
+    axes.tick_params(length=0)

@@ -1,0 +1,119 @@
+"""Figures of patterns: who sees whom, how branches mix, how exact backends are, how much work is saved."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from hilbert_lib.figures.record import COLOURS
+
+# Blues from light to dark: the count stays readable in grey print.
+_COUNT_COLOURS = ("#FFFFFF", "#9ECAE1", "#4292C6", "#08519C", "#08306B")
+_HATCHES = ("", "//", "xx", "..", "\\\\")
+_BRANCH_COLOURS = (COLOURS["raster"], COLOURS["hilbert"], COLOURS["snake"], COLOURS["tile"], COLOURS["morton"])
+_MARKERS = {"reference": "o", "eager": "s", "sdpa": "^", "flash": "D", "cudnn": "P"}
+
+
+def draw_pattern(data: pd.DataFrame, *, length: int, title: str = "Which keys each query sees") -> Figure:
+    """One grid a head: rows are queries, columns keys; shade says how many branches find the key.
+
+    Args:
+        data: columns head, query, key, count, as `multiplicities` gives them.
+        length: tokens.
+        title: over all grids.
+    """
+    heads = sorted(data["head"].unique())
+    most = int(data["count"].max())
+    colours = _COUNT_COLOURS[: most + 1]
+    norm = BoundaryNorm(np.arange(-0.5, most + 1.5), len(colours))
+    figure = Figure(figsize=(2.6 * len(heads) + 1.3, 3.4), layout="constrained")
+    for axes, head in zip(figure.subplots(1, len(heads), sharey=True, squeeze=False)[0], heads, strict=True):
+        grid = np.zeros((length, length))
+        own = data[data["head"] == head]
+        grid[own["query"], own["key"]] = own["count"]
+        axes.imshow(grid, cmap=ListedColormap(colours), norm=norm, interpolation="nearest")
+        axes.set(title=f"head {head}", xlabel="key (position)")
+        axes.spines[:].set_visible(True)
+    figure.axes[0].set_ylabel("query (position)")
+    patches = [Patch(facecolor=c, edgecolor="#888888", label=f"{n}") for n, c in enumerate(colours)]
+    figure.legend(handles=patches, title="branches that\nfind the key", loc="outside right center")
+    figure.suptitle(title)
+    return figure
+
+
+def draw_mixing(data: pd.DataFrame, *, query: int) -> Figure:
+    """Weights of one query: bars stack the branches' shares of every key, dots are one softmax over the multiset.
+
+    Args:
+        data: columns branch, key, mixed, one_softmax, as `mixing` gives them.
+        query: the query's position, for the title.
+    """
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    keys = sorted(data["key"].unique())
+    place = {key: n for n, key in enumerate(keys)}
+    bottom = np.zeros(len(keys))
+    for branch, own in data.groupby("branch"):
+        height = np.zeros(len(keys))
+        height[[place[key] for key in own["key"]]] = own["mixed"]
+        axes.bar(
+            range(len(keys)),
+            height,
+            bottom=bottom,
+            color=_BRANCH_COLOURS[branch % 5],
+            hatch=_HATCHES[branch % 5],
+            edgecolor="white",
+            label=f"branch {branch}, weighted by its denominator",
+        )
+        bottom += height
+    total = data.groupby("key")["one_softmax"].sum()
+    axes.plot(range(len(keys)), total[keys], "ko", markersize=4, label="one softmax over the multiset")
+    step = max(1, len(keys) // 20)
+    axes.set_xticks(range(0, len(keys), step), keys[::step])
+    axes.set(xlabel="key (position)", ylabel="attention weight (1)", title=f"Query {query}: two ways, the same weights")
+    figure.legend(loc="outside right center")
+    return figure
+
+
+def draw_errors(data: pd.DataFrame) -> Figure:
+    """Largest error of every backend against the float64 reference, by dtype, for output, lse and gradients.
+
+    Args:
+        data: columns backend, dtype, out, lse, dq, dk, dv, as `errors` gives them.
+    """
+    parts = ["out", "lse", "dq", "dk", "dv"]
+    served = data.dropna(subset=parts).groupby(["dtype", "backend"], sort=False)[parts].max().reset_index()
+    dtypes, backends = list(served["dtype"].unique()), list(served["backend"].unique())
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    for axes, part in zip(figure.subplots(1, len(parts), sharey=True), parts, strict=True):
+        for n, backend in enumerate(backends):
+            own = served[served["backend"] == backend]
+            x = [dtypes.index(dtype) + (n - (len(backends) - 1) / 2) * 0.18 for dtype in own["dtype"]]
+            shown = own[part].clip(lower=1e-17)  # an error of 0 still has a place on a logarithmic axis
+            axes.plot(x, shown, _MARKERS[backend], label=backend, color="black", fillstyle="none", markersize=6)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(dtypes)), dtypes, rotation=60, ha="right")
+        axes.set_title(part)
+        axes.grid(axis="y", color="#DDDDDD")
+    figure.axes[0].set_ylabel("largest absolute error (1)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), title="backend", loc="outside right center")
+    figure.suptitle("Every backend equals the oracle to rounding")
+    return figure
+
+
+def draw_work(data: pd.DataFrame) -> Figure:
+    """Useful FLOP against sequence length: dilated grows linearly where dense grows with the square.
+
+    Args:
+        data: columns length, what, flop.
+    """
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    styles = ({"marker": "o", "linestyle": "-"}, {"marker": "s", "linestyle": "--"}, {"marker": "^", "linestyle": ":"})
+    for style, (what, own) in zip(styles, data.groupby("what", sort=False), strict=False):
+        axes.loglog(own["length"], own["flop"], label=what, color="black", **style)
+    axes.set(xlabel="sequence length (tokens)", ylabel="useful FLOP, forward", title="Work against length")
+    axes.grid(color="#DDDDDD")
+    axes.legend()
+    return figure

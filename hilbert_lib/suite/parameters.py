@@ -1,0 +1,176 @@
+"""What a notebook's parameters are, and whether given values fit them, before anything runs."""
+
+import ast
+import difflib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import papermill
+import yaml
+
+SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+ANNOTATIONS = {**SCALARS, **{f"list[{name}]": scalar for name, scalar in SCALARS.items()}}
+ALLOWED = "int, float, bool, str or a list of one of them, as list[int]"
+
+Value = int | float | bool | str | list
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of a parameters cell: its annotation, its default and its comment."""
+
+    name: str
+    annotation: str
+    default: Value
+    meaning: str
+
+
+def read_parameters(path: Path) -> dict[str, Parameter]:
+    """The parameters of a notebook as papermill sees them, held against the cell's syntax tree.
+
+    `papermill.inspect_notebook` drops what it cannot read, so that a parameter would silently go missing.
+
+    Args:
+        path: a notebook.
+
+    Returns:
+        Name to parameter, in the order of the cell; empty without a cell tagged `parameters`.
+
+    Raises:
+        ValueError: if a parameter is no annotated literal, or papermill reads it otherwise.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    seen = papermill.inspect_notebook(notebook)
+    source = next((cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])), "")
+    parameters = {}
+    for line in ast.parse(source).body:
+        text = ast.unparse(line)
+        if not isinstance(line, ast.AnnAssign) or line.value is None:
+            raise ValueError(f"{path.name}: a parameters cell holds `name: type = literal` only, got `{text}`")
+        name, annotation = ast.unparse(line.target), ast.unparse(line.annotation)
+        if annotation not in ANNOTATIONS or seen.get(name, {}).get("inferred_type_name") != annotation:
+            raise ValueError(f"{path.name}: the type of a parameter must be {ALLOWED}, got `{text}`")
+        try:
+            default = check_value(name, ast.literal_eval(line.value), annotation)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path.name}: `{text}` is no literal of its type: {error}") from error
+        parameters[name] = Parameter(name, annotation, default, seen[name]["help"])
+    return parameters
+
+
+def check_value(name: str, value: object, annotation: str) -> Value:
+    """The value if it is of the annotated type; an int serves as a float, nothing else is converted.
+
+    Args:
+        name: of the parameter, for the message.
+        value: as Python or YAML gives it.
+        annotation: one of `ANNOTATIONS`.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: naming parameter, value and type.
+
+    >>> check_value("rate", 2, "float"), check_value("rates", [1, 2], "list[int]")
+    (2.0, [1, 2])
+    """
+    scalar = ANNOTATIONS[annotation]
+    items = value if annotation.startswith("list") else [value]
+    if isinstance(items, list):
+        items = [float(item) if scalar is float and type(item) is int else item for item in items]
+        if all(type(item) is scalar for item in items):
+            return items if annotation.startswith("list") else items[0]
+    raise TypeError(f"{name} must be {annotation}, got {value!r}")
+
+
+def parse_value(name: str, text: str, annotation: str) -> Value:
+    """The value that a word of the command line means, by the annotation of its parameter.
+
+    Args:
+        name: of the parameter, for the message.
+        text: `4`, `1e-3`, `true`, `any text`; for lists `1,2,4` or `[1, 2, 4]` (YAML, so that quotes work).
+        annotation: one of `ANNOTATIONS`.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: naming parameter, text and type.
+
+    >>> parse_value("dilations", "1,2,4", "list[int]")
+    [1, 2, 4]
+    """
+    scalar = ANNOTATIONS[annotation]
+    try:
+        if not annotation.startswith("list"):
+            return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
+        # BaseLoader leaves every item a string, so that items and scalars are read by one rule.
+        items = yaml.load(text if text.lstrip().startswith("[") else f"[{text}]", yaml.BaseLoader)
+        if not all(isinstance(item, str) for item in items):
+            raise TypeError("a list within the list")
+        return [parse_value(name, item, scalar.__name__) for item in items]
+    except (ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError) as error:
+        raise TypeError(f"{name} must be {annotation}, got {text!r}") from error
+
+
+def check_name(name: str, known: list[str], what: str) -> None:
+    """Refuse an unknown name, with the nearest known one.
+
+    Args:
+        name: as given.
+        known: the allowed names.
+        what: what it should name, for the message.
+
+    Raises:
+        ValueError: naming the nearest name, or all of them where none is near.
+
+    >>> check_name("sede", ["seed", "rate"], "parameter")
+    Traceback (most recent call last):
+    ValueError: no parameter is named 'sede'; did you mean 'seed'?
+    """
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+        raise ValueError(f"no {what} is named {name!r}; {advice}")
+
+
+def read_parameter_file(path: Path) -> dict[str, object]:
+    """The values of a flat YAML file, the kind that `papermill -f` takes too.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Name to value, not yet checked against a notebook.
+
+    Raises:
+        ValueError: if the file is no YAML mapping, or has sections.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold lines `name: value`, got {type(values).__name__}")
+    sections = [name for name, value in values.items() if isinstance(value, dict)]
+    if sections:
+        raise ValueError(f"{path} must be flat (`name: value`), got sections: {', '.join(map(str, sections))}")
+    return {str(name): value for name, value in values.items()}
+
+
+def expand_grid(axes: dict[str, list[Value]]) -> list[dict[str, Value]]:
+    """Every combination of the values, the last name turning fastest.
+
+    Args:
+        axes: name to values.
+
+    Returns:
+        One dictionary a point; a single empty one without axes.
+
+    >>> expand_grid({"rate": [1, 2], "seed": [0]})
+    [{'rate': 1, 'seed': 0}, {'rate': 2, 'seed': 0}]
+    """
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

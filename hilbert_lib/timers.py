@@ -1,0 +1,68 @@
+"""The two clocks of `bench`: the host's and the CUDA device's."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from hilbert_lib.environment import sm_clocks_mhz
+
+
+class CpuTimer:
+    """Times stretches of calls by the clock."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self._times_ms = []
+
+    def sample(self, run: Callable[[], object], calls: int) -> None:
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            run()
+        self._times_ms.append((time.perf_counter_ns() - start) / 1e6)
+
+    def finish(self) -> list[float]:
+        """The times in ms since the last call of finish."""
+        times, self._times_ms = self._times_ms, []
+        return times
+
+    def sm_clock_mhz(self) -> None:
+        return None
+
+
+# Before each sample the device spins, about 2 ms at 2 GHz, while the host queues the sample's launches: a
+# kernel shorter than its launch is then timed for what it is (tests/test_bench.py compares it with a graph).
+LEAD_CYCLES = 4_000_000
+
+
+class CudaTimer:
+    """Times stretches of calls by events on the device's stream, without the host's launch costs."""
+
+    def __init__(self, device: torch.device, cold_cache: bool):
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = str(self._device)
+        self._events = []
+        # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
+        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
+        self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
+
+    def sample(self, run: Callable[[], object], calls: int) -> None:
+        with torch.cuda.device(self._device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(LEAD_CYCLES)  # private by name; torch's own tests use it for this
+            self._flush.zero_()
+            start.record()
+            for _ in range(calls):
+                run()
+            end.record()
+        self._events.append((start, end))
+
+    def finish(self) -> list[float]:
+        """The times in ms since the last call of finish, once the device has done all of it."""
+        torch.cuda.synchronize(self._device)
+        events, self._events = self._events, []
+        return [start.elapsed_time(end) for start, end in events]
+
+    def sm_clock_mhz(self) -> int | None:
+        return sm_clocks_mhz()[self._device.index]

@@ -1,0 +1,93 @@
+"""Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
+
+from functools import cache
+
+import oracle
+import torch
+
+from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+# name: segment lengths, rates
+BRANCHES = {
+    "one": ((16,), (1,)),
+    "aligned": ((8, 16, 32), (1, 2, 4)),
+    "uneven": ((6, 12, 24), (1, 4, 5)),
+    "sparse": ((8, 16), (2, 4)),
+    "longer": ((16, 1000), (4, 3)),
+}
+ORDERINGS = {
+    "none": lambda n: None,
+    "linear": Ordering.linear,
+    "residue": lambda n: Ordering.residue(n, 3),
+    "random": lambda n: Ordering.random(n, seed=1),
+    **{kind: lambda n, kind=kind: Ordering.from_curve(kind, n) for kind in ("hilbert", "morton", "snake", "tile")},
+    "chunked": lambda n: Ordering.from_curve("hilbert", n, chunk=8),
+}
+# out, lse, gradient; float64 inputs are exact, and halves are rounded once on the way in and once on the way out.
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12, 1e-11),
+    torch.float32: (2e-4, 2e-4, 2e-4),
+    torch.float16: (4e-3, 2e-4, 2e-2),
+    torch.bfloat16: (3e-2, 2e-4, 1.5e-1),
+}
+SHAPES = {  # batch, length, heads, kv_heads, head_dim
+    "plain": (2, 32, 4, 4, 8),
+    "ragged": (2, 37, 4, 4, 8),
+    "grouped": (1, 45, 6, 3, 5),
+    "one_kv_head": (2, 32, 4, 1, 16),
+    "shorter": (3, 5, 3, 3, 3),
+    "wide": (2, 70, 4, 2, 64),
+}
+LAYOUTS = ("bshd", "bhsd", "sliced")
+
+
+def stored(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values with other strides."""
+    if layout == "bhsd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        wide = x.new_full((x.shape[0], x.shape[1] + 3, x.shape[2], x.shape[3] + 8), torch.nan)
+        wide[:, 1:-2, :, : x.shape[3]] = x
+        return wide[:, 1:-2, :, : x.shape[3]]
+    return x
+
+
+@cache
+def expected(branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape: str, is_causal: bool):
+    """Inputs of the dtype, and what the oracle makes of them in float64."""
+    batch, length, heads, kv_heads, head_dim = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(batch, length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v, dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
+    out, lse = oracle.attention(*leaves, pattern, is_causal=is_causal)
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    return pattern, (q, k, v, dout), out.detach(), lse, grads
+
+
+def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu") -> None:
+    """Run one case and compare it with the oracle."""
+    pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal)
+    order = ORDERINGS[ordering](k.shape[1])
+    kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]
+    leaves = [stored(x.to(device), layout).requires_grad_() for x in kept]
+    got, got_lse = dilated_attention(
+        *leaves, pattern, is_causal=is_causal, kv_ordering=order, backend=backend, return_lse=True
+    )
+    got_grads = list(torch.autograd.grad(got, leaves, dout.to(device)))
+    if order is not None:
+        got_grads[1:] = [order.undo(x, dim=1) for x in got_grads[1:]]
+    assert got.dtype == dtype
+    assert got_lse.shape == lse.shape
+    assert not got_lse.requires_grad
+    tolerances = TOLERANCE[dtype]
+    torch.testing.assert_close(got.cpu().double(), out, atol=tolerances[0], rtol=0)
+    torch.testing.assert_close(got_lse.cpu().double(), lse, atol=tolerances[1], rtol=0)
+    for mine, theirs in zip(got_grads, grads, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)

@@ -1,0 +1,42 @@
+"""The same promises on a CUDA device, for its own dense kernels. Run by `make test-gpu`."""
+
+import itertools
+
+import pytest
+import torch
+from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, check, expected
+
+from hilbert_lib import explain_backend
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def must_serve(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
+    if backend in ("cudnn", "flash"):
+        return dtype in HALVES and head_dim % 8 == 0
+    if backend == "sdpa":
+        return dtype != torch.float64 and head_dim * dtype.itemsize % 16 == 0
+    return True
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "eager", "reference", "auto"])
+def test_every_cuda_backend_equals_the_oracle_or_says_why_it_cannot_serve(backend, dtype, shape, is_causal):
+    kv_heads, head_dim = SHAPES[shape][3:]
+    for number, (branches, offsets, mixing) in enumerate(itertools.product(BRANCHES, OFFSET_RULES, MIXING_RULES)):
+        if mixing == "head_groups" and kv_heads < len(BRANCHES[branches][0]):
+            continue
+        pattern, tensors, *_ = expected(branches, offsets, mixing, dtype, shape, is_causal)
+        q, k, v = (x.cuda() for x in tensors[:3])
+        choice = explain_backend(q, k, v, pattern, is_causal=is_causal, backend=backend)
+        assert bool(choice.chosen) == must_serve(backend, dtype, head_dim), str(choice)
+        if choice.chosen:
+            layout = LAYOUTS[number % len(LAYOUTS)]
+            check(branches, offsets, mixing, "hilbert", backend, dtype, shape, layout, is_causal, device="cuda")

@@ -1,0 +1,335 @@
+"""Timing, statistics and records: what a reader of a measurement relies on."""
+
+import json
+import threading
+import time
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hilbert_lib import bench, timers
+from hilbert_lib.bench import Case, append_records, compare_paired, compare_runs, measure, read_records
+
+
+class FakeMachine:
+    """A clock that only its own work moves on."""
+
+    def __init__(self):
+        self.now_ns = 0
+        self.log = []
+
+    def case(self, name, milliseconds, **known):
+        """A case whose call takes milliseconds(), or that constant, by this clock."""
+
+        def run():
+            self.log.append(name)
+            self.now_ns += round(1e6 * (milliseconds() if callable(milliseconds) else milliseconds))
+
+        return Case(name, run, parameters=known.pop("parameters", {}), error=known.pop("error", 0.0), **known)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = FakeMachine()
+    monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: machine.now_ns))
+    return machine
+
+
+@pytest.fixture
+def on_hardware(monkeypatch):
+    """Record as if on the named hardware."""
+    return lambda name: monkeypatch.setattr(bench, "environment", lambda: {"hardware": name})
+
+
+def spin(milliseconds):
+    end = time.thread_time_ns() + round(1e6 * milliseconds)
+    while time.thread_time_ns() < end:
+        pass
+
+
+# Statistics
+
+
+def test_median_quartiles_and_rates_of_known_samples(machine):
+    times = iter([9.0, 1.0, 2.0, 3.0, 4.0, 100.0])  # the first is the warm-up
+    case = machine.case("known", lambda: next(times), useful_flop=6e6, useful_bytes=3e6)
+    measurement = measure(case, device="cpu", repetitions=5, warmup=1)
+    assert measurement.samples_ms == (1.0, 2.0, 3.0, 4.0, 100.0)
+    assert (measurement.median_ms, measurement.iqr_ms) == (3.0, 2.0)
+    assert (measurement.flop_per_s, measurement.bytes_per_s) == (2e9, 1e9)
+
+
+def test_short_calls_are_repeated_and_reported_by_call(machine):
+    measurement = measure(machine.case("short", 0.1), device="cpu", repetitions=4, warmup=2, min_sample_ms=1.0)
+    assert measurement.calls_per_sample == 10
+    assert len(machine.log) == 2 + 4 * 10
+    assert measurement.samples_ms == pytest.approx([0.1] * 4)
+
+
+def test_bootstrap_interval_covers_the_true_median_about_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    trials = 300
+    covered = 0
+    for _ in range(trials):
+        samples = rng.lognormal(mean=0.0, sigma=0.3, size=25)  # true median 1
+        low, high = bench._interval(bench._resampled_medians(samples, rng))
+        covered += low <= 1.0 <= high
+    assert 0.90 <= covered / trials <= 0.99
+
+
+# Paired comparisons
+
+
+def test_paired_comparison_recovers_the_ratio_of_two_busy_loops(monkeypatch):
+    # Both the work and the clock count this thread's own time: a busy machine cannot fail the test.
+    monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=time.thread_time_ns))
+    jitter = np.random.default_rng(0)
+    slow = Case("slow", lambda: spin(1.0 * jitter.uniform(0.9, 1.1)), parameters={}, error=0.0)
+    fast = Case("fast", lambda: spin(0.5 * jitter.uniform(0.9, 1.1)), parameters={}, error=0.0)
+    comparison = compare_paired(slow, fast, device="cpu", repetitions=40)
+    low, high = comparison.interval
+    assert low <= 2.0 <= high
+    assert high - low < 0.4
+
+
+def test_pairs_cancel_the_drift_of_a_slowing_machine(machine):
+    def slowing(milliseconds):
+        return lambda: milliseconds * (1 + 0.005 * len(machine.log))
+
+    a, b = machine.case("a", slowing(3.0)), machine.case("b", slowing(2.0))
+    comparison = compare_paired(a, b, device="cpu", repetitions=40)
+    assert comparison.a.samples_ms[-1] > 1.5 * comparison.a.samples_ms[0]  # the drift is there
+    assert comparison.ratio == pytest.approx(1.5, rel=0.01)
+    assert comparison.interval == pytest.approx((1.5, 1.5), rel=0.02)
+
+
+def test_the_two_cases_take_turns_and_swap_who_is_first(machine):
+    compare_paired(machine.case("a", 2.0), machine.case("b", 2.0), device="cpu", repetitions=3, warmup=1)
+    assert machine.log == ["a", "b", *"aabb", *"bbaa", *"aabb"]  # each sample behind an untimed call of its own
+
+
+def test_samples_stay_with_their_case_and_in_order(machine):
+    a_times, b_times = iter(range(1, 100)), iter(range(1000, 1100))
+    a, b = machine.case("a", lambda: next(a_times)), machine.case("b", lambda: next(b_times))
+    comparison = compare_paired(a, b, device="cpu", repetitions=3, warmup=1)
+    assert comparison.a.samples_ms == (3, 5, 7)
+    assert comparison.b.samples_ms == (1002, 1004, 1006)
+
+
+def test_same_samples_give_the_same_interval(machine):
+    def compare():
+        jitter = np.random.default_rng(3)
+        a, b = (machine.case(name, lambda: jitter.uniform(2, 3)) for name in "ab")
+        return compare_paired(a, b, device="cpu")
+
+    first, second = compare(), compare()
+    assert first.a.samples_ms == pytest.approx(second.a.samples_ms)
+    assert first.interval == pytest.approx(second.interval)
+    assert first.interval[0] < first.ratio < first.interval[1]
+
+
+# Bad input
+
+
+def test_a_speed_without_an_error_is_refused():
+    with pytest.raises(TypeError, match="error"):
+        Case("fast", lambda: None, parameters={})
+    for error, exception in ((None, TypeError), (True, TypeError), (float("nan"), ValueError), (-1.0, ValueError)):
+        with pytest.raises(exception, match="error must be"):
+            Case("fast", lambda: None, parameters={}, error=error)
+
+
+@pytest.mark.parametrize(
+    ("bad", "exception", "message"),
+    [
+        ({"parameters": {"dtype": torch.float32}}, TypeError, "parameters must hold values of JSON.*float32"),
+        ({"parameters": {"scale": float("nan")}}, TypeError, "parameters must hold values of JSON"),
+        ({"parameters": [1]}, TypeError, "parameters must be a dict"),
+        ({"useful_flop": 0}, ValueError, "useful_flop must be None, or finite and above 0, got 0"),
+        ({"useful_bytes": float("inf")}, ValueError, "useful_bytes"),
+    ],
+)
+def test_cases_refuse_what_a_record_could_not_tell(bad, exception, message):
+    with pytest.raises(exception, match=message):
+        Case("bad", lambda: None, **{"parameters": {}, "error": 0.0, **bad})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"repetitions": 0}, "repetitions must be at least 1, got 0"),
+        ({"warmup": 0}, "warmup must be at least 1, got 0"),
+        ({"cold_cache": True}, "cold_cache=True needs a CUDA device.*cpu"),
+        ({"device": "meta"}, "device must be a CPU or a CUDA device, got meta"),
+    ],
+)
+def test_measure_refuses_what_it_cannot_time(bad, message):
+    case = Case("never run", lambda: pytest.fail("was run"), parameters={}, error=0.0)
+    with pytest.raises(ValueError, match=message):
+        measure(case, **{"device": "cpu", **bad})
+
+
+# Records
+
+
+def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path):
+    case = machine.case("a", 2.0, parameters={"seq_len": 8}, error=1e-6, useful_flop=4.0)
+    append_records([measure(case, device="cpu", repetitions=3)], tmp_path)
+    append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
+    measurement, comparison = read_records(tmp_path / bench.RESULTS)
+    expected = {
+        "kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3,
+        "median_ms": 2.0, "iqr_ms": 0.0, "warmup": 5, "calls_per_sample": 1, "cache": "warm", "error": 1e-6,
+        "useful_flop": 4.0, "flop_per_s": 2000.0, "useful_bytes": None, "bytes_per_s": None, "device": "cpu",
+        "sm_clock_mhz": [None, None],
+    }  # fmt: skip
+    assert expected.items() <= measurement.items()
+    assert {"hardware", "torch", "code_hash", "kernel_mode"} <= measurement["environment"].keys()
+    assert (comparison["kind"], comparison["ratio"], comparison["interval"]) == ("comparison", 1.0, [1.0, 1.0])
+    assert comparison["a"]["samples_ms"] == comparison["b"]["samples_ms"] == [2.0, 2.0, 2.0]
+
+
+def test_records_are_strict_json(machine, tmp_path):
+    append_records([measure(machine.case("a", 2.0), device="cpu")], tmp_path)
+
+    def refuse(constant):
+        pytest.fail(f"{constant} is not JSON")
+
+    json.loads((tmp_path / bench.RESULTS).read_text(), parse_constant=refuse)
+
+
+def test_no_folder_or_no_records_write_nothing(machine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    append_records([measure(machine.case("a", 2.0), device="cpu")], "")
+    append_records([], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hardware):
+    on_hardware("one")
+    path = tmp_path / bench.RESULTS
+    records = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
+    append_records(records[:2], tmp_path)
+    path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
+    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+        assert [each["name"] for each in read_records(path)] == ["a"]
+    append_records(records[2:], tmp_path)  # resumed
+    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+        assert [each["name"] for each in read_records(path)] == ["a", "c"]
+
+
+def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_hardware):
+    on_hardware("one")
+    records = [measure(machine.case("a", 2.0), device="cpu", repetitions=1000)] * 3  # longer than any buffer
+    writers = [threading.Thread(target=append_records, args=(records, tmp_path)) for _ in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read_records(tmp_path / bench.RESULTS)) == 24
+
+
+# Runs side by side
+
+
+@pytest.fixture
+def run_folder(machine, on_hardware, tmp_path):
+    """Make a run's folder: names and times of its cases, and its hardware."""
+
+    def make(folder, times_ms, hardware="one GPU"):
+        on_hardware(hardware)
+        jitter = np.random.default_rng(len(folder))
+        (tmp_path / folder / "06_notebook").mkdir(parents=True)
+        for name, milliseconds in times_ms.items():
+            case = machine.case(
+                name,
+                lambda milliseconds=milliseconds: milliseconds * jitter.uniform(0.95, 1.05),
+                parameters={"seq_len": 8, "layout": "hilbert"},
+                error=milliseconds * 1e-6,
+            )
+            append_records([measure(case, device="cpu")], tmp_path / folder / "06_notebook")
+        return tmp_path / folder
+
+    return make
+
+
+def test_compare_runs_gives_ratio_interval_and_errors_and_lists_what_is_missing(run_folder):
+    a = run_folder("a", {"kernel": 6.0, "old": 2.0})
+    b = run_folder("bb", {"kernel": 4.0, "new": 2.0})
+    table = compare_runs(a, b).set_index("name")
+    kernel = table.loc["kernel"]
+    assert kernel["parameters"] == 'layout="hilbert", seq_len=8'
+    assert kernel["ratio"] == pytest.approx(1.5, rel=0.05)
+    assert kernel["low"] < kernel["ratio"] < kernel["high"]
+    assert kernel["low"] < 1.5 < kernel["high"]
+    assert (kernel["error_a"], kernel["error_b"]) == (6e-6, 4e-6)
+    assert table["found"].to_dict() == {"kernel": "both", "old": "only in A", "new": "only in B"}
+    assert np.isnan(table.loc["old", "ratio"])
+    assert np.isnan(table.loc["old", "low"])
+
+
+def test_compare_runs_refuses_different_hardware_and_names_both(machine, run_folder):
+    a, b = run_folder("a", {"kernel": 6.0}, "NVIDIA H200"), run_folder("b", {"kernel": 4.0}, "GTX 1080")
+    with pytest.raises(ValueError, match=r"same hardware.*NVIDIA H200.*GTX 1080"):
+        compare_runs(a, b)
+    append_records([measure(machine.case("x", 2.0), device="cpu")], a)  # recorded as a GTX 1080 too
+    with pytest.raises(ValueError, match="GTX 1080 and NVIDIA H200"):
+        compare_runs(a, a)
+
+
+def test_compare_runs_takes_the_sides_of_comparisons_and_pools_repeats(machine, on_hardware, tmp_path):
+    on_hardware("one")
+    case = machine.case("a", 2.0, error=1e-3)
+    append_records([measure(machine.case("a", 4.0, error=1e-6), device="cpu", repetitions=29)], tmp_path)
+    append_records([compare_paired(case, machine.case("b", 1.0), device="cpu", repetitions=30)], tmp_path)
+    table = compare_runs(tmp_path, tmp_path).set_index("name")
+    assert list(table.index) == ["a", "b"]
+    assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [2.0, 1e-3]  # of 29 at 4 ms and 30 at 2 ms
+
+
+def test_compare_runs_refuses_a_folder_without_measurements(run_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"no measurements.*nowhere"):
+        compare_runs(run_folder("a", {"kernel": 6.0}), tmp_path / "nowhere")
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_cold_cache_reads_memory_and_warm_cache_reads_l2():
+    x = torch.ones(2**22, device="cuda")  # 16 MB: fits in the L2 of the GPUs that this is run on
+    y = torch.empty((), device="cuda")
+    case = Case("sum", lambda: torch.sum(x, 0, out=y), parameters={}, error=0.0)
+    warm, cold = (measure(case, device=x.device, cold_cache=cold_cache) for cold_cache in (False, True))
+    assert (warm.cache, cold.cache, cold.calls_per_sample, cold.device) == ("warm", "cold", 1, "cuda:0")
+    assert cold.median_ms > 1.2 * warm.median_ms
+    assert all(clock > 0 for clock in cold.sm_clock_mhz)
+
+
+@pytest.mark.gpu
+def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch():
+    x, y = torch.ones(2**18, device="cuda"), torch.empty((), device="cuda")
+    measurement = measure(Case("sum", lambda: torch.sum(x, 0, out=y), parameters={}, error=0.0), device="cuda")
+    graph = torch.cuda.CUDAGraph()  # launches a hundred of them at once
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            torch.sum(x, 0, out=y)
+    replayed = measure(Case("graph", graph.replay, parameters={}, error=0.0), device="cuda")
+    assert measurement.median_ms == pytest.approx(replayed.median_ms / 100, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_paired_comparison_recovers_the_ratio_of_two_products():
+    x = torch.randn(4096, 4096, device="cuda")
+
+    def twice():
+        return x @ x, x @ x
+
+    two, one = Case("two", twice, {}, error=0.0), Case("one", lambda: x @ x, {}, error=0.0)
+    comparison = compare_paired(two, one, device="cuda")
+    assert comparison.ratio == pytest.approx(2.0, rel=0.05)

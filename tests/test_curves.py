@@ -1,0 +1,225 @@
+"""Curves: the defining properties on any shape, the classical curve on powers of two, the inverse, and the speed."""
+
+import inspect
+import time
+from itertools import permutations, product
+from math import prod
+from statistics import median
+
+import hilbert
+import numpy as np
+import pytest
+import torch
+from hilbertcurve.hilbertcurve import HilbertCurve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import seeds
+from hilbert_lib.curves import KINDS, curve_coordinates, curve_index, raster_index
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(1, 14)),
+    st.tuples(st.integers(1, 3), st.integers(1, 400)),
+)
+
+
+def step_lengths(cells):
+    """(cells - 1, 2): the sum and the largest of the changes of the coordinates in each step."""
+    change = cells.diff(dim=0).abs()
+    return change.sum(dim=1), change.amax(dim=1)
+
+
+def parity_forbids_unit_steps(shape):
+    longest = max(shape)
+    return longest % 2 == 1 and prod(shape) // longest % 2 == 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(shape=SHAPES, kind=st.sampled_from(KINDS))
+def test_every_cell_is_met_once(shape, kind):
+    cells = curve_coordinates(kind, shape)
+    assert cells.dtype == torch.int64
+    assert cells.shape == (prod(shape), len(shape))
+    assert (cells >= 0).all()
+    assert (cells < torch.tensor(shape)).all()
+    assert torch.equal(raster_index(cells, shape).sort().values, torch.arange(prod(shape)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(shape=SHAPES, kind=st.sampled_from(KINDS))
+def test_index_is_the_inverse_of_coordinates(shape, kind):
+    assert torch.equal(curve_index(kind, curve_coordinates(kind, shape), shape), torch.arange(prod(shape)))
+
+
+def check_hilbert_steps(shape):
+    sums, largest = step_lengths(curve_coordinates("hilbert", shape))
+    assert (largest <= 1).all()
+    assert (sums <= 2).all()
+    assert (sums == 2).sum() == parity_forbids_unit_steps(shape)
+
+
+@settings(deadline=None, max_examples=200)
+@given(shape=SHAPES)
+def test_hilbert_steps_are_one_but_for_one_diagonal_where_parity_forbids(shape):
+    check_hilbert_steps(shape)
+
+
+def test_hilbert_steps_hold_for_every_small_shape():
+    for shape in [*product(range(1, 20), repeat=2), *product(range(1, 8), repeat=3)]:
+        check_hilbert_steps(shape)
+
+
+def test_hilbert_starts_at_the_origin_and_ends_at_the_far_end_of_the_longest_side():
+    for shape in [(13, 21), (21, 13), (64, 64), (5, 6, 9), (1, 7), (9, 2, 4)]:
+        cells = curve_coordinates("hilbert", shape)
+        longest = shape.index(max(shape))
+        assert cells[0].tolist() == [0] * len(shape)
+        assert cells[-1].tolist() == [side - 1 if axis == longest else 0 for axis, side in enumerate(shape)]
+
+
+@pytest.mark.parametrize(("order", "ndim"), [(k, 2) for k in range(1, 9)] + [(k, 3) for k in range(1, 6)])
+def test_hilbert_visits_each_quarter_or_octant_whole(order, ndim):
+    """On every scale: each aligned run of 2^(ndim * j) cells is one aligned cube of side 2^j."""
+    cells = curve_coordinates("hilbert", (2**order,) * ndim)
+    for scale in range(order):
+        runs = (cells >> scale).view(-1, 2 ** (ndim * scale), ndim)
+        assert (runs == runs[:, :1]).all()
+
+
+def symmetries(cells, side):
+    """A curve turned and mirrored in every way, and each of these backwards."""
+    for axes in permutations(range(cells.shape[1])):
+        for mirrored in product([False, True], repeat=cells.shape[1]):
+            turned = cells[:, axes]
+            turned = np.where(mirrored, side - 1 - turned, turned)
+            yield turned
+            yield turned[::-1]
+
+
+def published_curves(order, ndim):
+    yield hilbert.decode(np.arange(2 ** (ndim * order)), ndim, order).astype(np.int64)
+    yield np.array(HilbertCurve(order, ndim).points_from_distances(range(2 ** (ndim * order))))
+
+
+@pytest.mark.parametrize("order", range(1, 7))
+def test_hilbert_square_is_the_published_curve_up_to_symmetry(order):
+    ours = curve_coordinates("hilbert", (2**order, 2**order)).numpy()
+    for published in published_curves(order, 2):
+        assert any(np.array_equal(turned, published) for turned in symmetries(ours, 2**order))
+
+
+@pytest.mark.parametrize("order", range(1, 5))
+def test_hilbert_cube_has_the_properties_of_the_published_curves(order):
+    """There are many Hilbert curves of a cube, so ours need not be theirs; but the same checks pass on all three."""
+    side = 2**order
+    ours = curve_coordinates("hilbert", (side,) * 3)
+    for cells in (ours, *map(torch.from_numpy, published_curves(order, 3))):
+        assert torch.equal(raster_index(cells, (side,) * 3).sort().values, torch.arange(side**3))
+        assert (step_lengths(cells)[0] == 1).all()
+        for scale in range(order):
+            runs = (cells >> scale).view(-1, 8**scale, 3)
+            assert (runs == runs[:, :1]).all()
+
+
+def test_hilbert_square_keeps_near_slots_near():
+    """Slots k apart lie at most sqrt(6 k) apart, as on the continuous curve (Bauman, Math. Notes 80, 2006)."""
+    cells = curve_coordinates("hilbert", (32, 32))
+    for k in range(1, len(cells)):
+        assert (cells[k:] - cells[:-k]).square().sum(dim=1).max() <= 6 * k
+
+
+@given(shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
+@settings(deadline=None, max_examples=50)
+def test_morton_is_ascending_in_interleaved_bits(shape):
+    codes = [
+        sum((row >> bit & 1) << 2 * bit + 1 | (col >> bit & 1) << 2 * bit for bit in range(6))
+        for row, col in curve_coordinates("morton", shape).tolist()
+    ]
+    assert codes == sorted(codes)
+
+
+@given(shape=SHAPES)
+@settings(deadline=None, max_examples=100)
+def test_snake_never_jumps_and_runs_along_the_last_axis(shape):
+    cells = curve_coordinates("snake", shape)
+    assert (step_lengths(cells)[0] == 1).all()
+    assert torch.equal(cells[:, 0], curve_coordinates("raster", shape)[:, 0])
+
+
+def test_tiles_are_visited_whole_in_raster_order():
+    cells = curve_coordinates("tile", (16, 20))
+    tiles = (cells // 8).unique_consecutive(dim=0)
+    assert tiles.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert torch.equal(cells[:64], curve_coordinates("raster", (8, 8)))
+    assert torch.equal(curve_coordinates("tile", (8, 8, 8))[:64], curve_coordinates("raster", (4, 4, 4)))
+
+
+def test_a_megapixel_of_hilbert_is_faster_than_the_package():
+    """numpy-hilbert-curve takes many times as long on an idle machine; on a busy one only the order is sure."""
+
+    def seconds(work):
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    ours = median(seconds(lambda: curve_coordinates("hilbert", (1024, 1024))) for _ in range(5))
+    theirs = seconds(lambda: hilbert.decode(np.arange(2**20), 2, 10))
+    assert ours < theirs
+
+
+def test_the_seed_function_is_no_hilbert_curve_and_one_letter_away_from_it():
+    source = inspect.getsource(seeds.seed_hilbert_d2xy)
+    scope = {}
+    exec(source.replace("n - 1 -", "s - 1 -"), scope)
+    for side in (2, 4, 8, 16):
+        ours = curve_coordinates("hilbert", (side, side)).numpy()
+        seed = np.array([seeds.seed_hilbert_d2xy(side, d) for d in range(side**2)])
+        mended = np.array([scope["seed_hilbert_d2xy"](side, d) for d in range(side**2)])
+        assert seed.max() >= side
+        assert any(np.array_equal(turned, mended) for turned in symmetries(ours, side))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "error", "words"),
+    [
+        ("hilbret", (4, 4), ValueError, "hilbert, morton, snake, raster, tile.*'hilbret'"),
+        ("hilbert", (4,), ValueError, r"2 or 3 sides.*\(4,\)"),
+        ("hilbert", (2, 2, 2, 2), ValueError, "2 or 3 sides"),
+        ("morton", (4, 0), ValueError, r"at least 1.*\(4, 0\)"),
+        ("snake", (4, -1), ValueError, "at least 1"),
+        ("tile", (4, 2.5), TypeError, "integers.*2.5"),
+        ("raster", 4, TypeError, "integers.*4"),
+    ],
+)
+def test_bad_kinds_and_shapes_are_named(kind, shape, error, words):
+    with pytest.raises(error, match=words):
+        curve_coordinates(kind, shape)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "error", "words"),
+    [
+        (torch.tensor([[0, 4]]), ValueError, r"inside the shape \(4, 4\), got \[0, 4\]"),
+        (torch.tensor([[-1, 0]]), ValueError, r"got \[-1, 0\]"),
+        (torch.tensor([[0, 0, 0]]), ValueError, r"2 in the last axis, got \(1, 3\)"),
+        (torch.tensor([[0.0, 1.0]]), TypeError, "integers, got torch.float32"),
+    ],
+)
+def test_bad_coordinates_are_named(coordinates, error, words):
+    with pytest.raises(error, match=words):
+        curve_index("hilbert", coordinates, (4, 4))
+
+
+def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():
+    coordinates = torch.tensor([[[0, 0], [1, 0]], [[0, 1], [1, 1]]], dtype=torch.int16)
+    assert curve_index("hilbert", coordinates, (2, 2)).tolist() == [[0, 3], [1, 2]]
+    assert curve_index("hilbert", torch.zeros(0, 2, dtype=torch.int64), (2, 2)).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_curves_are_the_same_on_the_gpu():
+    for kind, shape in product(KINDS, [(64, 64), (13, 21), (5, 6, 9)]):
+        cells = curve_coordinates(kind, shape, device="cuda")
+        assert torch.equal(cells.cpu(), curve_coordinates(kind, shape))
+        assert torch.equal(curve_index(kind, cells, shape).cpu(), torch.arange(prod(shape)))

@@ -1,0 +1,284 @@
+"""The facts beside a measurement are true, complete and nobody's secret; a GPU is never ignored in silence."""
+
+import getpass
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+import torch
+
+from hilbert_lib import environment as module
+from hilbert_lib.environment import (
+    check_gpu,
+    code_hash,
+    code_version,
+    describe_environment,
+    environment,
+    kernel_mode,
+    prepare_kernels,
+)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend: is there a device, what is torch built for, can it start CUDA, is triton there."""
+
+    def pretend(*, device, cuda=None, available=False, triton=True, builds=(), gpus=()):
+        monkeypatch.setenv("TRITON_INTERPRET", "0")  # so that it is put back whatever a test does
+        monkeypatch.delenv("TRITON_INTERPRET")
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        monkeypatch.setattr(module, "_has_nvidia_device", lambda: device)
+        monkeypatch.setattr(module, "_driver_version", lambda: "470.42" if device else None)
+        monkeypatch.setattr(module, "_gpus", lambda: list(gpus))
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object() if triton else None)
+        monkeypatch.setattr(module, "version", lambda name: "3.7.1")
+        monkeypatch.setattr(torch, "__version__", "2.13.0+test")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(builds))
+
+    return pretend
+
+
+PASCAL = {"name": "GTX 1080", "capability": "6.1", "memory_gib": 8.0, "sm_clock_mhz": 1600}
+WORKING = {"device": True, "cuda": "13.0", "available": True, "builds": ["sm_61"], "gpus": [PASCAL]}
+
+
+# What is recorded
+
+
+def test_environment_is_json_and_names_neither_host_nor_user_nor_folder():
+    text = json.dumps(environment(), allow_nan=False)
+    words = set(re.findall(r"[\w.-]+", text))
+    assert not words & {socket.gethostname(), getpass.getuser()}
+    assert str(Path.home()) + "/" not in text
+    assert str(module.PACKAGE) not in text
+
+
+def test_environment_holds_every_fact_a_report_promises():
+    facts = environment()
+    assert facts["torch"] == torch.__version__
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["hardware"]
+    assert facts["cpu_cores"] >= 1
+    promised = {"utc", "commit", "dirty", "code_hash", "triton", "numpy", "cuda", "cudnn", "driver", "platform", "gpus"}
+    assert promised <= facts.keys()
+
+
+def test_the_table_says_when_times_mean_nothing(machine):
+    machine(device=False)
+    assert "absent" in describe_environment()
+    prepare_kernels()
+    assert "interpreted on the CPU" in describe_environment()
+
+
+def test_the_table_names_the_gpu_its_driver_and_its_clock(machine):
+    machine(**WORKING)
+    table = describe_environment()
+    for fact in ("GTX 1080", "470.42", "1600 MHz", "compiled"):
+        assert fact in table
+
+
+# Triton
+
+
+def test_importing_the_library_neither_imports_triton_nor_sets_its_variable():
+    script = """
+import importlib, os, pkgutil, sys, hilbert_lib
+for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
+    if ".triton" not in found.name:
+        importlib.import_module(found.name)
+print("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["False", "None"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "interpret", "mode"),
+    [
+        (WORKING, None, "compiled"),
+        (WORKING, "1", "interpreted"),
+        ({"device": False}, None, "absent"),
+        ({"device": False}, "1", "interpreted"),
+        ({"device": False}, "0", "absent"),
+        ({**WORKING, "triton": False}, "1", "absent"),
+    ],
+)
+def test_kernel_mode_tells_how_kernels_would_run(machine, monkeypatch, facts, interpret, mode):
+    machine(**facts)
+    if interpret is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert kernel_mode() == mode
+
+
+def test_kernels_are_interpreted_only_where_there_is_no_gpu(machine):
+    machine(device=False)
+    assert prepare_kernels() == "interpreted"
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    machine(**WORKING)
+    assert prepare_kernels() == "compiled"
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_preparing_kernels_after_triton_was_imported_is_refused(machine, monkeypatch):
+    machine(device=False)
+    monkeypatch.setitem(sys.modules, "triton", object())
+    with pytest.raises(RuntimeError, match=r"imported before prepare_kernels\(\)"):
+        prepare_kernels()
+
+
+# A GPU that torch cannot use
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"cuda": None}, r"install torch's CUDA build"),
+        ({"cuda": "13.0", "available": False}, r"cannot start CUDA.*CUDA 13\.0"),
+        ({**WORKING, "builds": ["sm_75", "sm_90"]}, r"no kernels for GTX 1080, capability 6\.1.*sm_75, sm_90"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_refused_naming_both_versions(machine, facts, reason):
+    machine(**{"device": True, **facts})
+    for refusing in (check_gpu, environment, prepare_kernels):
+        with pytest.raises(RuntimeError, match=r"torch 2\.13\.0\+test.*driver 470\.42") as refusal:
+            refusing()
+        assert re.search(reason, str(refusal.value))
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_a_usable_gpu_and_no_gpu_are_accepted(machine):
+    machine(**WORKING)
+    check_gpu()
+    machine(device=False)
+    check_gpu()
+
+
+@pytest.mark.parametrize(
+    ("failure", "seen"),
+    [
+        (None, True),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, True),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, Path("/dev/nvidia0").exists()),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, Path("/dev/nvidia0").exists()),
+    ],
+)
+def test_a_device_is_seen_where_the_driver_shows_one_or_fails(monkeypatch, failure, seen):
+    def init():
+        if failure is not None:
+            raise pynvml.NVMLError(failure)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlInit", init)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    assert module._has_nvidia_device() is seen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert module._has_nvidia_device() is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "builds", "served"),
+    [
+        ("9.0", ["sm_80", "sm_90"], True),
+        ("8.9", ["sm_80"], True),  # code for 8.0 runs on 8.x
+        ("6.1", ["sm_75", "sm_80"], False),
+        ("8.0", ["sm_86"], False),
+        ("12.0", ["sm_90", "compute_90"], True),  # PTX is compiled for what comes later
+        ("12.0", ["sm_90"], False),
+        ("9.0", ["sm_90a"], True),
+    ],
+)
+def test_builds_serve_their_own_generation_and_ptx_every_later_one(capability, builds, served):
+    assert module._is_built_for(capability, builds) is served
+
+
+# Which code
+
+
+def test_code_hash_follows_names_and_contents_and_nothing_else(tmp_path):
+    def write(folder, files):
+        for name, content in files.items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_bytes(content)
+        return module._hash_sources(tmp_path / folder)
+
+    base = {"a.py": b"x = 1\ny = 2\n", "sub/b.py": b""}
+    expected = write("here", base)
+    assert write("there", {**base, "a.py": b"x = 1\r\ny = 2\r\n", "notes.txt": b"not code"}) == expected
+    assert write("changed", {**base, "a.py": b"x = 1\ny = 3\n"}) != expected
+    assert write("moved", {"a.py": base["a.py"], "b.py": b""}) != expected
+    assert write("split", {"a.py": b"x = 1\n", "sub/b.py": b"y = 2\n"}) != expected
+    assert re.fullmatch("[0-9a-f]{12}", code_hash())
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A copy of the library in a git repository of its own."""
+
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "hilbert_lib").mkdir()
+    (tmp_path / "hilbert_lib" / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "hilbert_lib")
+    for variable in ("HILBERT_COMMIT", "HILBERT_DIRTY"):
+        monkeypatch.delenv(variable, raising=False)
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    return tmp_path, git("rev-parse", "HEAD")
+
+
+def test_commit_and_dirt_come_from_git(checkout, monkeypatch):
+    folder, commit = checkout
+    monkeypatch.setenv("HILBERT_COMMIT", "not asked")
+    assert code_version.__wrapped__() == (commit, False)
+    (folder / "hilbert_lib" / "a.py").write_text("x = 2\n")
+    assert code_version.__wrapped__() == (commit, True)
+
+
+def test_without_a_repository_the_variables_say_the_commit(checkout, monkeypatch):
+    folder, _ = checkout
+    shutil.rmtree(folder / ".git")
+    assert code_version.__wrapped__() == (None, None)
+    monkeypatch.setenv("HILBERT_COMMIT", "abc")
+    monkeypatch.setenv("HILBERT_DIRTY", "1")
+    assert code_version.__wrapped__() == ("abc", True)
+    monkeypatch.setenv("HILBERT_DIRTY", "perhaps")
+    with pytest.raises(ValueError, match="HILBERT_DIRTY must be 0 or 1, got 'perhaps'"):
+        code_version.__wrapped__()
+
+
+def test_the_commit_of_an_enclosing_repository_is_not_ours(checkout, monkeypatch):
+    folder, _ = checkout
+    (folder / "site-packages" / "hilbert_lib").mkdir(parents=True)
+    monkeypatch.setattr(module, "PACKAGE", folder / "site-packages" / "hilbert_lib")
+    assert code_version.__wrapped__() == (None, None)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_described_in_full():
+    facts = environment()
+    assert facts["kernel_mode"] == "compiled"
+    assert facts["hardware"].startswith(torch.cuda.get_device_name(0))
+    assert facts["driver"]
+    assert facts["cuda"] == torch.version.cuda
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    assert facts["gpus"][0]["memory_gib"] > 1
+    assert facts["gpus"][0]["sm_clock_mhz"] > 0

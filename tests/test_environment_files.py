@@ -1,0 +1,94 @@
+"""What can be known of the conda files without a conda channel."""
+
+import platform
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from rattler import MatchSpec, Version, VersionSpec
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = {"environment.yml": "pytorch-gpu", "environment-cpu.yml": "pytorch-cpu"}
+# PyPI's name -> conda-forge's, for every requirement; torch's is the file's own.
+CONDA_NAMES = {
+    "triton": "triton",
+    "numpy": "numpy",
+    "pandas": "pandas",
+    "matplotlib": "matplotlib-base",
+    "click": "click",
+    "rich": "rich",
+    "psutil": "psutil",
+    "nvidia-ml-py": "nvidia-ml-py",
+    "PyYAML": "pyyaml",
+    "ipykernel": "ipykernel",
+    "ipywidgets": "ipywidgets",
+    "jupyterlab": "jupyterlab",
+    "papermill": "papermill",
+    "nbconvert": "nbconvert",
+    "nbval": "nbval",
+    "latex2mathml": "latex2mathml",
+}
+BESIDE_PYPROJECT = {"python", "pip", "c-compiler", "cxx-compiler"}
+
+
+def requirements():
+    return {each.name: each for each in map(Requirement, PYPROJECT["dependencies"])}
+
+
+def specs(file):
+    """conda's name -> its line, read strictly."""
+    lines = [line for line in contents(file)["dependencies"] if isinstance(line, str)]
+    return {spec.name.normalized: spec for spec in (MatchSpec(line, strict=True) for line in lines)}
+
+
+def contents(file):
+    return yaml.safe_load((ROOT / file).read_text())
+
+
+@pytest.fixture(params=FILES)
+def file(request):
+    return request.param
+
+
+def test_every_line_parses_strictly_and_bounds_the_major_version(file):
+    for name, spec in specs(file).items():
+        bounds = spec.version.split(",")
+        assert [bound.rstrip("0123456789.") for bound in bounds] == [">=", "<"], name
+        assert "." not in bounds[1], f"{name}: the upper bound is a major version"
+
+
+def test_conda_and_pyproject_ask_for_the_same_packages_in_the_same_ranges(file):
+    conda_names = {**CONDA_NAMES, "torch": FILES[file]}
+    assert specs(file).keys() == {conda_names[name] for name in requirements()} | BESIDE_PYPROJECT
+    for name, requirement in requirements().items():
+        in_conda = set(specs(file)[conda_names[name]].version.split(","))
+        assert in_conda == {str(bound) for bound in requirement.specifier}, name
+    assert specs(file)["python"].version.split(",")[0] == PYPROJECT["requires-python"]
+
+
+def test_the_installed_versions_satisfy_each_range(file):
+    conda_names = {**CONDA_NAMES, "torch": FILES[file]}
+    installed = {"python": platform.python_version(), "pip": version("pip")}
+    for name, requirement in requirements().items():
+        if requirement.marker is None or requirement.marker.evaluate():
+            installed[conda_names[name]] = version(name)
+    for name, found in installed.items():
+        assert VersionSpec(specs(file)[name].version).matches(Version(found)), f"{name} {found}"
+
+
+def test_pip_installs_the_project_alone_and_no_other_channel_is_asked(file):
+    (pip_section,) = (line for line in contents(file)["dependencies"] if not isinstance(line, str))
+    assert pip_section == {"pip": ["-e ."]}
+    assert contents(file)["channels"] == ["conda-forge", "nodefaults"]
+
+
+def test_the_two_files_differ_in_the_torch_line_alone():
+    gpu, cpu = ((ROOT / file).read_text().splitlines() for file in FILES)
+    assert len(gpu) == len(cpu)
+    (difference,) = (pair for pair in zip(gpu, cpu, strict=True) if pair[0] != pair[1])
+    assert difference == (difference[0], difference[0].replace("pytorch-gpu", "pytorch-cpu"))
+    assert difference[0].strip().startswith("- pytorch-gpu ")

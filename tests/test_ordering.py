@@ -1,0 +1,217 @@
+"""Orderings: permutations that are the same everywhere, cost nothing twice, and never change what is stored."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from math import ceil, sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import ordering as ordering_module
+from hilbert_lib.curves import KINDS
+from hilbert_lib.ordering import Ordering, ordering_cache_info
+
+LENGTHS = st.integers(1, 500)
+CHUNKS = st.one_of(st.none(), st.integers(1, 600))
+ORDERINGS = st.one_of(
+    st.builds(Ordering.from_curve, st.sampled_from(KINDS), LENGTHS, chunk=CHUNKS),
+    st.builds(Ordering.residue, LENGTHS, st.integers(1, 600), chunk=CHUNKS),
+    st.builds(Ordering.random, LENGTHS, st.integers(0, 2**63 - 1)),
+    st.builds(Ordering.linear, LENGTHS),
+)
+EXAMPLES = [
+    Ordering.from_curve("hilbert", 1000, chunk=300),
+    Ordering.from_curve("morton", 60, grid=(4, 4, 4)),
+    Ordering.residue(1000, 7, chunk=100),
+    Ordering.random(1000, 3),
+    Ordering.linear(10),
+]
+
+
+@settings(deadline=None, max_examples=200)
+@given(ordering=ORDERINGS)
+def test_perm_is_a_permutation_and_inverse_its_inverse(ordering):
+    positions = torch.arange(ordering.length)
+    assert ordering.perm.dtype == ordering.inverse.dtype == torch.int64
+    assert torch.equal(ordering.perm.sort().values, positions)
+    assert torch.equal(ordering.inverse[ordering.perm], positions)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ordering=ORDERINGS, dim=st.sampled_from([0, 1, -1]))
+def test_undo_takes_back_apply(ordering, dim):
+    x = torch.randn([ordering.length if axis == dim % 3 else 2 for axis in range(3)])
+    stored = ordering.apply(x, dim)
+    assert torch.equal(stored.select(dim, 0), x.select(dim, int(ordering.perm[0])))
+    assert torch.equal(ordering.undo(stored, dim), x)
+
+
+def test_apply_and_undo_have_exact_gradients():
+    ordering = Ordering.random(7, seed=1)
+    x = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: ordering.apply(x, 1), x)
+    assert torch.autograd.gradcheck(lambda x: ordering.undo(x, 1), x)
+
+
+def test_tables_first_made_in_inference_mode_serve_a_backward_pass():
+    ordering = Ordering.random(11, seed=987654321)
+    with torch.inference_mode():
+        ordering.apply(torch.zeros(11), 0)
+    x = torch.zeros(11, requires_grad=True)
+    ordering.apply(x, 0)[3].backward()
+    assert x.grad.nonzero().flatten().tolist() == [int(ordering.perm[3])]
+
+
+@settings(deadline=None, max_examples=100)
+@given(length=LENGTHS, rate=st.integers(1, 600))
+def test_residue_sorts_by_remainder_then_quotient(length, rate):
+    expected = sorted(range(length), key=lambda p: (p % rate, p // rate))
+    assert Ordering.residue(length, rate).perm.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 1000])
+def test_default_grid_has_root_of_length_columns(kind, length):
+    cols = ceil(sqrt(length))
+    grid = (ceil(length / cols), cols)
+    assert torch.equal(Ordering.from_curve(kind, length).perm, Ordering.from_curve(kind, length, grid=grid).perm)
+
+
+def test_cells_past_the_length_are_skipped():
+    whole = Ordering.from_curve("hilbert", 64, grid=(8, 8)).perm
+    assert torch.equal(Ordering.from_curve("hilbert", 50, grid=(8, 8)).perm, whole[whole < 50])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunked_curve_restarts_and_stays_inside_its_chunk(kind):
+    perm = Ordering.from_curve(kind, 250, chunk=100).perm
+    full, tail = Ordering.from_curve(kind, 100).perm, Ordering.from_curve(kind, 50).perm
+    assert torch.equal(perm, torch.cat([full, 100 + full, 200 + tail]))
+
+
+def test_the_grid_beside_a_chunk_is_the_grid_of_one_chunk():
+    perm = Ordering.from_curve("hilbert", 40, grid=(2, 8), chunk=16).perm
+    one = Ordering.from_curve("hilbert", 16, grid=(2, 8)).perm
+    assert torch.equal(perm, torch.cat([one, 16 + one, 32 + one[one < 8]]))
+
+
+def test_snake_is_the_order_that_the_seeds_call_hilbert():
+    assert Ordering.from_curve("snake", 9).perm.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
+
+
+def test_random_neither_reads_nor_moves_the_global_generator():
+    torch.manual_seed(0)
+    expected_next = torch.rand(1)
+    torch.manual_seed(0)
+    first = Ordering.random(501, seed=5).perm.clone()
+    assert torch.equal(torch.rand(1), expected_next)
+    assert torch.equal(ordering_module._tables(Ordering.random(501, seed=5))[0], first)
+    assert not torch.equal(Ordering.random(501, seed=6).perm, first)
+
+
+def digest(orderings):
+    return hashlib.sha256(b"".join(o.perm.numpy().tobytes() for o in orderings)).hexdigest()
+
+
+def test_every_process_makes_the_same_tables():
+    """Another process, with another hash seed and another global random state, evaluates the same recipes."""
+    program = (
+        "import hashlib, torch; from hilbert_lib.ordering import Ordering; torch.manual_seed(99);"
+        f"print(hashlib.sha256(b''.join(o.perm.numpy().tobytes() for o in {EXAMPLES!r})).hexdigest())"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == digest(EXAMPLES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=repr)
+def test_repr_is_the_call_that_makes_it(example):
+    assert eval(repr(example), {"Ordering": Ordering}) == example
+
+
+def test_orderings_are_equal_and_hash_alike_by_recipe():
+    one, other = Ordering.residue(100, 4), Ordering.residue(100, 4)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Ordering.residue(100, 5)
+    assert one != Ordering.residue(100, 4, chunk=50)
+
+
+def test_an_ordering_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        Ordering.linear(4).length = 5
+
+
+def test_the_second_use_is_a_counted_hit_on_the_same_tables():
+    recipe = {"kind": "hilbert", "length": 4321, "chunk": 1234}
+    before = ordering_cache_info()
+    first = Ordering.from_curve(**recipe).perm
+    after_first = ordering_cache_info()
+    again = Ordering.from_curve(**recipe)
+    assert again.perm.data_ptr() == first.data_ptr()
+    assert again.inverse is again.inverse
+    after = ordering_cache_info()
+    assert (after_first.misses, after_first.hits) == (before.misses + 1, before.hits)
+    assert after.misses == after_first.misses
+    assert after.hits == after_first.hits + 3
+
+
+def use(*orderings):
+    return [ordering.perm for ordering in orderings]
+
+
+def test_the_cache_is_bounded_by_positions_and_drops_the_least_recently_used(monkeypatch):
+    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    old, used, new = Ordering.linear(40), Ordering.linear(41), Ordering.linear(42)
+    use(old, used, old, new)  # which leaves `used` the oldest
+    info = ordering_cache_info()
+    assert (info.hits, info.misses, info.orderings, info.positions) == (1, 3, 2, 82)
+    use(old, used)
+    assert ordering_cache_info().hits == 2
+    assert ordering_cache_info().misses == 4
+
+
+def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
+    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    large = Ordering.linear(1000)
+    use(large, large, Ordering.linear(5))
+    info = ordering_cache_info()
+    assert (info.hits, info.misses, info.orderings, info.positions) == (1, 2, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Ordering.from_curve("peano", 4), ValueError, "kind must be one of hilbert.*'peano'"),
+        (lambda: Ordering.from_curve("hilbert", 0), ValueError, "length must be at least 1, got 0"),
+        (lambda: Ordering.from_curve("hilbert", 4.0), TypeError, "length must be an integer, got 4.0"),
+        (lambda: Ordering.from_curve("hilbert", 4, chunk=0), ValueError, "chunk must be at least 1, got 0"),
+        (lambda: Ordering.from_curve("hilbert", 10, grid=(3, 3)), ValueError, "hold 10 positions.* 9 cells"),
+        (lambda: Ordering.from_curve("hilbert", 9, grid=(3, 0)), ValueError, "sides of at least 1"),
+        (lambda: Ordering.from_curve("hilbert", 99, grid=(3, 3), chunk=10), ValueError, "hold 10 positions"),
+        (lambda: Ordering.residue(8, 0), ValueError, "rate must be at least 1, got 0"),
+        (lambda: Ordering.residue(8, "2"), TypeError, "rate must be an integer, got '2'"),
+        (lambda: Ordering.random(8, seed=-1), ValueError, "seed must be from 0 to .*-1"),
+        (lambda: Ordering.random(8, seed=None), TypeError, "seed must be an integer, got None"),
+        (lambda: Ordering.linear(-3), ValueError, "length must be at least 1, got -3"),
+        (lambda: Ordering.linear(4).apply(torch.zeros(2, 5), 1), ValueError, r"size 4 along dim 1.*\(2, 5\)"),
+        (lambda: Ordering.linear(4).undo(torch.zeros(5), 0), ValueError, r"size 4 along dim 0.*\(5,\)"),
+    ],
+)
+def test_bad_arguments_are_named(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", EXAMPLES, ids=repr)
+def test_tables_are_the_same_on_the_gpu(example):
+    there = example.to("cuda")
+    assert there == example
+    assert there.perm.is_cuda
+    assert torch.equal(there.perm.cpu(), example.perm)
+    assert torch.equal(there.inverse.cpu(), example.inverse)

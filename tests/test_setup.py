@@ -1,0 +1,160 @@
+"""scripts/setup.sh with stand-ins for python, pip and df: when it does nothing, and what it says when it fails."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("sh", "cat", "cksum", "awk", "tail", "grep", "mkdir", "cp", "chmod")
+
+# One script stands in for every interpreter; the files beside the project say what it lacks. It logs its calls.
+PYTHON = """#!/bin/sh
+echo "$*" >>calls.log
+case "$*" in
+    *version_info*) [ ! -e too-old ] ;;
+    *ensurepip*) [ ! -e no-venv-module ] ;;
+    "-m venv "*)
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python"
+        [ ! -e no-ensurepip ] || { echo "ensurepip is not available" >&2; exit 1; }
+        echo pip >"$3/has-pip" ;;
+    "-m pip --version") [ -e .venv/has-pip ] ;;
+    "-m pip "*)
+        [ -e .venv/has-pip ] || { echo "No module named pip" >&2; exit 1; }
+        [ ! -e pip-says ] || { cat pip-says; exit 1; } ;;
+    --version) echo "Python 3.12.0" ;;
+esac
+"""
+DF = """#!/bin/sh
+echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
+echo "/dev/disk 99999999 1 $((1024 * $(cat free-mb))) 1% /"
+"""
+
+
+class Project:
+    """A copy of what setup.sh reads, and a PATH that holds nothing else."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.bin = folder / "bin"
+        (folder / "scripts").mkdir()
+        self.bin.mkdir()
+        for file in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+            shutil.copy(ROOT / file, folder / file)
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        self.program("python3", PYTHON)
+        self.program("df", DF)
+        self.put("free-mb", "50000")
+
+    def program(self, name, script):
+        (self.bin / name).write_text(script)
+        (self.bin / name).chmod(0o755)
+
+    def put(self, name, text=""):
+        (self.folder / name).write_text(text)
+
+    def setup(self, **variables):
+        return subprocess.run(
+            [self.bin / "sh", "scripts/setup.sh", ".venv"],
+            cwd=self.folder,
+            env={"PATH": str(self.bin), **variables},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    def installations(self):
+        return (self.folder / "calls.log").read_text().count("-m pip install")
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+def assert_one_clear_line(done, *words):
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: ")
+    for word in words:
+        assert word in line
+
+
+def test_the_set_up_makes_the_environment_and_says_so(project):
+    done = project.setup()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "setup: ready"
+    assert project.installations() == 1
+    assert "-c constraints.txt -e .[dev]" in (project.folder / "calls.log").read_text()
+
+
+def test_a_second_call_does_nothing_until_the_pins_change(project):
+    project.setup()
+    calls = (project.folder / "calls.log").read_text()
+    done = project.setup()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (project.folder / "calls.log").read_text() == calls
+    project.put("constraints.txt", "numpy==2.0.0\n")
+    assert project.setup().returncode == 0
+    assert project.installations() == 2
+
+
+def test_a_missing_interpreter_is_told_in_one_line(project):
+    (project.bin / "python3").unlink()
+    assert_one_clear_line(project.setup(), "no Python 3.11 or later was found", "make PYTHON=")
+    assert not (project.folder / ".venv").exists()
+
+
+def test_an_old_interpreter_counts_as_none(project):
+    project.put("too-old")
+    assert_one_clear_line(project.setup(), "no Python 3.11 or later was found")
+    assert_one_clear_line(project.setup(PYTHON="python3"), "PYTHON=python3", "3.11 or later")
+
+
+def test_the_interpreter_that_was_named_is_taken(project):
+    project.program("mine", PYTHON)
+    (project.bin / "python3").unlink()
+    assert project.setup(PYTHON="mine").returncode == 0
+
+
+def test_a_missing_venv_module_is_told_in_one_line(project):
+    project.put("no-venv-module")
+    assert_one_clear_line(project.setup(), "python3 has no venv module", "apt install python3-venv")
+    assert not (project.folder / ".venv").exists()
+
+
+def test_no_disk_space_is_told_in_one_line_before_anything_is_made(project):
+    project.put("free-mb", "100")
+    assert_one_clear_line(project.setup(), "100 MB free", "needs 4000 MB")
+    assert not (project.folder / ".venv").exists()
+
+
+def test_a_disk_that_fills_up_is_named_last_and_the_next_call_tries_again(project):
+    project.put("pip-says", "ERROR: Could not install: [Errno 28] No space left on device\n")
+    done = project.setup()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "setup: the disk is full; free some space and call make again."
+    (project.folder / "pip-says").unlink()
+    assert project.setup().returncode == 0
+
+
+def test_a_failed_installation_shows_the_end_of_its_log_and_the_next_call_tries_again(project):
+    project.put("pip-says", "ERROR: No matching distribution found for torch==2.13.0\n")
+    done = project.setup()
+    assert done.returncode == 1
+    assert "No matching distribution" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("setup: pip could not install the pinned set")
+    (project.folder / "pip-says").unlink()
+    assert project.setup().returncode == 0
+    assert project.installations() == 2
+
+
+def test_an_environment_left_half_made_is_made_again(project):
+    project.put("no-ensurepip")
+    done = project.setup()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "setup: python3 could not make a virtual environment in .venv."
+    (project.folder / "no-ensurepip").unlink()
+    assert project.setup().returncode == 0

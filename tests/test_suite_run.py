@@ -1,0 +1,279 @@
+"""Runs: what a death of a notebook, of its kernel or of the whole process leaves behind."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import papermill
+import psutil
+import pytest
+from tiny_notebooks import write_notebook
+
+from hilbert_lib.environment import environment
+from hilbert_lib.suite.batch import run_points
+from hilbert_lib.suite.manifest import (
+    close_abandoned,
+    end_manifest,
+    put_in_place,
+    read_manifest,
+    run_id,
+    start_manifest,
+)
+from hilbert_lib.suite.points import Point, read_notebook
+from hilbert_lib.suite.run import Interrupted, run_point
+
+WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len}')"
+DIE = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+FILL = "with open('/dev/full', 'w') as file:\n    file.write('x')"
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return environment()
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory, facts):
+    """One run of notebooks that end in every way."""
+    folder = tmp_path_factory.mktemp("batch")
+    codes = {
+        "00_fails": ["print(1)", "raise ValueError('too short')"],
+        "01_killed": [DIE],
+        "02_full_disk": [FILL],
+        "03_ok": [WRITE],
+    }
+    points = [point_of(folder, *code, name=name) for name, code in codes.items()]
+    outcomes = run_points(points, folder / "run", facts)
+    return folder / "run", points, outcomes
+
+
+def point_of(folder, *code, name="00_a"):
+    return Point(read_notebook(write_notebook(folder, name, *code)), {})
+
+
+def stop_by(signal_name, folder):
+    """Code of a cell whose kernel signals the process that runs it, and then keeps on working."""
+    return (
+        "import os, pathlib, signal, time\n"
+        f"pathlib.Path({str(folder)!r}, 'pid').write_text(str(os.getpid()))\n"
+        f"os.kill(os.getppid(), signal.{signal_name})\n"
+        "time.sleep(60)"
+    )
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_failing_notebook_does_not_end_the_others(batch):
+    _, _, outcomes = batch
+    assert [*outcomes.values()] == ["failed"] * 3 + ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message", "cell"),
+    [
+        ("00_fails", "ValueError", "too short", 4),
+        ("01_killed", "DeadKernelError", "the kernel process died", 3),
+        pytest.param(
+            *("02_full_disk", "OSError", "No space left", 3),
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's"),
+        ),
+    ],
+)
+def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, message, cell):
+    run_folder, _, _ = batch
+    manifest = read_manifest(run_folder / f"{name}.failed")
+    assert manifest["status"] == "failed"
+    assert manifest["error"]["type"] == kind
+    assert message in manifest["error"]["message"]
+    assert manifest["error"]["cell"] == cell
+    assert not (run_folder / name).exists()
+
+
+def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts):
+    one_cell = run_point(point_of(tmp_path, "import time\ntime.sleep(60)"), tmp_path / "run", facts, timeout=1)
+    # Each of these cells alone would be in time.
+    cells = ["import time\ntime.sleep(0.4)"] * 100
+    many_cells = run_point(point_of(tmp_path, *cells), tmp_path / "run", facts, timeout=1)
+    for manifest in (one_cell, many_cells):
+        assert manifest["error"]["type"] == "TimeoutError"
+        assert manifest["error"]["message"] == "the notebook took longer than 1 s"
+    assert 1 <= many_cells["error"]["cell"] < 10
+
+
+def test_a_finished_run_holds_notebook_data_and_manifest_and_no_machine_path(batch):
+    run_folder, points, _ = batch
+    assert {path.name for path in (run_folder / "03_ok").iterdir()} == {"03_ok.ipynb", "manifest.json", "results.jsonl"}
+    manifest = read_manifest(run_folder / "03_ok")
+    assert (manifest["status"], manifest["error"]) == ("ok", None)
+    assert manifest["parameters"] == points[-1].parameters
+    assert manifest["seeds"] == {"seed": 0}
+    assert {"commit", "dirty", "torch", "triton", "cuda", "driver", "python", "gpus", "kernel_mode"} <= set(
+        manifest["environment"]
+    )
+    assert len(manifest["notebook_hash"]) == 8
+    assert manifest["library_hash"] == manifest["environment"]["code_hash"]
+    assert set(manifest["sm_clocks_mhz"]) == {"before", "after"}
+    assert manifest["start"] < manifest["end"]
+
+
+def test_nothing_hidden_and_no_kernel_is_left(batch):
+    run_folder, _, _ = batch
+    assert not list(run_folder.glob(".*"))
+    kernels = [child for child in psutil.Process().children() if "ipykernel_launcher" in " ".join(child.cmdline())]
+    assert not kernels
+
+
+def test_finished_points_are_reused_and_failed_ones_run_again(batch, facts, monkeypatch):
+    run_folder, points, _ = batch
+    before = snapshot(run_folder / "03_ok")
+    ran = []
+
+    def refuse(path, *_args, **_options):
+        ran.append(path)
+        raise RuntimeError("no second run")
+
+    monkeypatch.setattr(papermill, "execute_notebook", refuse)
+    outcomes = run_points(points[-2:], run_folder, facts)
+    assert outcomes == {"02_full_disk": "failed", "03_ok": "reused"}
+    assert len(ran) == 1
+    assert snapshot(run_folder / "03_ok") == before
+
+
+def test_an_earlier_result_outlives_a_failing_run_and_a_better_one_replaces_both(tmp_path, facts):
+    run_folder = tmp_path / "run"
+    assert run_point(point_of(tmp_path, WRITE), run_folder, facts)["status"] == "ok"
+    earlier = snapshot(run_folder / "00_a")
+    assert run_point(point_of(tmp_path, "1 / 0"), run_folder, facts)["status"] == "failed"
+    assert snapshot(run_folder / "00_a") == earlier
+    assert read_manifest(run_folder / "00_a.failed")["error"]["type"] == "ZeroDivisionError"
+    assert run_point(point_of(tmp_path, WRITE, "print('new')"), run_folder, facts)["status"] == "ok"
+    assert snapshot(run_folder / "00_a") != earlier
+    assert {path.name for path in run_folder.iterdir()} == {"00_a"}
+
+
+def test_an_edited_notebook_is_not_reused(tmp_path, facts, monkeypatch):
+    monkeypatch.setattr(papermill, "execute_notebook", lambda *_args, **_options: None)
+    first, second = (point_of(tmp_path, f"print({number})") for number in (1, 2))
+    outcomes = [run_points([point], tmp_path / "run", facts)["00_a"] for point in (first, first, second, second)]
+    assert outcomes == ["ok", "reused", "ok", "reused"]
+
+
+def test_a_disk_that_fills_under_the_runner_still_takes_the_manifest(tmp_path, facts, monkeypatch):
+    def fill(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(papermill, "execute_notebook", fill)
+    manifest = run_point(point_of(tmp_path, "1"), tmp_path / "run", facts)
+    assert manifest["error"]["type"] == "OSError"
+    assert "No space left" in read_manifest(tmp_path / "run" / "00_a.failed")["error"]["message"]
+
+
+def test_status_does_not_come_from_papermills_record(tmp_path, facts, monkeypatch):
+    """papermill marks every cell of a killed run as completed."""
+
+    def complete_and_die(_path, output, *_args, **_options):
+        notebook = {"metadata": {"papermill": {"exception": None}}, "cells": [], "nbformat": 4, "nbformat_minor": 5}
+        with open(output, "w") as file:
+            json.dump(notebook, file)
+        raise RuntimeError("and then it died")
+
+    monkeypatch.setattr(papermill, "execute_notebook", complete_and_die)
+    assert run_point(point_of(tmp_path, "1"), tmp_path / "run", facts)["status"] == "failed"
+
+
+def test_a_folder_in_braces_is_a_folder(tmp_path, facts):
+    folder = tmp_path / "{braces}"
+    assert run_point(point_of(folder, "1"), folder / "run", facts)["status"] == "ok"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_an_interrupt_leaves_a_manifest_no_kernel_and_the_handlers_as_they_were(tmp_path, facts):
+    points = [point_of(tmp_path, stop_by("SIGINT", tmp_path)), point_of(tmp_path, WRITE, name="01_never")]
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match="SIGINT") as stop:
+        run_points(points, tmp_path / "run", facts)
+    assert stop.value.exit_status == 130
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"00_a.failed"}
+    manifest = read_manifest(tmp_path / "run" / "00_a.failed")
+    assert (manifest["status"], manifest["error"]["message"]) == ("interrupted", "stopped by SIGINT")
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_sigterm_ends_the_command_with_143_and_keeps_what_is_finished(tmp_path):
+    show = "import os, pathlib\npathlib.Path(output_dir, 'set').write_text(os.environ.get('TRITON_INTERPRET', ''))"
+    write_notebook(tmp_path, "00_ok", show)
+    write_notebook(tmp_path, "01_slow", stop_by("SIGTERM", tmp_path))
+    hilbert = [sys.executable, "-c", "from hilbert_lib.cli import main; main()"]
+    command = [*hilbert, "run", "--notebooks", tmp_path, "--out", tmp_path / "out"]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM" in process.stderr
+    (run_folder,) = (tmp_path / "out").iterdir()
+    assert {path.name for path in run_folder.iterdir()} == {"00_ok", "01_slow.failed"}
+    ok = read_manifest(run_folder / "00_ok")
+    assert ok["status"] == "ok"
+    # The notebooks' kernels are told to interpret Triton where there is no GPU, and only there.
+    assert (run_folder / "00_ok" / "set").read_text() == ("" if ok["environment"]["gpus"] else "1")
+    assert read_manifest(run_folder / "01_slow.failed")["status"] == "interrupted"
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_run_whose_process_was_killed_is_told_by_the_next_one(tmp_path, facts):
+    run_folder = tmp_path / "run"
+    point = point_of(tmp_path, "1")
+    work = run_folder / ".00_a.0123abcd"
+    work.mkdir(parents=True)
+    manifest = start_manifest(point, work, facts)
+    assert close_abandoned(run_folder) == []  # this process lives
+
+    manifest["process"]["started"] -= 100  # now its number belongs to another process
+    (work / "manifest.json").write_text(json.dumps(manifest))
+    assert close_abandoned(run_folder) == ["00_a"]
+    assert read_manifest(run_folder / "00_a.failed")["status"] == "interrupted"
+    assert not list(run_folder.glob(".*"))
+    assert not list(run_folder.rglob(".reserve"))
+
+
+def test_the_run_of_another_machine_is_left_alone(tmp_path, facts):
+    work = tmp_path / ".00_a.0123abcd"
+    work.mkdir()
+    manifest = start_manifest(point_of(tmp_path / "notebooks", "1"), work, facts)
+    manifest["process"] |= {"machine": "elsewhere", "pid": 2**22 + 1}
+    (work / "manifest.json").write_text(json.dumps(manifest))
+    assert close_abandoned(tmp_path) == []
+    assert work.exists()
+
+
+def test_a_result_that_was_finished_and_not_yet_in_place_gets_its_place(tmp_path, facts):
+    work = tmp_path / ".00_a.0123abcd"
+    work.mkdir()
+    manifest = start_manifest(point_of(tmp_path / "notebooks", "1"), work, facts)
+    manifest["process"]["started"] -= 100
+    end_manifest(manifest, work, None)
+    assert close_abandoned(tmp_path) == []
+    assert read_manifest(tmp_path / "00_a")["status"] == "ok"
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path):
+    final = tmp_path / "00_a"
+    final.mkdir()
+    (final / "data").write_text("earlier")
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / ".00_a.missing", tmp_path, {"name": "00_a", "status": "ok"})
+    assert (final / "data").read_text() == "earlier"
+
+
+def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
+    assert run_id(facts) == run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
+    for name in ("code_hash", "torch", "hardware", "driver"):
+        assert run_id(facts) != run_id({**facts, name: "9.9"})
+    gpu = {**facts, "hardware": "NVIDIA H200", "gpus": [{"name": "NVIDIA H200"}], "torch": "2.11.0+cu128"}
+    assert run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
