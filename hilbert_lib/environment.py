@@ -53,7 +53,7 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": _driver_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",  # a kernel's release says more of the host than of the result
         "cpu": cpu,
         "cpu_cores": cores,
         "torch_threads": torch.get_num_threads(),
@@ -279,7 +279,7 @@ def _is_built_for(capability: str, builds: list[str]) -> bool:
     for build in builds:
         kind, digits = build.split("_")
         built = divmod(int(digits.rstrip("af")), 10)
-        if built <= (major, minor) :
+        if built <= (major, minor) and (built[0] == major or kind == "compute"):
             return True
     return False
 

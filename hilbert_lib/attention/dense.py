@@ -126,7 +126,8 @@ class Efficient:
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = lse.shape[-1]
-        padded = lse.new_zeros(*lse.shape[:2], -(-rows // 32) * 32)
+        # +inf in the padding, as the forward leaves it: rows past the end then have probability exp(-inf) = 0.
+        padded = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), torch.inf)
         padded[..., :rows] = lse
         nothing = lse.new_zeros((), dtype=torch.int64)  # no dropout: seed and offset are not read
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -179,10 +180,12 @@ class Flash:
 
 
 class CuDnn:
-    """cuDNN's attention. Its lse has a last dimension of 1."""
+    """cuDNN's attention. Its lse has a last dimension of 1. It refuses segments of one row, which Eager computes."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        if q.shape[2] == 1:
+            return Eager.forward(q, k, v, problem)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, problem.is_causal, False, scale=problem.scale
         )
@@ -192,6 +195,8 @@ class CuDnn:
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[2] == 1:
+            return Eager.backward(dout, q, k, v, out, lse, problem)
         nothing = lse.new_zeros((), dtype=torch.int64)
         return _aten._scaled_dot_product_cudnn_attention_backward(
             dout,
