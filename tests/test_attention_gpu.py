@@ -30,7 +30,9 @@ def must_serve(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "eager", "reference", "auto"])
 def test_every_cuda_backend_equals_the_oracle_or_says_why_it_cannot_serve(backend, dtype, shape, is_causal):
     kv_heads, head_dim = SHAPES[shape][3:]
-    for number, (branches, offsets, mixing) in enumerate(itertools.product(BRANCHES, OFFSET_RULES, MIXING_RULES)):
+    # Every third combination, another third for every shape: cuDNN builds a plan for every new size.
+    combinations = list(itertools.product(BRANCHES, OFFSET_RULES, MIXING_RULES))[list(SHAPES).index(shape) % 3 :: 3]
+    for number, (branches, offsets, mixing) in enumerate(combinations):
         if mixing == "head_groups" and kv_heads < len(BRANCHES[branches][0]):
             continue
         pattern, tensors, *_ = expected(branches, offsets, mixing, dtype, shape, is_causal)

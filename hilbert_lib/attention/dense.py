@@ -129,6 +129,9 @@ class Efficient:
         # +inf in the padding, as the forward leaves it: rows past the end then have probability exp(-inf) = 0.
         padded = lse.new_full((*lse.shape[:2], -(-rows // 32) * 32), torch.inf)
         padded[..., :rows] = lse
+        # In half precision torch 2.11 computes rowsum(dout * out) before the kernel and reads it in the wrong places
+        # unless out is dense in the order (batch, rows, heads): dq and dk were off by the size of themselves.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         nothing = lse.new_zeros((), dtype=torch.int64)  # no dropout: seed and offset are not read
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout,
