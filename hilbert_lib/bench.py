@@ -206,7 +206,7 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
 
     Args:
         records: what `measure` and `compare_paired` returned.
-        output_dir: an existing folder; empty writes nothing.
+        output_dir: the folder, made where it is missing; empty writes nothing.
 
     >>> append_records([])
     """
@@ -215,6 +215,7 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
     facts = environment()
     lines = "".join(json.dumps({**each.record(), "environment": facts}) + "\n" for each in records).encode()
     path = Path(output_dir) / RESULTS
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
         lines = b"\n" + lines  # a killed run's half line stays a line of its own
     # A buffer for all of it makes one write call, which appends whole lines whoever else appends.
@@ -248,7 +249,8 @@ def compare_runs(folder_a: str | Path, folder_b: str | Path) -> pd.DataFrame:
     the interval covers only the spread within each. Samples of repeated measurements are pooled.
 
     Args:
-        folder_a, folder_b: the runs' folders; every results.jsonl below them counts.
+        folder_a, folder_b: the runs' folders; every results.jsonl below them counts, but those of
+            unfinished (hidden) and failed points.
 
     Returns:
         One row for each case of either run: `name`, `parameters`, `device`, `cache`, `found` ("both",
@@ -354,6 +356,9 @@ def _read_run(folder: Path) -> list[dict]:
     """The measurements of a run, those inside comparisons too, each with its environment."""
     measurements = []
     for path in sorted(folder.rglob(RESULTS)):
+        inside = path.relative_to(folder).parts
+        if any(part.startswith(".") or part.endswith(".failed") for part in inside):
+            continue  # what the suite has not finished, or could not
         for record in read_records(path):
             sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)
             measurements += [{**side, "environment": record["environment"]} for side in sides]

@@ -53,7 +53,7 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": _driver_version(),
-        "platform": f"{platform.system()} {platform.machine()}",  # a kernel's release says more of the host than of the result
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu,
         "cpu_cores": cores,
         "torch_threads": torch.get_num_threads(),

@@ -1,5 +1,14 @@
-"""Threads of the tests: small tensors gain nothing from more, and lose much where the cores are busy."""
+"""What all tests share."""
 
+import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much where the cores are busy
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

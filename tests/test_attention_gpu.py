@@ -9,10 +9,7 @@ from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, check, expected
 from hilbert_lib import explain_backend
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 HALVES = (torch.float16, torch.bfloat16)
 
 

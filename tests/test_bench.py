@@ -1,6 +1,7 @@
 """Timing, statistics and records: what a reader of a measurement relies on."""
 
 import json
+import shutil
 import threading
 import time
 import warnings
@@ -295,6 +296,14 @@ def test_compare_runs_takes_the_sides_of_comparisons_and_pools_repeats(machine, 
 def test_compare_runs_refuses_a_folder_without_measurements(run_folder, tmp_path):
     with pytest.raises(ValueError, match=r"no measurements.*nowhere"):
         compare_runs(run_folder("a", {"kernel": 6.0}), tmp_path / "nowhere")
+
+
+def test_compare_runs_leaves_out_what_failed_or_was_not_finished(run_folder):
+    whole = run_folder("whole", {"kernel": 6.0})
+    broken = run_folder("broken", {"kernel": 60.0, "other": 1.0}) / "06_notebook"
+    broken.rename(whole / "06_notebook.failed")
+    shutil.copytree(whole / "06_notebook.failed", whole / ".06_notebook.1")
+    assert compare_runs(whole, whole)["name"].to_list() == ["kernel"]
 
 
 # On a GPU

@@ -28,15 +28,21 @@ CONDA_NAMES = {
     "ipywidgets": "ipywidgets",
     "jupyterlab": "jupyterlab",
     "papermill": "papermill",
+    "nbclient": "nbclient",
     "nbconvert": "nbconvert",
+    "nbformat": "nbformat",
+    "jupyter-client": "jupyter_client",
+    "Jinja2": "jinja2",
+    "packaging": "packaging",
     "nbval": "nbval",
     "latex2mathml": "latex2mathml",
 }
+PIP_ONLY = {"numpy-hilbert-curve"}  # has no conda package; `pip: -e .` installs it
 BESIDE_PYPROJECT = {"python", "pip", "c-compiler", "cxx-compiler"}
 
 
 def requirements():
-    return {each.name: each for each in map(Requirement, PYPROJECT["dependencies"])}
+    return {each.name: each for each in map(Requirement, PYPROJECT["dependencies"]) if each.name not in PIP_ONLY}
 
 
 def specs(file):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import matplotlib
 import pandas as pd
+from IPython import get_ipython
+from IPython.core.pylabtools import select_figure_formats
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
@@ -65,6 +67,8 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
         raise ValueError(f"draw must be a function of hilbert_lib.figures, got {draw.__module__}.{draw.__name__}")
     with matplotlib.rc_context(STYLE):
         figure = draw(data, **options)
+        if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
+            select_figure_formats(shell, {"png"}, bbox_inches="tight")
         if output_dir:
             stem = Path(output_dir) / (name or draw.__name__)
             stem.parent.mkdir(parents=True, exist_ok=True)
