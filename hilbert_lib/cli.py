@@ -100,7 +100,7 @@ def run(names: tuple[str, ...], pairs: Pairs, file: Path | None, folder: Path | 
     if a notebook failed.
 
     \b
-    Example: hilbert run 03_cache_lines -p dilations 1,2,4
+    Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
     """
     from hilbert_lib.suite.points import make_points, select_notebooks
     from hilbert_lib.suite.report import write_report
@@ -126,7 +126,7 @@ def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path |
     are done, `hilbert report` builds the pages.
 
     \b
-    Example: hilbert sweep 03_cache_lines -p head_dim 16,64 -p seed 0,1 --shard 1/2
+    Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
     """
     from hilbert_lib.suite.points import make_grid, select_notebooks, take_shard
 
