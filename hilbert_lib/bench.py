@@ -235,6 +235,8 @@ def read_records(path: str | Path) -> list[dict]:
     """
     records = []
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        if not line:
+            continue  # a writer saw another's line half written, and began a new one
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
