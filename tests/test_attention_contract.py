@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
+from hilbert_lib.attention.dense import Eager
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
 CPU_BACKENDS = ("reference", "eager", "sdpa")
@@ -98,9 +99,31 @@ def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, 
     torch.testing.assert_close(out, whole[:, query_start : query_start + queries])
     torch.testing.assert_close(lse, whole_lse[:, :, query_start : query_start + queries])
     if queries:
-        grads = torch.autograd.grad(out.square().sum(), (k, v), retain_graph=True)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
         part = whole[:, query_start : query_start + queries].square().sum()
-        torch.testing.assert_close(grads, torch.autograd.grad(part, (k, v)))
+        torch.testing.assert_close(grads, torch.autograd.grad(part, (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+def test_an_ordering_goes_with_padding_and_decoding(backend):
+    q, k, v = qkv(length=37, kv_heads=2)
+    order = Ordering.from_curve("hilbert", 37)
+    stored = order.apply(k, dim=1), order.apply(v, dim=1)
+    mask = torch.zeros(2, 37, dtype=torch.bool)
+    mask[0, 30:] = mask[1, 3:9] = True  # of positions, not of slots
+    options = {"key_padding_mask": mask, "query_start": 20, "is_causal": True}
+    expected, _ = oracle.attention(q[:, 20:30], k, v, ALIGNED, **options)
+    out = dilated_attention(q[:, 20:30], *stored, ALIGNED, kv_ordering=order, backend=backend, **options)
+    torch.testing.assert_close(out, expected)
+
+
+def test_decoding_over_whole_segments_is_one_call_a_branch_and_offset(monkeypatch):
+    calls = []
+    forward = Eager.forward
+    monkeypatch.setattr(Eager, "forward", lambda *a: calls.append(a[0].shape) or forward(*a))
+    q, k, v = qkv(batch=1, length=64, heads=1, kv_heads=1)
+    dilated_attention(q[:, 3:60], k, v, DilatedPattern((4,), (1,)), query_start=3, backend="eager")
+    assert [(shape[0], shape[2]) for shape in calls] == [(14, 4), (1, 1)]
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -171,13 +194,46 @@ def test_second_derivatives_and_torch_func_raise(backend):
         torch.func.grad(run)(leaves[0])
 
 
-def test_autocast_casts_before_the_dtypes_are_checked():
-    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_autocast_casts_the_inputs_and_nothing_inside(backend):
+    q, k, v = qkv(dtype=torch.float32)
+
+    def run(*tensors):
+        out, lse = dilated_attention(*tensors, ALIGNED, backend=backend, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = dilated_attention(q, k.to(torch.bfloat16), v, ALIGNED)
-    assert out.dtype == torch.bfloat16
-    halves = [x.to(torch.bfloat16) for x in (q, k, v)]
-    assert torch.equal(out, dilated_attention(*halves, ALIGNED))
+        cast = run(q, k.to(torch.bfloat16), v)
+    assert cast[0].dtype == torch.bfloat16
+    for got, expected in zip(cast, run(*(x.to(torch.bfloat16) for x in (q, k, v))), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_autocast_leaves_float64_alone():
+    leaves = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = dilated_attention(*leaves, ALIGNED)
+    torch.testing.assert_close(out, dilated_attention(*leaves, ALIGNED), atol=1e-14, rtol=0)
+
+
+def test_a_padding_mask_that_changes_before_the_backward_is_an_error():
+    leaves, mask = qkv(), torch.zeros(2, 32, dtype=torch.bool)
+    out = dilated_attention(*leaves, ALIGNED, key_padding_mask=mask)
+    mask[:, 20:] = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_of_many_branches_are_summed_in_float32():
+    q, k, v = (x.detach().requires_grad_() for x in qkv(batch=1, heads=1, kv_heads=1, dtype=torch.float16))
+    many = DilatedPattern((32,) * 32, (1,) * 32)  # 32 times the same branch: the same function as one of them
+    once = DilatedPattern((32,), (1,))
+    grads, expected = (
+        torch.autograd.grad(dilated_attention(q, k, v, pattern, backend="sdpa").sum(), (q, k, v))
+        for pattern in (many, once)
+    )
+    for got, true in zip(grads, expected, strict=True):
+        assert (got - true).norm() < 1e-3 * true.norm()
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"length": 0}])
@@ -231,16 +287,17 @@ def test_explain_backend_says_what_was_chosen_and_why_the_others_were_not():
     [
         {"dropout_p": 0.1},
         {"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool)},
-        {"query_start": 0},
+        {"query_start": 12},
     ],
     ids=["dropout", "padding", "query_start"],
 )
 def test_an_explicit_backend_never_falls_back(options):
     q, k, v = qkv()
+    rows = q[:, :20] if "query_start" in options else q
     with pytest.raises(ValueError, match="backend='sdpa' cannot serve"):
-        dilated_attention(q, k, v, ALIGNED, backend="sdpa", **options)
+        dilated_attention(rows, k, v, ALIGNED, backend="sdpa", **options)
     with pytest.raises(ValueError, match="backend='flash' cannot serve: needs a CUDA device"):
-        dilated_attention(q, k, v, ALIGNED, backend="flash", **options)
+        dilated_attention(rows, k, v, ALIGNED, backend="flash", **options)
 
 
 X = torch.zeros(2, 32, 4, 8)
@@ -249,6 +306,15 @@ BAD_INPUT = {
     "q 3-D": ([X[0], X, X], {}, ValueError, r"q must have 4 dimensions .* got shape \(32, 4, 8\)"),
     "integers": ([X.int(), X.int(), X.int()], {}, TypeError, r"q must be float16, .* got torch.int32"),
     "fp8": ([X.to(torch.float8_e4m3fn)] * 3, {}, TypeError, r"q must be float16, .* got torch.float8"),
+    "sparse": ([X.to_sparse(), X, X], {}, TypeError, r"q must be a dense \(strided\) tensor, got layout torch.sparse"),
+    "no q heads": ([X[:, :, :0], X, X], {}, ValueError, r"q must have at least one head, got shape \(2, 32, 0, 8\)"),
+    "padding device": (
+        [X] * 3,
+        {"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool, device="meta")},
+        ValueError,
+        r"key_padding_mask must be on the device of k \(cpu\), got meta",
+    ),
+    "scale huge": ([X] * 3, {"scale": 10**400}, ValueError, r"scale must be finite and above 0, got inf"),
     "mixed dtypes": ([X, X.double(), X], {}, TypeError, r"k must have the dtype of q .* got torch.float64"),
     "devices": ([X, X.to("meta"), X], {}, ValueError, r"k must be on the device of q \(cpu\), got meta"),
     "head_dim 0": ([X[..., :0]] * 3, {}, ValueError, r"head_dim from 1 to 256, got 0"),
@@ -299,3 +365,8 @@ def test_a_pattern_that_is_none_or_has_too_few_heads_is_refused():
     pattern = DilatedPattern((8,) * 5, (1,) * 5, mixing="head_groups")
     with pytest.raises(ValueError, match=r"at least one KV head a branch \(5\), got 4"):
         dilated_attention(X, X, X, pattern)
+
+
+def test_a_device_without_an_lse_is_refused_by_name():
+    meta = X.to("meta")
+    assert "no lse on device meta" in explain_backend(meta, meta, meta, ALIGNED).reasons["sdpa"]

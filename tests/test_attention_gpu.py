@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, check, expected
 
-from hilbert_lib import explain_backend
+from hilbert_lib import dilated_attention, explain_backend
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 pytestmark = pytest.mark.gpu
@@ -39,3 +39,22 @@ def test_every_cuda_backend_equals_the_oracle_or_says_why_it_cannot_serve(backen
         if choice.chosen:
             layout = LAYOUTS[number % len(LAYOUTS)]
             check(branches, offsets, mixing, "hilbert", backend, dtype, shape, layout, is_causal, device="cuda")
+
+
+MISALIGNED = {
+    "odd stride": lambda x: torch.nn.functional.pad(x, (0, 1))[..., : x.shape[-1]],
+    "odd start": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "eager", "auto"])
+@pytest.mark.parametrize("layout", MISALIGNED)
+def test_rows_off_a_16_byte_address_give_the_same_result(backend, layout):
+    pattern, tensors, out, _, grads = expected("aligned", "head", "softmax", torch.bfloat16, "wide", True)
+    *leaves, dout = (MISALIGNED[layout](x.cuda()) for x in tensors)
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    got = dilated_attention(*leaves, pattern, is_causal=True, backend=backend)
+    tolerances = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(got.cpu().double(), out, atol=tolerances[0], rtol=0)
+    for mine, theirs in zip(torch.autograd.grad(got, leaves, dout), grads, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)

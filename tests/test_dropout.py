@@ -97,3 +97,21 @@ def test_the_gradient_is_that_of_the_dropped_function():
         return dilated_attention(*tensors, DilatedPattern((3, 6), (1, 2)), dropout_p=0.4)
 
     assert torch.autograd.gradcheck(seeded, leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_what_is_kept_is_scaled_in_the_dtype_of_the_call(backend):
+    ones = torch.ones(1, 16, 1, 2, dtype=torch.float64)
+    every = DilatedPattern((1,), (1,))  # a query sees itself: out is 0 or 1 / (1 - p)
+    out = dilated_attention(ones, ones, ones, every, dropout_p=0.3, backend=backend)
+    assert set(out.unique().tolist()) == {0.0, 1 / 0.7}
+
+
+def test_bits_tell_heads_from_branches():
+    p = torch.arange(64)
+    shared = {"batch": p[:1], "queries": p[:, None], "keys": p}
+    masks = [
+        keep_mask(torch.tensor([3]), 0.5, head=p[h : h + 1], branch=b, **shared) for h, b in ((1, 0), (0, 1), (1, 1))
+    ]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert 0.45 < (masks[one] == masks[other]).float().mean().item() < 0.55

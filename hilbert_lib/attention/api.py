@@ -1,7 +1,9 @@
 """Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -37,13 +39,13 @@ def dilated_attention(
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
         k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides;
-            where the last one is not 1 the tensor is copied once.
+            where the last one is not 1, or on CUDA rows begin off a 16-byte address, the tensor is copied once.
         pattern: which keys a query sees.
         is_causal: whether keys after the query are excluded.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
         dropout_p: share of attention probabilities dropped, in [0, 1); repeats with `torch.manual_seed`. lse is
             that of the undropped probabilities.
-        key_padding_mask: (batch, keys) bool, True = no weight.
+        key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
             by default q, k and v cover the same positions and their lengths match.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always.
@@ -110,21 +112,24 @@ class _DilatedAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
         run, ctx.run_backward = BACKENDS[backend].functions(q.device)
         if q.numel() and k.numel():
-            out, lse = run(q, k, v, call)
+            with _as_given(q.device):
+                out, lse = run(q, k, v, call)
         else:  # dense operators do not take empty tensors
             out = torch.zeros_like(q)
             lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=working_dtype(q.dtype))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+        # Saved, so that autograd sees it if the mask is changed before the backward.
+        ctx.save_for_backward(q, k, v, out, lse, call.seed, call.key_padding_mask)
+        ctx.call = replace(call, seed=None, key_padding_mask=None)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad():
+        q, k, v, out, lse, seed, padding = ctx.saved_tensors
+        call = replace(ctx.call, seed=seed, key_padding_mask=padding)
+        with torch.no_grad(), _as_given(q.device):
             if q.numel() and k.numel():
-                grads = ctx.run_backward(_with_unit_stride(dout), q, k, v, out, lse, ctx.call)
+                grads = ctx.run_backward(_as_kernels_load(dout), q, k, v, out, lse, call)
             else:
                 grads = tuple(torch.zeros_like(x) for x in (q, k, v))
         return *_OnceOnly.apply(*grads, q, k, v, dout), None, None
@@ -143,8 +148,24 @@ class _OnceOnly(torch.autograd.Function):
         raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _as_kernels_load(x: Tensor) -> Tensor:
+    """The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
+
+    cuDNN reads such rows wrongly and says nothing; the other kernels fail.
+    """
+    size = x.element_size()
+    dense = x.shape[-1] == 1 or x.stride(-1) == 1
+    steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
+    aligned = not x.is_cuda or x.shape[-1] * size % 16 or not any(n % 16 for n in (x.data_ptr(), *steps))
+    # `contiguous` would return a dense tensor as it is, wherever it begins.
+    return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_given(device: torch.device) -> AbstractContextManager:
+    # Autocast has had its say about q, k and v; inside, it would round the scores.
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _validated(
@@ -174,6 +195,8 @@ def _validated(
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r}")
+    if query_start == 0 and q.shape[1] == k.shape[1]:
+        query_start = None  # the same question, which every backend answers
     return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
 
 
@@ -181,10 +204,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
     # Cast as autocast casts for scaled_dot_product_attention: floating tensors but float64.
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         target = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(target) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     for name, x in {"q": q, "k": k, "v": v}.items():
@@ -202,15 +227,20 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ValueError(f"k must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k.shape)}")
-    if heads < 1 or k.shape[2] < 1 or heads % k.shape[2]:
+    if heads < 1:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
+    if k.shape[2] < 1 or heads % k.shape[2]:
         raise ValueError(f"k must have a number of heads, at least 1, that divides q's {heads}, got {k.shape[2]}")
-    return _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(v)
+    return _as_kernels_load(q), _as_kernels_load(k), _as_kernels_load(v)
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_query_start(q: Tensor, k: Tensor, query_start: int | None) -> None:

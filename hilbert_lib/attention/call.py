@@ -20,6 +20,7 @@ class Call:
         seed: (1,) int64 on the device of q where dropout_p > 0; the key of the dropout bits.
         key_padding_mask: (batch, keys) bool, True = no weight, or None.
         query_start: position of q's first row, or None where q, k and v cover the same positions.
+        inverse: (keys,) int32, the slot in which k and v hold each position, or None for sequence order.
     """
 
     pattern: DilatedPattern
@@ -29,6 +30,7 @@ class Call:
     seed: Tensor | None = None
     key_padding_mask: Tensor | None = None
     query_start: int | None = None
+    inverse: Tensor | None = None
 
     @property
     def first_query(self) -> int:

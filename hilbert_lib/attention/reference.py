@@ -72,15 +72,16 @@ def _head_groups(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, int,
             if call.key_padding_mask is not None:
                 mask = mask & ~call.key_padding_mask[:, None, None, :]
             masks.append(mask)
-            kept.append(_dropout_factor(call, batch, head, i, query, key).expand(batch, group, queries, keys))
+            kept_pairs = _kept(call, batch, head, i, query, key).to(working_dtype(q.dtype))
+            kept.append((kept_pairs / (1.0 - call.dropout_p)).expand(batch, group, queries, keys))
         yield slice(g * group, (g + 1) * group), g, masks, kept
 
 
-def _dropout_factor(call: Call, batch: int, head: Tensor, branch: int, query: Tensor, key: Tensor) -> Tensor:
+def _kept(call: Call, batch: int, head: Tensor, branch: int, query: Tensor, key: Tensor) -> Tensor:
     if call.dropout_p == 0.0:
-        return torch.ones((), device=query.device)
+        return torch.ones((), dtype=torch.bool, device=query.device)
     sequence = torch.arange(batch, device=query.device)[:, None, None, None]
-    kept = keep_mask(
+    return keep_mask(
         call.seed,
         call.dropout_p,
         batch=sequence,
@@ -89,7 +90,6 @@ def _dropout_factor(call: Call, batch: int, head: Tensor, branch: int, query: Te
         queries=query[:, None],
         keys=key,
     )
-    return kept / (1.0 - call.dropout_p)
 
 
 def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:

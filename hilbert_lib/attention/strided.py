@@ -55,41 +55,41 @@ class _Block:
     rate: int
     kv_heads: slice
     segments: int
-    first_query: int  # position of the first row of q
+    start: int  # position at which the first segment begins
+    first_query: int  # first row of q, counted from there
     queries: int  # rows of q in a segment
     first_key: int
     keys: int
 
-    def view(self, x: Tensor, first: int, rows: int) -> Tensor:
-        """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); first counts from x's first row."""
+    def view(self, x: Tensor, start: int, first: int, rows: int) -> Tensor:
+        """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); start: row of the first segment."""
         if self.segments == 1:
-            return x[:, None, first : first + rows * self.rate : self.rate, self.kv_heads]
-        whole = x[:, : self.segments * self.segment_length].unflatten(1, (self.segments, self.segment_length))
-        return whole[:, :, first :: self.rate, self.kv_heads]
+            begin = start + first  # start is negative where q begins inside the segment
+            return x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
+        whole = x[:, start : start + self.segments * self.segment_length]
+        return whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
 
     def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
         """(segments, rows) int64."""
-        starts = torch.arange(self.segments, device=device)[:, None] * self.segment_length
+        starts = self.start + torch.arange(self.segments, device=device)[:, None] * self.segment_length
         return starts + first + torch.arange(rows, device=device) * self.rate
 
 
 def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
+    first, end = call.first_query, call.first_query + queries
     for branch, (w, r) in enumerate(call.pattern.branches):
+        # Whole segments with all their queries are one block; what the queries or the sequence cut is one each.
+        whole = range(-(-first // w), max(-(-first // w), end // w))
+        cut = {first // w, (end - 1) // w} - set(whole)
+        runs = [(whole.start, len(whole))] if whole else []
         for offset, heads in call.pattern.offset_heads(branch, kv_heads).items():
-            if call.query_start is None:
-                for start, segments, size in ((0, keys // w, w), (keys // w * w, 1, keys % w)):
-                    rows, first = rows_in_segment(size, r, offset), start + offset
-                    if segments and rows:
-                        yield _Block(branch, w, r, heads, segments, first, rows, first, rows)
-                continue
-            end = call.first_query + queries
-            for start in range(call.first_query // w * w, end, w):
-                before = rows_in_segment(call.first_query - start, r, offset)
-                rows = rows_in_segment(min(w, end - start), r, offset) - before
+            for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
+                start = segment * w
                 key_rows = rows_in_segment(min(w, keys - start), r, offset)
-                if rows > 0 and key_rows:
-                    first = start + offset
-                    yield _Block(branch, w, r, heads, 1, first + before * r, rows, first, key_rows)
+                before = rows_in_segment(first - start, r, offset)
+                rows = rows_in_segment(min(w, end - start), r, offset) - before
+                if rows > 0:
+                    yield _Block(branch, w, r, heads, segments, start, offset + before * r, rows, offset, key_rows)
 
 
 def _problems(
@@ -101,11 +101,11 @@ def _problems(
     group = heads // kv_heads
     members = [x.unflatten(2, (kv_heads, group)) for x in query_side]
     for block in _blocks(call, queries, keys, kv_heads):
-        first_row = block.first_query - call.first_query
-        key_views = [block.view(x, block.first_key, block.keys) for x in key_side]
+        start = block.start - call.first_query
+        key_views = [block.view(x, block.start, block.first_key, block.keys) for x in key_side]
         for member in range(group):
-            query_views = [block.view(x[:, :, :, member], first_row, block.queries) for x in members]
-            kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0].device)
+            query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
+            kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0])
             for index in _folds([*query_views, *key_views]):
                 yield (
                     Problem(
@@ -150,11 +150,12 @@ def _folds(views: list[Tensor]) -> list[_Fold]:
 
 
 def _masks(
-    call: Call, block: _Block, batch: int, kv_heads: int, group: int, member: int, device: torch.device
+    call: Call, block: _Block, batch: int, kv_heads: int, group: int, member: int, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     # The dropout factor and the keys that padding allows, (batch, segments, heads, queries, keys), where asked for.
     if call.dropout_p == 0.0 and call.key_padding_mask is None:
         return None, None
+    device = q.device
     head = torch.arange(kv_heads, device=device)[block.kv_heads] * group + member
     key = block.positions(block.first_key, block.keys, device)
     kept = allowed = None
@@ -170,5 +171,5 @@ def _masks(
             branch=block.branch,
             queries=query[:, None, :, None],
             keys=key[:, None, None, :],
-        ) / (1.0 - call.dropout_p)
+        ).to(working_dtype(q.dtype)) / (1.0 - call.dropout_p)
     return kept, allowed

@@ -12,6 +12,8 @@ from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
+PARTS = ("out", "lse", "dq", "dk", "dv")
+
 
 def multiplicities(pattern: DilatedPattern, length: int, *, kv_heads: int, is_causal: bool = False) -> pd.DataFrame:
     """How often every query finds every key, for each KV head.
@@ -41,29 +43,42 @@ def multiplicities(pattern: DilatedPattern, length: int, *, kv_heads: int, is_ca
     return pd.concat(tables, ignore_index=True)
 
 
-def mixing(q: Tensor, k: Tensor, pattern: DilatedPattern, *, query: int, head: int = 0) -> pd.DataFrame:
+def mixing(
+    q: Tensor, k: Tensor, pattern: DilatedPattern, *, query: int, head: int = 0, is_causal: bool = False
+) -> pd.DataFrame:
     """One query's weights in the two ways that are one: branches mixed by their denominators, and one softmax.
 
     The paper (arXiv 2307.02486, eqs. 9-10) gives branch i the share s_i / sum_j s_j, s_i its softmax denominator.
 
     Args:
-        q, k: (1, seq, heads, head_dim), as many KV heads as heads.
+        q: (1, seq, heads, head_dim). k: (1, seq, kv_heads, head_dim).
         pattern: the pattern.
-        query: position of the query.
-        head: its head.
+        query: position of the query, 0 to seq - 1.
+        head: its head, 0 to heads - 1.
+        is_causal: whether keys after the query are excluded.
 
     Returns:
         A row for each (branch, key) that the query sees, with in_branch (the softmax inside the branch), share
         (of the denominators), mixed (their product) and one_softmax (over all rows together).
 
+    Raises:
+        ValueError: if there is no such query or head.
+
     >>> q = k = torch.ones(1, 4, 1, 2)
     >>> mixing(q, k, DilatedPattern((2, 4), (1, 2)), query=2).mixed.tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    length, heads, head_dim = q.shape[1:]
-    scores = (k[0, :, head].double() @ q[0, query, head].double()).numpy() * head_dim**-0.5
+    (length, heads, head_dim), kv_heads = q.shape[1:], k.shape[2]
+    for name, value, count in (("query", query, length), ("head", head, heads)):
+        if not 0 <= value < count:
+            raise ValueError(f"{name} must be from 0 to {count - 1}, got {value}")
+    g = head // (heads // kv_heads)
+    scores = (k[0, :, g].double() @ q[0, query, head].double()).numpy() * head_dim**-0.5
     position, every = torch.tensor([query]), torch.arange(length)
-    masks = [pattern.mask(i, position, every, kv_head=head, kv_heads=heads)[0] for i in range(len(pattern.branches))]
+    masks = [
+        pattern.mask(i, position, every, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)[0]
+        for i in range(len(pattern.branches))
+    ]
     branch, key = torch.stack(masks).nonzero(as_tuple=True)
     table = pd.DataFrame({"branch": branch, "key": key, "score": scores[key]})
     terms = np.exp(table.score - table.score.max())
@@ -100,7 +115,8 @@ def errors(
         is_causal: whether keys after the query are excluded.
 
     Returns:
-        Columns backend, dtype, ordering, out, lse, dq, dk, dv, reason.
+        Columns backend, dtype, ordering, out, lse, dq, dk, dv, same (whether out, lse and all gradients have the bits
+        of the first ordering's), reason.
 
     >>> x = torch.ones(1, 8, 1, 4)
     >>> errors(x, x, x, DilatedPattern((4,), (1,)), backends=["eager"], dtypes=[torch.float32]).out.max() < 1e-6
@@ -113,6 +129,7 @@ def errors(
         exact = _results([x.double() for x in rounded], pattern, weight, None, "reference", is_causal)
         name = str(dtype).removeprefix("torch.")
         for backend in backends:
+            first = None
             for ordering in orderings:
                 row = {"backend": backend, "dtype": name, "ordering": "none" if ordering is None else ordering.kind}
                 choice = explain_backend(*rounded, pattern, is_causal=is_causal, backend=backend)
@@ -120,9 +137,11 @@ def errors(
                     rows.append({**row, "reason": choice.reasons[backend]})
                     continue
                 results = _results(rounded, pattern, weight, ordering, backend, is_causal)
-                parts = zip(("out", "lse", "dq", "dk", "dv"), results, exact, strict=True)
+                first = results if first is None else first
+                row["same"] = all(map(torch.equal, results, first))
+                parts = zip(PARTS, results, exact, strict=True)
                 rows.append({**row, **{part: _distance(got, true) for part, got, true in parts}, "reason": ""})
-    return pd.DataFrame(rows, columns=["backend", "dtype", "ordering", "out", "lse", "dq", "dk", "dv", "reason"])
+    return pd.DataFrame(rows, columns=["backend", "dtype", "ordering", *PARTS, "same", "reason"])
 
 
 def _results(
