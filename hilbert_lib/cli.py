@@ -4,7 +4,7 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def list_notebooks(folder: Path | None) -> None:
     """
     from hilbert_lib.suite.points import OUTPUT_DIR
 
-    for notebook in _notebooks(folder).values():
+    for notebook in _notebooks(folder):
         click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
         settable = [each for each in notebook.parameters.values() if each.name != OUTPUT_DIR]
         declared = [f"{each.name}: {each.annotation} = {each.default!r}" for each in settable]
@@ -102,12 +102,12 @@ def run(names: tuple[str, ...], pairs: Pairs, file: Path | None, folder: Path | 
     \b
     Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
     """
-    from hilbert_lib.suite.points import make_points, select_notebooks
+    from hilbert_lib.suite.points import make_points
     from hilbert_lib.suite.report import write_report
 
-    notebooks = _notebooks(folder)
+    notebooks = _notebooks(folder, names)
     with _usage_errors():
-        points = make_points(select_notebooks(notebooks, names), _texts(pairs), _values(file))
+        points = make_points(notebooks, _texts(pairs), _values(file))
     run_folder, status = _run_points(points, len(points), **how)
     if run_folder:
         with _disk_errors():
@@ -128,11 +128,10 @@ def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path |
     \b
     Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
     """
-    from hilbert_lib.suite.points import make_grid, select_notebooks, take_shard
+    from hilbert_lib.suite.points import make_grid, take_shard
 
-    notebooks = _notebooks(folder)
+    (notebook,) = _notebooks(folder, [name])
     with _usage_errors():
-        (notebook,) = select_notebooks(notebooks, [name])
         points = make_grid(notebook, _texts(pairs), _values(file))
         share = take_shard(points, shard)
     run_folder, status = _run_points(share, len(points), **how)
@@ -221,11 +220,11 @@ def _disk_errors() -> Iterator[None]:
         raise click.ClickException(f"the results cannot be written: {error}") from error
 
 
-def _notebooks(folder: Path | None) -> dict:
+def _notebooks(folder: Path | None, names: Iterable[str] = ()) -> list:
     from hilbert_lib.suite.points import find_notebooks, notebooks_folder
 
     with _usage_errors():
-        return find_notebooks(folder or notebooks_folder())
+        return find_notebooks(folder or notebooks_folder(), names)
 
 
 def _texts(pairs: Pairs) -> dict[str, str]:

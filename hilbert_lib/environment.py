@@ -82,7 +82,7 @@ def describe_environment() -> str:
         "hardware": facts["hardware"],
         "kernels": {
             "compiled": "compiled for the GPU",
-            "interpreted": "interpreted on the CPU: right results, meaningless times",
+            "interpreted": "Triton kernels, where used, are interpreted: right results, meaningless times",
             "absent": "absent: no GPU, or no triton for this platform",
         }[facts["kernel_mode"]],
         "code": f"{code}{' with local changes' if facts['dirty'] else ''}, library {facts['code_hash']}",

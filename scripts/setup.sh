@@ -30,9 +30,11 @@ if ! is_made; then
         fail "$python has no venv module; on Debian or Ubuntu: apt install python3-venv."
 fi
 
-free_mb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1024)}')
+disk=$venv
+while [ ! -e "$disk" ]; do disk=$(dirname "$disk"); done
+free_mb=$(df -Pk "$disk" | awk 'NR == 2 {print int($4 / 1024)}')
 [ "$free_mb" -ge "$needed_mb" ] ||
-    fail "the disk of this folder has ${free_mb} MB free; the installation needs ${needed_mb} MB (${cuda_needed_mb} MB with CUDA)."
+    fail "the disk of $disk has ${free_mb} MB free; the installation needs ${needed_mb} MB (${cuda_needed_mb} MB with CUDA)."
 
 if ! is_made; then
     echo "setup: making $venv with $("$python" --version 2>&1)"

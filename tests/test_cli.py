@@ -112,7 +112,11 @@ def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
         (["run", "-f", "quoted.yaml"], "seq_len must be int, got '8'"),
         (["run", "-p", "output_dir", "x"], "--out"),
         (["run", "--timeout", "0"], "timeout"),
-        (["sweep", "00_a", "-p", "seq_len", "1,x"], "seq_len must be list[int]"),
+        (["sweep", "00_a", "-p", "seq_len", "1,x"], "each value of seq_len must be int, got '1,x'"),
+        (["sweep", "00_a", "-p", "seq_len", "1,,2"], "each value of seq_len must be int, got '1,,2'"),
+        (["run", "99"], "99.ipynb: "),
+        (["sweep", "99"], "99.ipynb: "),
+        (["list"], "99.ipynb: "),
         (["sweep", "00_a", "--shard", "3/2"], "shard must be i/n"),
     ],
 )
@@ -120,6 +124,8 @@ def test_a_wrong_word_is_refused_before_anything_runs(hilbert, words, message):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     Path("sections.yaml").write_text("00_a:\n  seq_len: 8\n")
     Path("quoted.yaml").write_text("seq_len: '8'\n")
+    if "99" in words or words == ["list"]:
+        Path("notebooks/99.ipynb").write_text("{")
     assert message in " ".join(hilbert(*words, status=2).split())
     assert not Path("reports").exists()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ("sh", "cat", "cksum", "awk", "tail", "grep", "mkdir", "cp", "chmod")
+TOOLS = ("sh", "cat", "cksum", "awk", "tail", "grep", "mkdir", "cp", "chmod", "dirname")
 
 # One script stands in for every interpreter; the files beside the project say what it lacks. It logs its calls.
 PYTHON = """#!/bin/sh
@@ -27,6 +27,7 @@ case "$*" in
 esac
 """
 DF = """#!/bin/sh
+echo "$*" >df-of
 echo "Filesystem 1024-blocks Used Available Capacity Mounted on"
 echo "/dev/disk 99999999 1 $((1024 * $(cat free-mb))) 1% /"
 """
@@ -55,9 +56,9 @@ class Project:
     def put(self, name, text=""):
         (self.folder / name).write_text(text)
 
-    def setup(self, **variables):
+    def setup(self, venv=".venv", **variables):
         return subprocess.run(
-            [self.bin / "sh", "scripts/setup.sh", ".venv"],
+            [self.bin / "sh", "scripts/setup.sh", venv],
             cwd=self.folder,
             env={"PATH": str(self.bin), **variables},
             capture_output=True,
@@ -129,6 +130,14 @@ def test_no_disk_space_is_told_in_one_line_before_anything_is_made(project):
     project.put("free-mb", "100")
     assert_one_clear_line(project.setup(), "100 MB free", "needs 4000 MB")
     assert not (project.folder / ".venv").exists()
+
+
+@pytest.mark.parametrize(("venv", "measured"), [(".venv", "."), ("other disk/new/.venv", "other disk")])
+def test_the_disk_that_is_measured_is_that_of_the_environment(project, venv, measured):
+    (project.folder / "other disk").mkdir()
+    project.put("free-mb", "100")
+    assert_one_clear_line(project.setup(venv), f"the disk of {measured} has")
+    assert (project.folder / "df-of").read_text() == f"-Pk {measured}\n"
 
 
 def test_a_disk_that_fills_up_is_named_last_and_the_next_call_tries_again(project):

@@ -1,15 +1,16 @@
 """Parameters, points and grids: what is refused is refused before anything runs."""
 
+import json
+
 import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
-from hilbert_lib.suite.parameters import check_value, parse_value, read_parameter_file, read_parameters
+from hilbert_lib.suite.parameters import check_value, parse_value, read_parameter_file
 from hilbert_lib.suite.points import (
     find_notebooks,
     make_grid,
     make_points,
     read_notebook,
-    select_notebooks,
     take_shard,
 )
 
@@ -43,7 +44,7 @@ def test_parameters_are_read_with_type_default_and_meaning(notebook):
 def test_a_parameter_that_papermill_would_misread_is_refused(tmp_path, line):
     path = write_notebook(tmp_path, "00_bad", parameters=line)
     with pytest.raises(ValueError, match=r"00_bad\.ipynb"):
-        read_parameters(path)
+        read_notebook(path)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +135,28 @@ def test_a_parameter_must_fit_every_notebook_of_the_call(tmp_path):
     write_notebook(tmp_path, "00_with")
     write_notebook(tmp_path, "01_without", parameters="side: int = 4  # cells")
     with pytest.raises(ValueError, match="seq_len is no parameter of 01_without"):
-        make_points(list(find_notebooks(tmp_path).values()), {"seq_len": "8"}, {})
+        make_points(find_notebooks(tmp_path), {"seq_len": "8"}, {})
 
 
 def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
     write_notebook(tmp_path, "01_b")
     write_notebook(tmp_path, "00_a")
-    notebooks = find_notebooks(tmp_path)
-    assert [each.name for each in select_notebooks(notebooks, [])] == ["00_a", "01_b"]
-    assert [each.name for each in select_notebooks(notebooks, ["notebooks/01_b.ipynb"])] == ["01_b"]
+    assert [each.name for each in find_notebooks(tmp_path)] == ["00_a", "01_b"]
+    assert [each.name for each in find_notebooks(tmp_path, ["notebooks/01_b.ipynb"])] == ["01_b"]
     with pytest.raises(ValueError, match="did you mean '00_a'"):
-        select_notebooks(notebooks, ["00_aa"])
+        find_notebooks(tmp_path, ["00_aa"])
     with pytest.raises(ValueError, match="holds no notebooks"):
         find_notebooks(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "no language"])
+def test_a_broken_notebook_is_named_and_stops_no_call_for_another(tmp_path, text):
+    good = json.loads(write_notebook(tmp_path, "00_good").read_text())
+    (tmp_path / "99.ipynb").write_text(json.dumps(good | {"metadata": {}}) if text == "no language" else text)
+    assert [each.name for each in find_notebooks(tmp_path, ["00_good"])] == ["00_good"]
+    for names in ([], ["99"]):
+        with pytest.raises(ValueError, match=r"^99\.ipynb: "):
+            find_notebooks(tmp_path, names)
 
 
 def test_a_value_equal_to_the_default_is_the_same_point(notebook):

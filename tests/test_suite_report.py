@@ -1,6 +1,7 @@
 """Reports: pages that read without a network, built from what lies in the folders."""
 
 import json
+import os
 import re
 
 import nbformat
@@ -54,7 +55,9 @@ def executed(tmp_path):
     return path
 
 
-def make_run(run_folder, name="00_a", *, changes=None, error=None, prose="# Title\n\nQuestion $n$?"):
+def make_run(
+    run_folder, name="00_a", *, changes=None, error=None, prose="# Title\n\nQuestion $n$?", figures=("b_first.png",)
+):
     """A run's folder as `run_point` leaves it, without running anything."""
     path = write_notebook(run_folder.parent.parent / "notebooks", name, "print(1)", prose=prose)
     point = Point(read_notebook(path), changes or {})
@@ -62,7 +65,9 @@ def make_run(run_folder, name="00_a", *, changes=None, error=None, prose="# Titl
     folder.mkdir(parents=True)
     manifest = start_manifest(point, folder, environment())
     (folder / path.name).write_bytes(path.read_bytes())
-    (folder / "b_first.png").write_bytes(b"png")
+    for moment, picture in enumerate(figures):
+        (folder / picture).write_bytes(b"png")
+        os.utime(folder / picture, (moment, moment))
     (folder / "a_table.csv").write_text("a\n1\n")
     end_manifest(manifest, folder, error)
     return folder
@@ -175,7 +180,14 @@ def test_an_interpreter_is_never_taken_for_a_gpu(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["environment"]["kernel_mode"] = "interpreted"
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "There was no GPU" in write_report(run_folder).read_text()
+    assert "There was no GPU. Triton kernels, where used, were interpreted" in write_report(run_folder).read_text()
+
+
+def test_the_index_shows_the_figures_that_were_drawn_last(tmp_path):
+    run_folder = tmp_path / "local" / "cpu-1"
+    make_run(run_folder, figures=("z.png", "y.png", "b.png", "answer.png"))
+    shown = re.findall(r'<img src="00_a/([^"]+)"', write_report(run_folder).read_text())
+    assert shown == ["y.png", "b.png", "answer.png"]
 
 
 def test_pages_are_written_again_only_on_request(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import papermill
 import psutil
@@ -171,6 +172,44 @@ def test_a_disk_that_fills_under_the_runner_still_takes_the_manifest(tmp_path, f
     manifest = run_point(point_of(tmp_path, "1"), tmp_path / "run", facts)
     assert manifest["error"]["type"] == "OSError"
     assert "No space left" in read_manifest(tmp_path / "run" / "00_a.failed")["error"]["message"]
+
+
+@pytest.fixture
+def limit_files():
+    """Files longer than this cannot be written from now on, as on a disk with that much room."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda length: resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_without_room_for_a_notebook_fails_it_and_is_never_taken_for_a_kill(tmp_path, facts, limit_files):
+    point, run_folder = point_of(tmp_path, WRITE), tmp_path / "run"
+    limit_files(64 * 1024)  # the manifest fits, the reserve does not
+    assert run_points([point], run_folder, facts) == {"00_a": "failed"}
+    manifest = read_manifest(run_folder / "00_a.failed")
+    assert (manifest["status"], manifest["error"]["type"]) == ("failed", "OSError")
+    assert "no room for the notebook to start" in manifest["error"]["message"]
+    assert [path.name for path in run_folder.rglob("*")] == ["00_a.failed", "manifest.json"]
+    assert close_abandoned(run_folder) == []
+
+
+def test_a_disk_without_room_for_a_manifest_names_the_point_and_keeps_nothing_of_it(tmp_path, facts, limit_files):
+    point, run_folder = point_of(tmp_path, WRITE), tmp_path / "run"
+    limit_files(0)
+    with pytest.raises(OSError, match="00_a: "):
+        run_point(point, run_folder, facts)
+    assert not list(run_folder.iterdir())
+
+
+def test_a_work_folder_that_never_got_a_manifest_goes_once_it_is_old(tmp_path):
+    left, fresh, other = (tmp_path / name for name in (".00_a.0123abcd", ".00_a.4567cdef", ".ipynb_checkpoints"))
+    for folder in (left, fresh, other):
+        folder.mkdir()
+    for folder in (left, other):
+        os.utime(folder, (time.time() - 7200,) * 2)
+    assert close_abandoned(tmp_path) == []
+    assert [folder.exists() for folder in (left, fresh, other)] == [False, True, True]
 
 
 def test_status_does_not_come_from_papermills_record(tmp_path, facts, monkeypatch):

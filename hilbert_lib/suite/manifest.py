@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,8 @@ MANIFEST = "manifest.json"
 FAILED = ".failed"  # ends the name of an attempt's folder that did not finish
 RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
 RESERVE_BYTES = 256 * 1024
+WORK_NAME = re.compile(r"\..+\.[0-9a-f]{8}")  # of the hidden folder in which a point runs
+ABANDONED_AFTER = 3600  # seconds; a folder gets its manifest in far less after it was made
 
 
 def run_id(facts: dict) -> str:
@@ -49,7 +52,10 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         facts: as `hilbert_lib.environment.environment` gives them.
 
     Returns:
-        The manifest, with status "running".
+        The manifest, with status "running"; "failed" where the disk has no room for the run to begin.
+
+    Raises:
+        OSError: if the manifest itself cannot be written.
     """
     parameters = point.parameters
     manifest = {
@@ -74,7 +80,11 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         "process": _this_process(),
     }
     _write_manifest(folder, manifest)
-    (folder / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+    try:
+        (folder / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+    except OSError as error:
+        message = f"no room for the notebook to start: {error.strerror}"
+        end_manifest(manifest, folder, {"type": "OSError", "message": message, "cell": None})
     return manifest
 
 
@@ -168,7 +178,8 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> Path:
 
 
 def close_abandoned(run_folder: Path) -> list[str]:
-    """Tidy what dead processes left: runs that never ended get their manifest, ended ones their place.
+    """Tidy what dead processes left: runs that never ended get their manifest, ended ones their place, and
+    folders that never got a manifest go.
 
     A run on another machine, or of a process that lives, is left alone.
 
@@ -181,7 +192,11 @@ def close_abandoned(run_folder: Path) -> list[str]:
     closed = []
     for work in sorted(run_folder.glob(".*/")):
         manifest = read_manifest(work)
-        if manifest is None or _may_live(manifest["process"]):
+        if manifest is None:
+            if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
+                shutil.rmtree(work)
+            continue
+        if _may_live(manifest["process"]):
             continue
         if manifest["status"] == "running":
             message = f"process {manifest['process']['pid']} ended without a word: killed, or power lost"

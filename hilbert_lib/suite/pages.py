@@ -56,7 +56,7 @@ They were run on {{ facts.hardware }}; {{ summary }}.</p>
 {% if point.answer %}<div class="answer">{{ point.answer | safe }}</div>{% endif %}
 {% if point.error %}<p class="error">{{ point.error }}</p>{% endif %}
 {% if point.note %}<p class="small">{{ point.note }}</p>{% endif %}
-{% if point.figures %}<div class="figures">{% for file in point.figures[:3] %}
+{% if point.figures %}<div class="figures">{% for file in point.figures[-3:] %}{# a notebook ends with its answer #}
 <a href="{{ point.folder }}/{{ file }}"><img src="{{ point.folder }}/{{ file }}" alt="{{ file }}" loading="lazy"></a>
 {% endfor %}</div>{% endif %}
 <p class="links small">

@@ -48,14 +48,14 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
     for line in ast.parse(source).body:
         text = ast.unparse(line)
         if not isinstance(line, ast.AnnAssign) or line.value is None:
-            raise ValueError(f"{path.name}: a parameters cell holds `name: type = literal` only, got `{text}`")
+            raise ValueError(f"a parameters cell holds `name: type = literal` only, got `{text}`")
         name, annotation = ast.unparse(line.target), ast.unparse(line.annotation)
         if annotation not in ANNOTATIONS or seen.get(name, {}).get("inferred_type_name") != annotation:
-            raise ValueError(f"{path.name}: the type of a parameter must be {ALLOWED}, got `{text}`")
+            raise ValueError(f"the type of a parameter must be {ALLOWED}, got `{text}`")
         try:
             default = check_value(name, ast.literal_eval(line.value), annotation)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path.name}: `{text}` is no literal of its type: {error}") from error
+            raise ValueError(f"`{text}` is no literal of its type: {error}") from error
         parameters[name] = Parameter(name, annotation, default, seen[name]["help"])
     return parameters
 

@@ -87,22 +87,28 @@ def notebooks_folder() -> Path:
     raise ValueError(f"no folder of notebooks: neither {candidates[0]} nor {candidates[1]}; name one")
 
 
-def find_notebooks(folder: Path) -> dict[str, Notebook]:
-    """The notebooks of a folder, by name.
+def find_notebooks(folder: Path, names: Iterable[str] = ()) -> list[Notebook]:
+    """The notebooks of a folder that are named, or all of them.
+
+    Only these are read, so that a broken one stops no call for another.
 
     Args:
         folder: where they lie.
+        names: with or without folder and `.ipynb`; none selects all.
 
     Returns:
-        Name (file name without ending) to notebook, sorted.
+        The notebooks, in the order of their names.
 
     Raises:
-        ValueError: if there is none, or the parameters of one cannot be read.
+        ValueError: if there is none; for an unknown name, with the nearest one; for one that cannot be read.
     """
-    notebooks = {path.stem: read_notebook(path) for path in sorted(folder.glob("*.ipynb"))}
-    if not notebooks:
+    paths = {path.stem: path for path in folder.glob("*.ipynb")}
+    if not paths:
         raise ValueError(f"{folder} holds no notebooks (*.ipynb)")
-    return notebooks
+    wanted = sorted({Path(name).name.removesuffix(".ipynb") for name in names} or paths)
+    for name in wanted:
+        check_name(name, sorted(paths), "notebook")
+    return [read_notebook(paths[name]) for name in wanted]
 
 
 def read_notebook(path: Path) -> Notebook:
@@ -115,41 +121,12 @@ def read_notebook(path: Path) -> Notebook:
         The notebook.
 
     Raises:
-        ValueError: if its parameters cannot be read.
+        ValueError: naming the file, if it or its parameters cannot be read.
     """
-    cells = nbformat.read(path, as_version=4).cells
-    # What runs and what is read; not the outputs, counts and identifiers that an editor changes.
-    content = [[cell.cell_type, cell.source, cell.metadata.get("tags", [])] for cell in cells]
-    prose = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    title, question = _first_section(prose, r"#+ +(.+)")
-    _, answer = _first_section(prose, r"#+ +(Answer.*)")
-    return Notebook(
-        path=path,
-        title=title or path.stem,
-        question=question,
-        answer=answer,
-        parameters=read_parameters(path),
-        code_hash=_digest(content),
-    )
-
-
-def select_notebooks(notebooks: dict[str, Notebook], names: Iterable[str]) -> list[Notebook]:
-    """The notebooks named, or all of them.
-
-    Args:
-        notebooks: those that exist, by name.
-        names: with or without folder and `.ipynb`; none selects all.
-
-    Returns:
-        The notebooks, in the order of their names.
-
-    Raises:
-        ValueError: for an unknown name, with the nearest one.
-    """
-    wanted = {Path(name).name.removesuffix(".ipynb") for name in names} or set(notebooks)
-    for name in sorted(wanted):
-        check_name(name, list(notebooks), "notebook")
-    return [notebooks[name] for name in sorted(wanted)]
+    try:
+        return _read_notebook(path)
+    except Exception as error:  # nbformat and papermill raise a dozen types for a file that is no notebook
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def make_points(notebooks: list[Notebook], texts: dict[str, str], values: dict[str, object]) -> list[Point]:
@@ -198,8 +175,11 @@ def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, objec
         annotation = notebook.parameters[name].annotation
         if annotation.startswith("list"):
             axes[name] = [parse_value(name, part, annotation) for part in text.split(";")]
-        else:
+            continue
+        try:
             axes[name] = parse_value(name, text, f"list[{annotation}]")
+        except TypeError as error:
+            raise TypeError(f"each value of {name} must be {annotation}, got {text!r}") from error
     points = [_make_point(notebook, {}, {**values, **choice}) for choice in expand_grid(axes)]
     return list({point.name: point for point in points}.values())
 
@@ -224,6 +204,23 @@ def take_shard(points: list[Point], shard: str) -> list[Point]:
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"shard must be i/n with i from 1 to n, as 1/4, got {shard!r}")
     return points[int(match[1]) - 1 :: int(match[2])]
+
+
+def _read_notebook(path: Path) -> Notebook:
+    cells = nbformat.read(path, as_version=4).cells
+    # What runs and what is read; not the outputs, counts and identifiers that an editor changes.
+    content = [[cell.cell_type, cell.source, cell.metadata.get("tags", [])] for cell in cells]
+    prose = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    title, question = _first_section(prose, r"#+ +(.+)")
+    _, answer = _first_section(prose, r"#+ +(Answer.*)")
+    return Notebook(
+        path=path,
+        title=title or path.stem,
+        question=question,
+        answer=answer,
+        parameters=read_parameters(path),
+        code_hash=_digest(content),
+    )
 
 
 def _first_section(prose: str, heading: str) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from hilbert_lib.suite.pages import RUN, RUNS, STYLE
 TITLE = "When does a Hilbert order make attention faster?"
 KERNELS = {
     "compiled": "GPU kernels were compiled and ran on the GPU.",
-    "interpreted": "There was no GPU. Where a notebook uses Triton's kernels, they ran in its interpreter: "
-    "their results are checked, their times mean nothing.",
+    "interpreted": "There was no GPU. Triton kernels, where used, were interpreted: right results, meaningless "
+    "times. All other times are the CPU's own.",
     "absent": "No GPU kernels ran: there is no GPU, or no Triton for this platform.",
 }
 FACTS = {

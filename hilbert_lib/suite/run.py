@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -69,10 +70,18 @@ def run_point(
 
     Raises:
         Interrupted: after the manifest says so.
+        OSError: naming the point, if not even its manifest can be written; nothing of it is left.
     """
     work = run_folder / f".{point.name}.{uuid.uuid4().hex[:8]}"
-    work.mkdir(parents=True)
-    manifest = start_manifest(point, work, facts)
+    try:
+        work.mkdir(parents=True)
+        manifest = start_manifest(point, work, facts)
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise OSError(f"{point.name}: {error}") from error
+    if manifest["status"] == "failed":
+        put_in_place(work, run_folder, manifest)
+        return manifest
     cell = 0
 
     def start_cell() -> None:
