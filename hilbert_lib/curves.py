@@ -1,17 +1,18 @@
 """Coordinates along space-filling curves, for any rectangle or box, and the inverse.
 
-A curve is a table of cells in the order in which it meets them. The Hilbert curve is built from blocks. A block
-has a major axis: it is entered at its corner (0, 0, 0) and left at the far end of that axis, (m - 1, 0, 0).
-`_split` says into which smaller blocks it falls and `_axes` how these lie; both are closed forms of the
-block's sides, so a descent for one index or for one cell needs nothing else.
+A curve is a table of cells in the order in which it meets them: `curve_coordinates` makes the whole table, and
+`curve_index` makes it too and inverts it, for however few cells it is asked. The Hilbert curve is built from blocks. A
+block has a major axis: it is entered at its corner (0, 0, 0) and left at the far end of that axis, (m - 1, 0, 0).
+`_split` says into which smaller blocks it falls and `_axes` how these lie; both are closed forms of the block's sides.
 """
 
-import operator
 from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
+
+from hilbert_lib import checks
 
 TILE_SIDE = {2: 8, 3: 4}  # by number of axes: a tile is 64 cells either way
 
@@ -51,8 +52,8 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
         (cells, ndim) int64, axes as in shape.
 
     Raises:
-        ValueError: if kind is unknown or shape is not 2 or 3 positive sides.
-        TypeError: if a side is not an integer.
+        ValueError: if kind or device is unknown or shape is not 2 or 3 positive sides.
+        TypeError: if shape is no sequence of integers.
 
     Hilbert, "Ueber die stetige Abbildung einer Linie auf ein Flaechenstueck", Math. Ann. 38 (1891). Morton, "A
     computer oriented geodetic data base" (1966).
@@ -65,11 +66,11 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
     sides = checked_shape(shape)
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return _CURVES[kind](sides, torch.device(device or "cpu"))
+    return _CURVES[kind](sides, checks.device(device))
 
 
 def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
-    """The place of each cell along a curve: the inverse of `curve_coordinates`.
+    """The place of each cell along a curve: the inverse of `curve_coordinates`, at the cost of the whole table.
 
     Args:
         kind: as in `curve_coordinates`.
@@ -87,8 +88,11 @@ def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     [3, 0]
     """
     sides = checked_shape(shape)
+    if not isinstance(coordinates, Tensor):
+        raise TypeError(f"coordinates must be a tensor of integers, got {type(coordinates).__name__}")
     if coordinates.is_floating_point() or coordinates.is_complex() or coordinates.dtype == torch.bool:
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
+    coordinates = coordinates.long()  # unsigned types cannot be compared
     if coordinates.shape[-1:] != (len(sides),):
         raise ValueError(f"coordinates must have {len(sides)} in the last axis, got {tuple(coordinates.shape)}")
     outside = (coordinates < 0) | (coordinates >= torch.tensor(sides, device=coordinates.device))
@@ -98,7 +102,7 @@ def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     order = raster_index(curve_coordinates(kind, sides, device=coordinates.device), sides)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return place[raster_index(coordinates.long(), sides)]
+    return place[raster_index(coordinates, sides)]
 
 
 def raster_index(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
@@ -120,8 +124,8 @@ def raster_index(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     return index
 
 
-def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sides of a grid as a tuple, after the checks that every curve needs.
+def checked_shape(shape: Sequence[int], name: str = "shape") -> tuple[int, ...]:
+    """The sides of a grid as a tuple, after the checks that every curve needs; name is the argument's, for errors.
 
     Raises:
         ValueError: if there are not 2 or 3 sides, or one is below 1.
@@ -130,14 +134,9 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     >>> checked_shape([3, 4])
     (3, 4)
     """
-    try:
-        sides = tuple(operator.index(side) for side in shape)
-    except TypeError:
-        raise TypeError(f"shape must hold integers, got {shape!r}") from None
+    sides = checks.integers(name, shape, least=1)
     if len(sides) not in (2, 3):
-        raise ValueError(f"shape must have 2 or 3 sides, got {sides}")
-    if min(sides) < 1:
-        raise ValueError(f"shape must have sides of at least 1, got {sides}")
+        raise ValueError(f"{name} must have 2 or 3 sides, got {sides}")
     return sides
 
 

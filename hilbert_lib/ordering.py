@@ -1,6 +1,5 @@
 """A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
 
-import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,10 +9,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hilbert_lib import checks
+from hilbert_lib.checks import integer
 from hilbert_lib.curves import KINDS, checked_shape, curve_coordinates, raster_index
 
 CACHED_POSITIONS = 2**24  # 16 bytes each (perm and inverse): 256 MiB
+
+# The arguments of every kind beside length.
+_ARGUMENTS = {
+    **dict.fromkeys(KINDS, ("grid", "chunk")),
+    "residue": ("rate", "chunk"),
+    "random": ("seed",),
+    "linear": (),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,10 @@ class Ordering:
         seed: of a random ordering, else None.
         device: where `perm` and `inverse` live; it is no part of what makes orderings equal.
 
+    Raises:
+        ValueError: if kind is unknown, a number out of range, the grid too small, or an argument is another kind's.
+        TypeError: if a number is not an integer.
+
     >>> Ordering.residue(6, 3).perm.tolist()
     [0, 3, 1, 4, 2, 5]
     >>> Ordering.from_curve("hilbert", 4) == Ordering.from_curve("hilbert", 4)
@@ -46,6 +61,29 @@ class Ordering:
     rate: int | None = None
     seed: int | None = None
     device: torch.device = field(default=torch.device("cpu"), compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in _ARGUMENTS:
+            raise ValueError(f"kind must be one of {', '.join(_ARGUMENTS)}, got {self.kind!r}")
+        own = _ARGUMENTS[self.kind]
+        for name in ("grid", "chunk", "rate", "seed"):
+            if name not in own and getattr(self, name) is not None:
+                raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
+        length = integer("length", self.length, least=1)
+        checked = {"length": length, "device": checks.device(self.device)}
+        if self.chunk is not None:
+            checked["chunk"] = integer("chunk", self.chunk, least=1)
+        if "rate" in own:
+            checked["rate"] = integer("rate", self.rate, least=1)
+        if "seed" in own:
+            checked["seed"] = integer("seed", self.seed, least=0, most=2**63 - 1)
+        if self.grid is not None:
+            grid = checked["grid"] = checked_shape(self.grid, "grid")
+            needed = min(checked.get("chunk", length), length)
+            if prod(grid) < needed:
+                raise ValueError(f"grid must hold {needed} positions, got {grid} with {prod(grid)} cells")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_curve(
@@ -71,14 +109,8 @@ class Ordering:
         >>> Ordering.from_curve("snake", 6, grid=(2, 3)).perm.tolist()
         [0, 1, 2, 5, 4, 3]
         """
-        if kind not in KINDS:
+        if kind not in KINDS:  # the other kinds are no curves
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        length, chunk = _at_least_1("length", length), _optional_chunk(chunk)
-        if grid is not None:
-            grid = checked_shape(grid)
-            needed = length if chunk is None else min(chunk, length)
-            if prod(grid) < needed:
-                raise ValueError(f"grid must hold {needed} positions, got {grid} with {prod(grid)} cells")
         return cls(kind, length, grid=grid, chunk=chunk)
 
     @classmethod
@@ -100,8 +132,7 @@ class Ordering:
         >>> Ordering.residue(8, 2, chunk=4).perm.tolist()
         [0, 2, 1, 3, 4, 6, 5, 7]
         """
-        length, rate = _at_least_1("length", length), _at_least_1("rate", rate)
-        return cls("residue", length, rate=rate, chunk=_optional_chunk(chunk))
+        return cls("residue", length, rate=rate, chunk=chunk)
 
     @classmethod
     def random(cls, length: int, seed: int) -> "Ordering":
@@ -121,9 +152,7 @@ class Ordering:
         >>> sorted(Ordering.random(4, seed=0).perm.tolist())
         [0, 1, 2, 3]
         """
-        if not 0 <= (seed := _integer("seed", seed)) < 2**63:
-            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
-        return cls("random", _at_least_1("length", length), seed=seed)
+        return cls("random", length, seed=seed)
 
     @classmethod
     def linear(cls, length: int) -> "Ordering":
@@ -142,17 +171,17 @@ class Ordering:
         >>> Ordering.linear(3).perm.tolist()
         [0, 1, 2]
         """
-        return cls("linear", _at_least_1("length", length))
+        return cls("linear", length)
 
     @property
     def perm(self) -> Tensor:
         """(length,) int64: the position that each slot holds. Shared with the cache: do not write to it."""
-        return _cache.tables(self)[0]
+        return _tables_on(self.device, self)[0]
 
     @property
     def inverse(self) -> Tensor:
         """(length,) int64: the slot that holds each position. Shared with the cache: do not write to it."""
-        return _cache.tables(self)[1]
+        return _tables_on(self.device, self)[1]
 
     def to(self, device: torch.device | str) -> "Ordering":
         """The same ordering with its tables on a device.
@@ -161,7 +190,7 @@ class Ordering:
         device(type='cpu')
         """
         # An empty tensor turns "cuda" into the current device's full name, so that the cache knows it by one name.
-        return replace(self, device=torch.empty(0, device=device).device)
+        return replace(self, device=torch.empty(0, device=checks.device(device)).device)
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
         """A tensor in sequence order, stored in this ordering; differentiable.
@@ -174,12 +203,13 @@ class Ordering:
             A copy of x, with slot s along dim holding position `perm[s]`.
 
         Raises:
-            ValueError: if x has another size along dim.
+            ValueError: if x has another size along dim, or no such dim.
+            TypeError: if x is no tensor, or dim no integer.
 
         >>> Ordering.residue(4, 2).apply(torch.tensor([10, 11, 12, 13]), dim=0).tolist()
         [10, 12, 11, 13]
         """
-        return self._select(x, dim, self.to(x.device).perm)
+        return self._select(x, dim, 0)
 
     def undo(self, x: Tensor, dim: int) -> Tensor:
         """A tensor stored in this ordering, back in sequence order: the inverse of `apply`; differentiable.
@@ -192,17 +222,21 @@ class Ordering:
             A copy of x, with position p along dim taken from slot `inverse[p]`.
 
         Raises:
-            ValueError: if x has another size along dim.
+            ValueError: if x has another size along dim, or no such dim.
+            TypeError: if x is no tensor, or dim no integer.
 
         >>> Ordering.residue(4, 2).undo(torch.tensor([10, 12, 11, 13]), dim=0).tolist()
         [10, 11, 12, 13]
         """
-        return self._select(x, dim, self.to(x.device).inverse)
+        return self._select(x, dim, 1)
 
-    def _select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    def _select(self, x: Tensor, dim: int, table: int) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        dim = integer("dim", dim, least=-x.dim(), most=x.dim() - 1)
         if x.shape[dim] != self.length:
             raise ValueError(f"x must have size {self.length} along dim {dim}, got shape {tuple(x.shape)}")
-        return x.index_select(dim, index)
+        return x.index_select(dim, _tables_on(x.device, self)[table])
 
     def __repr__(self) -> str:
         if self.kind in KINDS:
@@ -267,6 +301,21 @@ class _TableCache:
 _cache = _TableCache(CACHED_POSITIONS)
 
 
+def _tables_on(device: torch.device, ordering: Ordering) -> tuple[Tensor, Tensor]:
+    # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
+    with _disable_current_modes() as modes:
+        tables = _cache.tables(ordering.to(device))
+    fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+    if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
+        return tables
+    return tuple(fake.from_tensor(table) for table in tables)
+
+
+# torch.compile takes the tables as constants, for it cannot trace a lock. This is all that
+# torch.compiler.assume_constant_result does, but that imports torch._dynamo, and with it triton, at once.
+_tables_on._dynamo_marked_constant = True
+
+
 @torch.inference_mode(False)  # tables made in inference mode could not serve a later backward pass
 def _tables(ordering: Ordering) -> tuple[Tensor, Tensor]:
     """`perm` and `inverse` of an ordering, computed on its device."""
@@ -292,25 +341,10 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
         return padded[padded < length]
     if ordering.kind == "random":
         # On the CPU always: each device's own generator would give another permutation.
-        return torch.randperm(length, generator=torch.Generator().manual_seed(ordering.seed)).to(device)
+        return torch.randperm(length, generator=torch.Generator("cpu").manual_seed(ordering.seed), device="cpu").to(
+            device
+        )
     cols = isqrt(length - 1) + 1
     grid = ordering.grid or (-(-length // cols), cols)
     perm = raster_index(curve_coordinates(ordering.kind, grid, device=device), grid)
     return perm[perm < length]
-
-
-def _integer(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
-def _at_least_1(name: str, value: int) -> int:
-    if (number := _integer(name, value)) < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
-
-
-def _optional_chunk(chunk: int | None) -> int | None:
-    return None if chunk is None else _at_least_1("chunk", chunk)

@@ -1,13 +1,17 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
+from collections import Counter
 from dataclasses import dataclass
 from math import lcm
 
 import torch
 from torch import Tensor
 
+from hilbert_lib.checks import integer, integers
+
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
+COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class DilatedPattern:
             one a branch, and each head uses only its group's branch.
 
     Raises:
-        TypeError: where a length or a rate is no integer, or a rule no string.
+        TypeError: where lengths or rates are no sequence of integers, or a rule is no string.
         ValueError: where the two tuples differ in length or are empty, a value is out of range, or a rule is unknown.
 
     >>> pattern = DilatedPattern((4, 8), (1, 2))
@@ -61,16 +65,14 @@ class DilatedPattern:
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+            object.__setattr__(self, name, integers(name, getattr(self, name), least=1))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"dilation_rates must have one rate a segment length ({len(self.segment_lengths)}), "
                 f"got {len(self.dilation_rates)}: {self.dilation_rates}"
             )
         for w, r in self.branches:
-            if w < 1:
-                raise ValueError(f"segment_lengths must be at least 1, got {w} in {self.segment_lengths}")
-            if not 1 <= r <= w:
+            if r > w:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
         _check_choice("offsets", self.offsets, OFFSET_RULES)
         _check_choice("mixing", self.mixing, MIXING_RULES)
@@ -83,10 +85,15 @@ class DilatedPattern:
     def offset(self, branch: int, kv_head: int, kv_heads: int) -> int:
         """The residue that a KV head takes inside the segments of a branch.
 
+        Like every method here it raises TypeError or ValueError where a branch, head, position or size is no integer
+        or out of range.
+
         >>> [DilatedPattern((8,), (4,), offsets="head_block").offset(0, g, 6) for g in range(6)]
         [0, 0, 1, 1, 2, 2]
         """
-        rate = self.dilation_rates[branch]
+        rate = self.dilation_rates[self._branch(branch)]
+        kv_heads = self.check_heads(kv_heads)
+        kv_head = integer("kv_head", kv_head, least=0, most=kv_heads - 1)
         if self.offsets == "head":
             return kv_head % rate
         if self.offsets == "head_block":
@@ -99,27 +106,30 @@ class DilatedPattern:
         >>> [DilatedPattern((4, 8), (1, 2), mixing="head_groups").head_branches(g, 3) for g in range(3)]
         [(0,), (0,), (1,)]
         """
-        return tuple(i for i in range(len(self.branches)) if kv_head in self.branch_heads(i, kv_heads))
-
-    def branch_heads(self, branch: int, kv_heads: int) -> range:
-        """The KV heads that use a branch: all, or the branch's group as `torch.tensor_split` sizes it.
-
-        Raises:
-            ValueError: where "head_groups" has fewer KV heads than branches.
-        """
+        kv_heads = self.check_heads(kv_heads)
+        kv_head = integer("kv_head", kv_head, least=0, most=kv_heads - 1)
         if self.mixing == "softmax":
-            return range(kv_heads)
-        self.check_heads(kv_heads)
+            return tuple(range(len(self.branches)))
+        # As torch.tensor_split sizes them: the first `larger` groups have one head more.
         size, larger = divmod(kv_heads, len(self.branches))
-        start = branch * size + min(branch, larger)
-        return range(start, start + size + (branch < larger))
+        return (max(kv_head // (size + 1), (kv_head - larger) // size),)
 
-    def check_heads(self, kv_heads: int) -> None:
-        """Raise ValueError where "head_groups" has fewer KV heads than branches."""
+    def branch_heads(self, branch: int, kv_heads: int) -> tuple[int, ...]:
+        """The KV heads that use a branch: all, or the branch's group."""
+        branch, kv_heads = self._branch(branch), self.check_heads(kv_heads)
+        return tuple(g for g in range(kv_heads) if branch in self.head_branches(g, kv_heads))
+
+    def check_heads(self, kv_heads: int) -> int:
+        """kv_heads as an int; raises ValueError where "head_groups" has fewer KV heads than branches."""
+        kv_heads = integer("kv_heads", kv_heads, least=1)
         if self.mixing == "head_groups" and kv_heads < len(self.branches):
             raise ValueError(
                 f"mixing='head_groups' needs at least one KV head a branch ({len(self.branches)}), got {kv_heads}"
             )
+        return kv_heads
+
+    def _branch(self, branch: int) -> int:
+        return integer("branch", branch, least=0, most=len(self.branches) - 1)
 
     def offset_heads(self, branch: int, kv_heads: int) -> dict[int, slice]:
         """The KV heads of a branch by their offset, each set as a slice: heads that one strided view can hold.
@@ -135,8 +145,9 @@ class DilatedPattern:
 
     def contains(self, branch: int, positions: Tensor, kv_head: int, kv_heads: int) -> Tensor:
         """Whether positions are in a branch for a KV head: bool, shaped like positions."""
+        offset = self.offset(branch, kv_head, kv_heads)
         w, r = self.branches[branch]
-        return positions % w % r == self.offset(branch, kv_head, kv_heads)
+        return positions % w % r == offset
 
     def mask(
         self,
@@ -163,13 +174,15 @@ class DilatedPattern:
         >>> DilatedPattern((4,), (2,)).mask(0, p, p, kv_head=0, kv_heads=1).int().tolist()
         [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
         """
-        w = self.segment_lengths[branch]
+        w = self.segment_lengths[self._branch(branch)]
+        if branch not in self.head_branches(kv_head, kv_heads):
+            return torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
         inside = self.contains(branch, queries, kv_head, kv_heads)[:, None]
         inside = inside & self.contains(branch, keys, kv_head, kv_heads)
         inside &= queries[:, None] // w == keys // w
         if is_causal:
             inside &= keys <= queries[:, None]
-        return inside & (branch in self.head_branches(kv_head, kv_heads))
+        return inside
 
     def keys(self, position: int, *, kv_head: int, kv_heads: int, length: int, is_causal: bool = False) -> Tensor:
         """The multiset of keys that a query sees, sorted; a key found through two branches stands twice.
@@ -183,7 +196,9 @@ class DilatedPattern:
         Returns:
             (keys,) int64; empty for a query in no branch.
         """
-        query, every = torch.tensor([position]), torch.arange(length)
+        length = integer("length", length, least=1)
+        query = torch.tensor([integer("position", position, least=0, most=length - 1)], device="cpu")
+        every = torch.arange(length, device="cpu")
         masks = [
             self.mask(i, query, every, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)[0]
             for i in range(len(self.branches))
@@ -196,19 +211,12 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (2, 4)).covered(10**9, kv_head=0, kv_heads=1)
         500000000
         """
+        return _covered(integer("length", length, least=0), self._residues(kv_head, kv_heads))
+
+    def _residues(self, kv_head: int, kv_heads: int) -> frozenset[tuple[int, int, int]]:
+        """(segment length, dilation rate, offset) of the branches that a KV head uses."""
         used = self.head_branches(kv_head, kv_heads)
-        # Membership repeats with r where r divides w or one segment holds all, otherwise with w.
-        periods = [r if w % r == 0 or w >= length else w for w, r in (self.branches[i] for i in used)]
-        period = min(lcm(*periods), length) if length else 1
-
-        def count(upto: int) -> int:
-            positions = torch.arange(upto)
-            inside = torch.zeros(upto, dtype=torch.bool)
-            for i in used:
-                inside |= self.contains(i, positions, kv_head, kv_heads)
-            return int(inside.sum())
-
-        return length // period * count(period) + count(length % period)
+        return frozenset((*self.branches[i], self.offset(i, kv_head, kv_heads)) for i in used)
 
     def pairs(self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> int:
         """(query, key) pairs of one sequence over all query heads, in closed form: any length, at once.
@@ -216,7 +224,7 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
         192
         """
-        kv_heads = _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
         branches = range(len(self.branches))
         return heads // kv_heads * sum(self._branch_pairs(i, length, kv_heads, is_causal) for i in branches)
 
@@ -246,17 +254,21 @@ class DilatedPattern:
 
         Args:
             length: tokens. heads, kv_heads: query and KV heads (by default the same).
-            head_dim: size of one head. batch: sequences. element_size: bytes of one element of q, k, v and out.
+            head_dim: size of one head. batch: sequences. element_size: bytes of one element of q, k, v and out; one
+                of lse has 4, or 8 where these have.
             is_causal: whether keys after the query are excluded.
 
         >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
         1024
         """
-        kv_heads = _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
+        head_dim, batch = integer("head_dim", head_dim, least=1), integer("batch", batch, least=0)
+        element_size = integer("element_size", element_size, least=1)
         pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
-        kv_rows = batch * sum(self.covered(length, g, kv_heads) for g in range(kv_heads))
+        alike = Counter(self._residues(g, kv_heads) for g in range(kv_heads))
+        kv_rows = batch * sum(count * _covered(length, residues) for residues, count in alike.items())
         q_rows = kv_rows * (heads // kv_heads)
-        row, lse = head_dim * element_size, 4
+        row, lse = head_dim * element_size, max(4, element_size)
         all_q, all_kv = batch * length * heads, batch * length * kv_heads
         return Work(
             pairs=pairs,
@@ -266,8 +278,15 @@ class DilatedPattern:
             bytes_backward=(3 * q_rows + 2 * kv_rows + all_q + 2 * all_kv) * row + q_rows * lse,
         )
 
-    def describe(self, length: int | None = None, *, heads: int = 1, kv_heads: int | None = None) -> str:
-        """The branches as a table: keys a query sees in each, and, for a length, segments and share of the pairs.
+    def describe(self, length: int | None = None, *, heads: int | None = None, kv_heads: int | None = None) -> str:
+        """The branches as a table: keys a query sees in each, and, for a length, segments, tail and share of the pairs.
+
+        Keys are those of a whole segment (of the sequence, where it is shorter) for a head with the branch's smallest
+        offset; the tail is the length of a last segment that is shorter than the others.
+
+        Args:
+            length: tokens, or None for the columns that need none.
+            heads, kv_heads: query and KV heads; by default the same, and 1, or one a branch for "head_groups".
 
         >>> print(DilatedPattern((4, 8), (1, 2)).describe(16, heads=2))
         offsets='head', mixing='softmax'
@@ -275,7 +294,10 @@ class DilatedPattern:
              0               4              1          yes     4         4     0            66.7%
              1               8              2          yes     4         2     0            33.3%
         """
-        kv_heads = _grouped(heads, kv_heads)
+        if heads is None and kv_heads is None:
+            heads = len(self.branches) if self.mixing == "head_groups" else 1
+        _, kv_heads = _grouped(kv_heads if heads is None else heads, kv_heads)
+        length = None if length is None else integer("length", length, least=1)
         titles = ["branch", "segment_length", "dilation_rate", "r divides w", "keys"]
         titles += ["segments", "tail", "share of pairs"] if length is not None else []
         rows = []
@@ -301,23 +323,34 @@ def rows_in_segment(length: int, rate: int, offset: int) -> int:
     return max(0, -(-(length - offset) // rate))
 
 
-def _grouped(heads: int, kv_heads: int | None) -> int:
-    kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1 or heads % kv_heads:
+def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
+    """How many positions below length are in one of these (segment length, dilation rate, offset) at least."""
+    w, r, o = min(residues, key=lambda residue: residue[1])
+    if len(residues) == 1 or r == 1:  # a branch of rate 1 holds every position
+        return length // w * rows_in_segment(w, r, o) + rows_in_segment(length % w, r, o)
+    # Membership repeats with r where r divides w or one segment holds all, otherwise with w.
+    period = lcm(*(r if w % r == 0 or w >= length else w for w, r, _ in residues))
+
+    def count(upto: int) -> int:
+        total = 0
+        for start in range(0, upto, COUNTED_AT_ONCE):
+            positions = torch.arange(start, min(start + COUNTED_AT_ONCE, upto), device="cpu")
+            inside = torch.zeros(len(positions), dtype=torch.bool, device="cpu")
+            for w, r, o in residues:
+                inside |= positions % w % r == o
+            total += int(inside.sum())
+        return total
+
+    whole = length // period
+    return (whole * count(period) if whole else 0) + count(length % period)
+
+
+def _grouped(heads: int, kv_heads: int | None) -> tuple[int, int]:
+    heads = integer("heads", heads, least=1)
+    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+    if heads % kv_heads:
         raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
-    return kv_heads
-
-
-def _integers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    values = tuple(values)
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must hold integers, got {value!r} of type {type(value).__name__}")
-    if not values:
-        raise ValueError(f"{name} must name at least one branch, got an empty sequence")
-    return values
+    return heads, kv_heads
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

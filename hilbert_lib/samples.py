@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hilbert_lib.checks import integer
+
 
 @cache
 def _text_bytes() -> np.ndarray:
@@ -26,13 +28,12 @@ def text_tokens(length: int) -> Tensor:
 
     Raises:
         ValueError: if length is below 1.
+        TypeError: if it is no integer.
 
     >>> text_tokens(3).shape
     torch.Size([3])
     """
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
-    return torch.from_numpy(np.resize(_text_bytes(), length).astype(np.int64))
+    return torch.from_numpy(np.resize(_text_bytes(), integer("length", length, least=1)).astype(np.int64))
 
 
 def text_qkv(
@@ -55,18 +56,23 @@ def text_qkv(
         seed: of the table and the projections.
 
     Returns:
-        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim).
+        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), on the CPU.
+
+    Raises:
+        ValueError: if a size is below 1, or the seed not from 0 to 2^63 - 1.
+        TypeError: if one of them is no integer.
 
     >>> q, k, v = text_qkv(8, heads=2, head_dim=4)
     >>> q.shape
     torch.Size([1, 8, 2, 4])
     """
-    kv_heads = heads if kv_heads is None else kv_heads
-    generator = torch.Generator().manual_seed(seed)
-    embedded = torch.randn(256, 64, generator=generator)[text_tokens(length)]
+    heads, head_dim = integer("heads", heads, least=1), integer("head_dim", head_dim, least=1)
+    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+    generator = torch.Generator("cpu").manual_seed(integer("seed", seed, least=0, most=2**63 - 1))
+    embedded = torch.randn(256, 64, generator=generator, device="cpu")[text_tokens(length)]
 
     def project(head_count: int) -> Tensor:
-        weight = torch.randn(64, head_count * head_dim, generator=generator) / 8  # 8 = sqrt(64)
+        weight = torch.randn(64, head_count * head_dim, generator=generator, device="cpu") / 8  # 8 = sqrt(64)
         return (embedded @ weight).view(1, length, head_count, head_dim).to(dtype)
 
     return project(heads), project(kv_heads), project(kv_heads)
@@ -90,8 +96,13 @@ def sample_image(rows: int, cols: int) -> np.ndarray:
     Returns:
         (rows, cols) float64, 0 black to 1 white.
 
+    Raises:
+        ValueError: if rows or cols is below 1.
+        TypeError: if one of them is no integer.
+
     >>> sample_image(4, 3).shape
     (4, 3)
     """
+    grid = integer("rows", rows, least=1), integer("cols", cols, least=1)
     picture = torch.from_numpy(_photograph().copy())[None, None]
-    return torch.nn.functional.adaptive_avg_pool2d(picture, (rows, cols))[0, 0].numpy()
+    return torch.nn.functional.adaptive_avg_pool2d(picture, grid)[0, 0].numpy()

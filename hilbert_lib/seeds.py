@@ -1,11 +1,12 @@
 """What the documents under examination published, restated so that it can be run: the claims, not our code."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from hilbert_lib.checks import integer, integers
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.samples import text_qkv
 
@@ -57,32 +58,34 @@ def seed_key_sets(length: int, segment_length: int, dilation_rate: int) -> tuple
 
     Raises:
         ValueError: if segment_length does not divide length, or dilation_rate is not from 1 to segment_length.
+        TypeError: if one of them is no integer.
 
     >>> standard, hilbert = seed_key_sets(16, 8, 2)
     >>> (standard & hilbert).sum().item(), standard.sum().item()
     (32, 64)
     """
-    if segment_length < 1 or length % segment_length:
+    length = integer("length", length, least=1)
+    segment_length = integer("segment_length", segment_length, least=1, most=length)
+    dilation_rate = integer("dilation_rate", dilation_rate, least=1, most=segment_length)
+    if length % segment_length:
         raise ValueError(f"segment_length must divide length ({length}), got {segment_length}")
-    if not 1 <= dilation_rate <= segment_length:
-        raise ValueError(f"dilation_rate must be from 1 to segment_length ({segment_length}), got {dilation_rate}")
     h = Ordering.from_curve("snake", length).perm
-    steps = torch.arange(segment_length // dilation_rate) * dilation_rate
-    row = torch.arange(length)
-    standard, hilbert = torch.zeros(2, length, length, dtype=torch.bool)
+    steps = torch.arange(segment_length // dilation_rate, device="cpu") * dilation_rate
+    row = torch.arange(length, device="cpu")
+    standard, hilbert = torch.zeros(2, length, length, dtype=torch.bool, device="cpu")
     standard[row[:, None], row[:, None] // segment_length * segment_length + steps] = True
     hilbert[h[:, None], h[h[:, None] // segment_length * segment_length + steps]] = True
     return standard, hilbert
 
 
 def seed_kernels_compared(
-    length: int, segment_length: int, dilation_rates: Iterable[int], *, head_dim: int = 64
+    length: int, segment_length: int, dilation_rates: Sequence[int], *, head_dim: int = 64
 ) -> pd.DataFrame:
     """How far the two key sets of `seed_key_sets` overlap, and how far apart the attention over them is.
 
     Args:
         length, segment_length: tokens of the sequence and of a segment.
-        dilation_rates: rates to compare at.
+        dilation_rates: rates to compare at, at least one.
         head_dim: size of the one head; q, k and v are embedded text (`text_qkv`).
 
     Returns:
@@ -90,9 +93,13 @@ def seed_kernels_compared(
         same_queries (share of queries with equal key sets), output_difference (Frobenius norm of the difference of
         the outputs over that of the standard output).
 
+    Raises:
+        ValueError, TypeError: as `seed_key_sets` and `text_qkv` do, or if there is no rate.
+
     >>> seed_kernels_compared(16, 8, [1], head_dim=4).overlap.tolist()
     [1.0]
     """
+    dilation_rates = integers("dilation_rates", dilation_rates, least=1)
     q, k, v = (x[0, :, 0] for x in text_qkv(length, heads=1, head_dim=head_dim))
     rows = []
     for rate in dilation_rates:

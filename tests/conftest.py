@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from hilbert_lib.environment import prepare_kernels
+
+prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
 torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much where the cores are busy
 
 

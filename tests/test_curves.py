@@ -129,6 +129,21 @@ def test_hilbert_square_keeps_near_slots_near():
         assert (cells[k:] - cells[:-k]).square().sum(dim=1).max() <= 6 * k
 
 
+@pytest.mark.parametrize(
+    ("shape", "bound"), [((60, 84), 11), ((13, 200), 16), ((48, 80), 8.5), ((31, 57), 7.5), ((200, 13), 16)]
+)
+def test_hilbert_rectangle_keeps_near_slots_near(shape, bound):
+    """Slots k apart lie at most sqrt(bound k) apart: blocks that are cut without regard to their shape miss it."""
+    cells = curve_coordinates("hilbert", shape)
+    assert all((cells[k:] - cells[:-k]).square().sum(dim=1).max() <= bound * k for k in range(1, len(cells)))
+
+
+def test_morton_of_a_long_box_needs_no_more_than_63_bits():
+    """Three axes of 22 bits each would take 66, and the highest of the long side would be lost."""
+    side = 2**21 + 2
+    assert torch.equal(curve_coordinates("morton", (side, 1, 1))[:, 0], torch.arange(side))
+
+
 @given(shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
 @settings(deadline=None, max_examples=50)
 def test_morton_is_ascending_in_interleaved_bits(shape):
@@ -186,15 +201,22 @@ def test_the_seed_function_is_no_hilbert_curve_and_one_letter_away_from_it():
         ("hilbret", (4, 4), ValueError, "hilbert, morton, snake, raster, tile.*'hilbret'"),
         ("hilbert", (4,), ValueError, r"2 or 3 sides.*\(4,\)"),
         ("hilbert", (2, 2, 2, 2), ValueError, "2 or 3 sides"),
-        ("morton", (4, 0), ValueError, r"at least 1.*\(4, 0\)"),
+        ("morton", (4, 0), ValueError, r"shape\[1\] must be .* at least 1, got 0"),
+        ("morton", (True, 2), TypeError, r"shape\[0\] must be an integer.*, got True"),
+        ("morton", {4, 2}, TypeError, "shape must be a sequence of integers"),
         ("snake", (4, -1), ValueError, "at least 1"),
-        ("tile", (4, 2.5), TypeError, "integers.*2.5"),
+        ("tile", (4, 2.5), TypeError, r"shape\[1\] must be an integer.*, got 2.5"),
         ("raster", 4, TypeError, "integers.*4"),
     ],
 )
 def test_bad_kinds_and_shapes_are_named(kind, shape, error, words):
     with pytest.raises(error, match=words):
         curve_coordinates(kind, shape)
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match=r"device must be a device that torch knows.*, got 'gpu'"):
+        curve_coordinates("hilbert", (2, 2), device="gpu")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +226,7 @@ def test_bad_kinds_and_shapes_are_named(kind, shape, error, words):
         (torch.tensor([[-1, 0]]), ValueError, r"got \[-1, 0\]"),
         (torch.tensor([[0, 0, 0]]), ValueError, r"2 in the last axis, got \(1, 3\)"),
         (torch.tensor([[0.0, 1.0]]), TypeError, "integers, got torch.float32"),
+        ([[0, 1]], TypeError, "coordinates must be a tensor of integers, got list"),
     ],
 )
 def test_bad_coordinates_are_named(coordinates, error, words):
@@ -212,8 +235,9 @@ def test_bad_coordinates_are_named(coordinates, error, words):
 
 
 def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():
-    coordinates = torch.tensor([[[0, 0], [1, 0]], [[0, 1], [1, 1]]], dtype=torch.int16)
-    assert curve_index("hilbert", coordinates, (2, 2)).tolist() == [[0, 3], [1, 2]]
+    coordinates = torch.tensor([[[0, 0], [1, 0]], [[0, 1], [1, 1]]])
+    for dtype in (torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        assert curve_index("hilbert", coordinates.to(dtype), (2, 2)).tolist() == [[0, 3], [1, 2]]
     assert curve_index("hilbert", torch.zeros(0, 2, dtype=torch.int64), (2, 2)).shape == (0,)
 
 

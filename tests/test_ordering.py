@@ -6,10 +6,12 @@ import subprocess
 import sys
 from math import ceil, sqrt
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilbert_lib import ordering as ordering_module
 from hilbert_lib.curves import KINDS
@@ -113,6 +115,51 @@ def test_random_neither_reads_nor_moves_the_global_generator():
     assert not torch.equal(Ordering.random(501, seed=6).perm, first)
 
 
+def test_a_default_device_elsewhere_leaves_the_tables_where_the_ordering_says(monkeypatch):
+    for example in EXAMPLES:
+        expected = example.perm.clone()
+        monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+        with torch.device("meta"):
+            assert torch.equal(example.perm, expected)
+
+
+def test_fake_tensors_neither_enter_nor_stop_the_cache(monkeypatch):
+    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    ordering = Ordering.from_curve("hilbert", 10)
+    with FakeTensorMode():
+        assert ordering.apply(torch.empty(3, 10), 1).shape == (3, 10)
+    assert type(ordering.perm) is torch.Tensor
+    assert ordering.apply(torch.arange(10), 0).tolist() == ordering.perm.tolist()
+    with FakeTensorMode():  # the tables are in the cache now
+        assert ordering.undo(torch.empty(10, 3), 0).shape == (10, 3)
+
+
+class Stored(torch.nn.Module):
+    def __init__(self, ordering):
+        super().__init__()
+        self.ordering = ordering
+
+    def forward(self, x):
+        return self.ordering.apply(x, 1) * 2
+
+
+def test_apply_compiles_into_one_graph_and_exports():
+    x = torch.randn(2, 12)
+    compiled = torch.compile(lambda x, ordering: ordering.apply(x, 1) * 2, fullgraph=True, backend="eager")
+    for ordering in (Ordering.from_curve("hilbert", 12), Ordering.residue(12, 3), Ordering.residue(12, 4)):
+        assert torch.equal(compiled(x, ordering), 2 * ordering.apply(x, 1))
+        exported = torch.export.export(Stored(ordering), (x,)).module()
+        assert torch.equal(exported(x), 2 * ordering.apply(x, 1))
+    assert type(ordering.perm) is torch.Tensor
+
+
+def test_a_wrong_size_is_refused_before_tables_are_made():
+    before = ordering_cache_info()
+    with pytest.raises(ValueError, match="x must have size 999983 along dim 0"):
+        Ordering.random(999983, 0).apply(torch.zeros(3), 0)
+    assert ordering_cache_info() == before
+
+
 def digest(orderings):
     return hashlib.sha256(b"".join(o.perm.numpy().tobytes() for o in orderings)).hexdigest()
 
@@ -139,6 +186,11 @@ def test_orderings_are_equal_and_hash_alike_by_recipe():
     assert hash(one) == hash(other)
     assert one != Ordering.residue(100, 5)
     assert one != Ordering.residue(100, 4, chunk=50)
+    assert one == Ordering("residue", np.int64(100), rate=4)
+    boxed = Ordering("tile", 6, grid=[2, 3])
+    assert boxed == Ordering.from_curve("tile", 6, grid=np.array([2, 3]))
+    assert hash(boxed) == hash(Ordering.from_curve("tile", 6, grid=(2, 3)))
+    assert boxed.grid == (2, 3)
 
 
 def test_an_ordering_cannot_be_changed():
@@ -187,17 +239,34 @@ def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
     ("make", "error", "words"),
     [
         (lambda: Ordering.from_curve("peano", 4), ValueError, "kind must be one of hilbert.*'peano'"),
-        (lambda: Ordering.from_curve("hilbert", 0), ValueError, "length must be at least 1, got 0"),
-        (lambda: Ordering.from_curve("hilbert", 4.0), TypeError, "length must be an integer, got 4.0"),
-        (lambda: Ordering.from_curve("hilbert", 4, chunk=0), ValueError, "chunk must be at least 1, got 0"),
+        (lambda: Ordering.from_curve("hilbert", 0), ValueError, "length must be .* at least 1, got 0"),
+        (lambda: Ordering.from_curve("hilbert", 4.0), TypeError, "length must be an integer.*, got 4.0"),
+        (lambda: Ordering.from_curve("hilbert", 4, chunk=0), ValueError, "chunk must be .* at least 1, got 0"),
         (lambda: Ordering.from_curve("hilbert", 10, grid=(3, 3)), ValueError, "hold 10 positions.* 9 cells"),
-        (lambda: Ordering.from_curve("hilbert", 9, grid=(3, 0)), ValueError, "sides of at least 1"),
+        (lambda: Ordering.from_curve("hilbert", 9, grid=(3, 0)), ValueError, r"grid\[1\] must be .* at least 1, got 0"),
         (lambda: Ordering.from_curve("hilbert", 99, grid=(3, 3), chunk=10), ValueError, "hold 10 positions"),
-        (lambda: Ordering.residue(8, 0), ValueError, "rate must be at least 1, got 0"),
-        (lambda: Ordering.residue(8, "2"), TypeError, "rate must be an integer, got '2'"),
-        (lambda: Ordering.random(8, seed=-1), ValueError, "seed must be from 0 to .*-1"),
-        (lambda: Ordering.random(8, seed=None), TypeError, "seed must be an integer, got None"),
-        (lambda: Ordering.linear(-3), ValueError, "length must be at least 1, got -3"),
+        (lambda: Ordering.residue(8, 0), ValueError, "rate must be .* at least 1, got 0"),
+        (lambda: Ordering.residue(8, "2"), TypeError, "rate must be an integer.*, got '2'"),
+        (lambda: Ordering.random(8, seed=-1), ValueError, "seed must be .*from 0 to .*, got -1"),
+        (lambda: Ordering.random(8, seed=None), TypeError, "seed must be an integer.*, got None"),
+        (lambda: Ordering.linear(-3), ValueError, "length must be .* at least 1, got -3"),
+        (lambda: Ordering.linear(True), TypeError, "length must be an integer.*, got True"),
+        (lambda: Ordering.linear(torch.tensor(4)), TypeError, "length must be an integer"),
+        (lambda: Ordering.from_curve("linear", 4), ValueError, "kind must be one of hilbert.*'linear'"),
+        (lambda: Ordering.from_curve("tile", 4, grid=(2, 2, 1, 1)), ValueError, "grid must have 2 or 3 sides"),
+        (lambda: Ordering("hilbret", 4), ValueError, "kind must be one of hilbert.*random, linear, got 'hilbret'"),
+        (lambda: Ordering(["hilbert"], 4), ValueError, "kind must be one of"),
+        (lambda: Ordering("hilbert", 0), ValueError, "length must be .* at least 1, got 0"),
+        (lambda: Ordering("hilbert", 4, grid=(1, 2)), ValueError, "grid must hold 4 positions"),
+        (lambda: Ordering("linear", 4, chunk=2), ValueError, "chunk must be None for kind 'linear', got 2"),
+        (lambda: Ordering("residue", 4), TypeError, "rate must be an integer.*, got None"),
+        (lambda: Ordering("residue", 4, rate=2, seed=1), ValueError, "seed must be None for kind 'residue', got 1"),
+        (lambda: Ordering("random", 4), TypeError, "seed must be an integer.*, got None"),
+        (lambda: Ordering.linear(4).to("gpu"), ValueError, "device must be .*, got 'gpu'"),
+        (lambda: Ordering("linear", 4, device="gpu"), ValueError, "device must be .*, got 'gpu'"),
+        (lambda: Ordering.linear(4).apply([0, 1, 2, 3], 0), TypeError, "x must be a tensor, got list"),
+        (lambda: Ordering.linear(4).apply(torch.zeros(4), 1), ValueError, "dim must be .* from -1 to 0, got 1"),
+        (lambda: Ordering.linear(4).undo(torch.zeros(4), 0.0), TypeError, "dim must be an integer.*, got 0.0"),
         (lambda: Ordering.linear(4).apply(torch.zeros(2, 5), 1), ValueError, r"size 4 along dim 1.*\(2, 5\)"),
         (lambda: Ordering.linear(4).undo(torch.zeros(5), 0), ValueError, r"size 4 along dim 0.*\(5,\)"),
     ],

@@ -1,7 +1,9 @@
 """A pattern says which keys a query sees; counts are closed forms of that."""
 
 import pickle
+import time
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern
+from hilbert_lib import pattern as pattern_module
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 
@@ -78,17 +81,79 @@ def test_counts_of_a_billion_tokens_take_no_memory():
     assert pattern.covered(2**30, 0, 1) == 2**30
 
 
+def test_coverage_of_a_rate_that_does_not_divide_takes_no_time():
+    started = time.perf_counter()
+    assert DilatedPattern((100003,), (3,)).covered(2 * 10**8, 0, 1) == 1999 * 33335 + 31335
+    assert DilatedPattern((10**9,), (3,)).covered(10**10, 0, 1) == 10 * 333333334
+    work = DilatedPattern((100003,), (3,)).work(2 * 10**8, heads=16, head_dim=64)
+    assert work.bytes_forward > 0
+    assert DilatedPattern((100003, 7), (3, 1)).covered(10**12, 0, 1) == 10**12
+    assert time.perf_counter() - started < 1
+
+
+@cases
+def test_coverage_counted_in_pieces_is_the_same(pattern, length, kv_heads, is_causal):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pattern_module, "COUNTED_AT_ONCE", 5)
+        for g in range(kv_heads):
+            seen = [oracle.keys_of(pattern, query, length, g, kv_heads, is_causal) for query in range(length)]
+            assert pattern.covered(length, g, kv_heads) == sum(map(bool, seen))
+
+
+def test_lse_of_float64_is_float64():
+    pattern = DilatedPattern((4,), (1,))
+    single, double = (pattern.work(8, heads=2, head_dim=4, element_size=size) for size in (4, 8))
+    assert double.bytes_forward == 2 * single.bytes_forward
+    assert double.bytes_backward == 2 * single.bytes_backward
+
+
+def test_description_counts_keys_segments_and_tail():
+    table = DilatedPattern((4, 9), (1, 2)).describe(18 + 4, heads=2)
+    assert [line.split() for line in table.splitlines()[2:]] == [
+        ["0", "4", "1", "yes", "4", "6", "2", "65.1%"],
+        ["1", "9", "2", "no", "5", "3", "4", "34.9%"],
+    ]
+    assert DilatedPattern((4, 9), (1, 2)).describe().splitlines()[-1].split() == ["1", "9", "2", "no", "5"]
+
+
+def test_description_of_head_groups_has_a_head_for_every_branch_by_default():
+    pattern = DilatedPattern((4, 8), (1, 2), mixing="head_groups")
+    assert pattern.describe(16) == pattern.describe(16, heads=2)
+    assert pattern.describe(16, kv_heads=3) == pattern.describe(16, heads=3)
+
+
+def test_a_default_device_elsewhere_changes_no_keys():
+    pattern = DilatedPattern((4, 8), (2, 4))
+    with torch.device("meta"):
+        assert pattern.keys(0, kv_head=0, kv_heads=1, length=8).tolist() == [0, 0, 2, 4]
+        assert pattern.covered(8, 0, 1) == 4
+
+
+def test_the_mask_of_a_branch_that_a_head_does_not_use_is_empty():
+    p = torch.arange(4)
+    pattern = DilatedPattern((4, 4), (1, 1), mixing="head_groups")
+    masks = [pattern.mask(i, p, p[:3], kv_head=0, kv_heads=2) for i in range(2)]
+    assert [(mask.shape, mask.dtype, mask.any().item()) for mask in masks] == [
+        ((4, 3), torch.bool, True),
+        ((4, 3), torch.bool, False),
+    ]
+
+
 def test_head_groups_are_those_of_tensor_split():
     pattern = DilatedPattern((4, 8, 16), (1, 2, 4), mixing="head_groups")
     for kv_heads in (3, 4, 5, 8):
         expected = [group.tolist() for group in torch.tensor_split(torch.arange(kv_heads), 3)]
         assert [list(pattern.branch_heads(i, kv_heads)) for i in range(3)] == expected
+        branches = [[i for i, group in enumerate(expected) if g in group] for g in range(kv_heads)]
+        assert [list(pattern.head_branches(g, kv_heads)) for g in range(kv_heads)] == branches
     with pytest.raises(ValueError, match=r"at least one KV head a branch \(3\), got 2"):
         pattern.branch_heads(0, 2)
 
 
 def test_patterns_are_values():
-    pattern = DilatedPattern([4, 8], [1, 2])
+    pattern = DilatedPattern([4, np.int64(8)], np.array([1, 2]))
+    assert pattern.segment_lengths + pattern.dilation_rates == (4, 8, 1, 2)
+    assert {type(n) for n in pattern.segment_lengths + pattern.dilation_rates} == {int}
     assert pattern == DilatedPattern((4, 8), (1, 2))
     assert hash(pattern) == hash(DilatedPattern((4, 8), (1, 2)))
     assert pickle.loads(pickle.dumps(pattern)) == pattern
@@ -99,15 +164,21 @@ def test_patterns_are_values():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (((), ()), ValueError, "segment_lengths must name at least one branch"),
+        (((), ()), ValueError, "segment_lengths must hold at least one integer"),
         (((4, 8), (1,)), ValueError, r"dilation_rates must have one rate a segment length \(2\), got 1"),
-        (((0,), (1,)), ValueError, "segment_lengths must be at least 1, got 0"),
+        (((0,), (1,)), ValueError, r"segment_lengths\[0\] must be an integer of at least 1, got 0"),
         (((4,), (5,)), ValueError, "dilation_rates must be from 1 to the segment length 4, got 5"),
-        (((4,), (0,)), ValueError, "dilation_rates must be from 1 to the segment length 4, got 0"),
-        (((4.0,), (1,)), TypeError, "segment_lengths must hold integers, got 4.0 of type float"),
-        (((True,), (1,)), TypeError, "segment_lengths must hold integers, got True"),
+        (((4,), (0,)), ValueError, r"dilation_rates\[0\] must be an integer of at least 1, got 0"),
+        (((4.0,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
+        (((True,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got True"),
         ((4, (1,)), TypeError, "segment_lengths must be a sequence of integers, got 4"),
         (("4", (1,)), TypeError, "segment_lengths must be a sequence of integers, got '4'"),
+        ((b"4", (1,)), TypeError, "segment_lengths must be a sequence of integers, got b'4'"),
+        (({4: 1}, (1,)), TypeError, "segment_lengths must be a sequence of integers, got {4: 1}"),
+        (((4,), {1}), TypeError, "dilation_rates must be a sequence of integers, got {1}"),
+        ((np.array([[4]]), (1,)), TypeError, "segment_lengths must be a sequence of integers"),
+        ((torch.tensor([4]), (1,)), TypeError, "segment_lengths must be a sequence of integers"),
+        (((4,), (torch.tensor(1),)), TypeError, r"dilation_rates\[0\] must be an integer"),
         (((4,), (1,), "heads"), ValueError, "offsets must be one of head, head_block, branch, zero; got 'heads'"),
         (((4,), (1,), None), TypeError, "offsets must be a string"),
         (((4,), (1,), "head", "mean"), ValueError, "mixing must be one of softmax, head_groups; got 'mean'"),
@@ -121,3 +192,44 @@ def test_bad_patterns_are_refused(arguments, error, message):
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"kv_heads must divide heads \(4\), got 3"):
         DilatedPattern((4,), (1,)).pairs(8, heads=4, kv_heads=3)
+
+
+PATTERN = DilatedPattern((4, 8), (1, 2))
+TOKENS = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [
+        (lambda: PATTERN.pairs(-1, heads=1), ValueError, "length must be an integer of at least 0, got -1"),
+        (lambda: PATTERN.pairs(2.5, heads=1), TypeError, "length must be an integer of at least 0, got 2.5"),
+        (lambda: PATTERN.pairs(8, heads=0), ValueError, "heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.pairs(8, heads=2, kv_heads=0), ValueError, "kv_heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.work(8.0, heads=1, head_dim=4), TypeError, "length must be an integer"),
+        (lambda: PATTERN.work(8, heads=1.0, head_dim=4), TypeError, "heads must be an integer"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=-4), ValueError, "head_dim must be .* at least 1, got -4"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=4, batch=-1), ValueError, "batch must be .* at least 0, got -1"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=4, element_size=0), ValueError, "element_size must be .* got 0"),
+        (lambda: PATTERN.covered(-1, 0, 1), ValueError, "length must be an integer of at least 0, got -1"),
+        (lambda: PATTERN.covered(8, 2, 2), ValueError, "kv_head must be an integer from 0 to 1, got 2"),
+        (
+            lambda: PATTERN.keys(8, kv_head=0, kv_heads=1, length=8),
+            ValueError,
+            "position must be .* 0 to 7, got 8",
+        ),
+        (lambda: PATTERN.keys(0, kv_head=-1, kv_heads=1, length=8), ValueError, "kv_head must be .* from 0 to 0"),
+        (lambda: PATTERN.keys(0, kv_head=0, kv_heads=1, length=8.0), TypeError, "length must be an integer"),
+        (lambda: PATTERN.offset(2, 0, 1), ValueError, "branch must be an integer from 0 to 1, got 2"),
+        (lambda: PATTERN.offset(-1, 0, 1), ValueError, "branch must be an integer from 0 to 1, got -1"),
+        (lambda: PATTERN.offset(0, 1, 1), ValueError, "kv_head must be an integer from 0 to 0, got 1"),
+        (lambda: PATTERN.offset(0, 0, 0), ValueError, "kv_heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.branch_heads(2, 4), ValueError, "branch must be an integer from 0 to 1, got 2"),
+        (lambda: PATTERN.head_branches(4, 4), ValueError, "kv_head must be an integer from 0 to 3, got 4"),
+        (lambda: PATTERN.mask(2, TOKENS, TOKENS, kv_head=0, kv_heads=1), ValueError, "branch must be .* 0 to 1, got 2"),
+        (lambda: PATTERN.describe(-4), ValueError, "length must be an integer of at least 1, got -4"),
+        (lambda: PATTERN.describe(4, heads=1.5), TypeError, "heads must be an integer"),
+    ],
+)
+def test_counting_what_is_not_there_is_refused(count, error, message):
+    with pytest.raises(error, match=message):
+        count()

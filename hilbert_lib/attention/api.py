@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from numbers import Real
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends import BACKENDS, Explanation, explain
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -72,7 +74,9 @@ def dilated_attention(
         raise ValueError(f"backend={backend!r} {explanation.reasons[backend]}; see explain_backend")
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
-    if kv_ordering is not None:
+    if kv_ordering is not None and BACKENDS[explanation.chosen].reads_orderings:
+        call = replace(call, inverse=_slots(kv_ordering, k.device))
+    elif kv_ordering is not None:
         k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
     out, lse = _DilatedAttention.apply(q, k, v, call, explanation.chosen)
     return (out, lse) if return_lse else out
@@ -148,6 +152,12 @@ class _OnceOnly(torch.autograd.Function):
         raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
 
 
+@lru_cache(maxsize=16)
+def _slots(ordering: Ordering, device: torch.device) -> Tensor:
+    # 32 bits: an int64 index read at a stride costs a sector a row twice as soon.
+    return ordering.to(device).inverse.int()
+
+
 def _as_kernels_load(x: Tensor) -> Tensor:
     """The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
 
@@ -184,7 +194,7 @@ def _validated(
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    _check_query_start(q, k, query_start)
+    query_start = _checked_query_start(q, k, query_start)
     _check_padding(k, key_padding_mask)
     if kv_ordering is not None:
         if not isinstance(kv_ordering, Ordering):
@@ -243,19 +253,15 @@ def _number(name: str, value: object) -> float:
         return math.inf
 
 
-def _check_query_start(q: Tensor, k: Tensor, query_start: int | None) -> None:
+def _checked_query_start(q: Tensor, k: Tensor, query_start: object) -> int | None:
     queries, keys = q.shape[1], k.shape[1]
     if query_start is None:
         if queries != keys:
             raise ValueError(f"k must have the length of q ({queries}) unless query_start is given, got {keys}")
-        return
-    if not isinstance(query_start, int) or isinstance(query_start, bool):
-        raise TypeError(f"query_start must be an integer or None, got {query_start!r}")
-    if not 0 <= query_start <= keys - queries:
-        raise ValueError(
-            f"query_start must be from 0 to {keys - queries} (keys - queries: every query is a position of k), "
-            f"got {query_start} with {queries} queries and {keys} keys"
-        )
+        return None
+    if queries > keys:
+        raise ValueError(f"q must have no more rows than k ({keys}) where query_start is given, got {queries}")
+    return integer("query_start", query_start, least=0, most=keys - queries)
 
 
 def _check_padding(k: Tensor, mask: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention import reference, strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel
+from hilbert_lib.environment import kernel_mode
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
@@ -24,12 +25,14 @@ class Backend:
         note: what a user should know of it, in a line.
         refusal: gives the reason why it cannot serve a call, or "" where it can.
         functions: gives forward and backward for tensors on a device.
+        reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
     """
 
     name: str
     note: str
     refusal: Callable[[Tensor, Call], str]
     functions: Callable[[torch.device], tuple[Forward, Backward]]
+    reads_orderings: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,23 @@ def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
     return _over_views(Efficient if device.type == "cuda" else CpuFlash)(device)
 
 
+def _triton_refusal(q: Tensor, call: Call) -> str:
+    mode = kernel_mode()
+    if mode == "absent":
+        return "no GPU, or triton is not installed; without a GPU, TRITON_INTERPRET=1 has its kernels interpreted"
+    if mode == "compiled" and not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}"
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    return ""
+
+
+def _triton_functions(device: torch.device) -> tuple[Forward, Backward]:
+    from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
+
+    return launch.forward, launch.backward
+
+
 def _reference_functions(device: torch.device) -> tuple[Forward, Backward]:
     return reference.forward, reference.backward
 
@@ -103,10 +123,10 @@ _SPREADS = "a NaN in a masked key reaches other rows of its segment"
 _CUDNN_SERVES = partial(_cuda_refusal, largest_head_dim=128)
 _FLASH_SERVES = partial(_cuda_refusal, largest_head_dim=256)
 
-# In the order in which "auto" tries them.
 BACKENDS = {
     backend.name: backend
     for backend in (
+        Backend("triton", "one fused pass over all branches", _triton_refusal, _triton_functions, reads_orderings=True),
         Backend("cudnn", f"cuDNN over strided views; {_SPREADS}", _CUDNN_SERVES, _over_views(CuDnn)),
         Backend("flash", f"FlashAttention-2 over strided views; {_SPREADS}", _FLASH_SERVES, _over_views(Flash)),
         Backend("sdpa", f"torch's fused kernel over strided views; {_SPREADS}", _sdpa_refusal, _sdpa_functions),
@@ -114,6 +134,10 @@ BACKENDS = {
         Backend("reference", "dense masks: memory grows with length squared", _serves_all, _reference_functions),
     )
 }
+
+
+# The order in which "auto" tries them.
+AUTOMATIC = {"cuda": ("triton", "cudnn", "flash", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
 
 
 def explain(q: Tensor, call: Call, name: str) -> Explanation:
@@ -125,7 +149,8 @@ def explain(q: Tensor, call: Call, name: str) -> Explanation:
         name: a backend's name, or "auto" for the first that can serve.
     """
     refusals = {backend.name: backend.refusal(q, call) for backend in BACKENDS.values()}
-    asked = list(BACKENDS) if name == "auto" else [name]
+    automatic = AUTOMATIC["cuda" if q.is_cuda else "cpu"]
+    asked = automatic if name == "auto" else [name]
     chosen = next((candidate for candidate in asked if not refusals[candidate]), "")
     reasons = {}
     for candidate, refusal in refusals.items():
@@ -134,5 +159,6 @@ def explain(q: Tensor, call: Call, name: str) -> Explanation:
         elif refusal:
             reasons[candidate] = f"cannot serve: {refusal}"
         else:
-            reasons[candidate] = f"not asked for: {name!r} was" if name != "auto" else f"can serve, after {chosen!r}"
+            passed_over = f"after {chosen!r}" if candidate in automatic else "when asked for by name"
+            reasons[candidate] = f"not asked for: {name!r} was" if name != "auto" else f"can serve, {passed_over}"
     return Explanation(chosen, reasons)

@@ -142,21 +142,24 @@ def draw_on_image(data: pd.DataFrame, *, title: str) -> Figure:
     return figure
 
 
-def draw_volumes(data: pd.DataFrame, *, title: str) -> Figure:
+def draw_volumes(data: pd.DataFrame, *, title: str, columns: int = 2) -> Figure:
     """Paths through boxes, side by side: dark at the start, bright at the end.
 
     Args:
         data: from `path_table`, in 3-D.
         title: what is to be seen.
+        columns: panels in a row.
 
     Returns:
         The figure.
     """
     panels = list(data.groupby("panel", sort=False))
-    figure = Figure(figsize=(4.2 * len(panels) + 0.8, 4.6), layout="constrained")
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.9 * columns + 1, 4 * rows + 0.4), layout="constrained")
     figure.suptitle(title)
-    axes = np.atleast_1d(figure.subplots(1, len(panels), subplot_kw={"projection": "3d"}))
-    for axis, (panel, path) in zip(axes, panels, strict=True):
+    axes = np.atleast_1d(figure.subplots(rows, columns, subplot_kw={"projection": "3d"})).flatten()
+    for axis, (panel, path) in zip(axes, panels, strict=False):
         points = path[["a", "b", "c"]].to_numpy()
         sides = path[["as", "bs", "cs"]].iloc[0].to_numpy()
         segments = np.stack([points[:-1], points[1:]], axis=1)
@@ -168,6 +171,8 @@ def draw_volumes(data: pd.DataFrame, *, title: str) -> Figure:
         axis.set(title=panel, xlabel="a (cells)", ylabel="b (cells)", zlabel="c (cells)")
         axis.locator_params(integer=True, nbins=4)
         axis.view_init(elev=22, azim=-58)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
     _bar_along(figure, axes)
     return figure
 
@@ -185,7 +190,7 @@ def draw_block_map(data: pd.DataFrame, *, title: str, columns: int = 4) -> Figur
     """
     maps = list(data.groupby("order", sort=False))
     rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2.9 * columns, 3.1 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(2.3 * columns, 2.6 * rows + 0.5), layout="constrained")
     figure.suptitle(title)
     axes = np.atleast_1d(figure.subplots(rows, columns)).flatten()
     for axis, (order, cells) in zip(axes, maps, strict=False):

@@ -1,8 +1,11 @@
 """Figures of the cache model: which bytes are read, how many units that touches, and what a cache can reuse."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter
 
 from hilbert_lib.figures.record import COLOURS, MARKERS
@@ -41,7 +44,7 @@ def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 12
         )
         axes.text(end * 1.01, place, f"{len(read)} rows in {len(lines)} lines", va="center")
     axes.set(
-        xlim=(0, end), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names,
+        xlim=(0, end), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=_labels(names),
         xticks=range(0, end + 1, line_bytes), xlabel="address in the storage of one head [bytes]",
         title=f"Rows of {row_bytes} B that are read (filled), and the {line_bytes}-byte lines they pull in (framed)",
     )  # fmt: skip
@@ -59,20 +62,29 @@ def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touche
 
     Returns:
         The figure.
+
+    Raises:
+        ValueError: if the rate was not counted.
     """
+    if dilation not in set(data.dilation):
+        counted = ", ".join(map(str, sorted(data.dilation.unique())))
+        raise ValueError(f"dilation must be one that was counted ({counted}), got {dilation}")
     shown = data[data.dilation == dilation].assign(excess=lambda table: table[column] / table.fewest)
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    panels = figure.subplots(len(LAYOUT_TITLES), len(UNIT_STYLES), sharex=True, sharey=True)
-    for axes_row, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
-        for axes, unit in zip(axes_row, UNIT_STYLES, strict=True):
+    figure = Figure(figsize=(9, 9.5), layout="constrained")
+    panels = figure.subplots(len(UNIT_STYLES), len(LAYOUT_TITLES), sharex=True, sharey=True)
+    scale = LogNorm(1, max(2, shown.excess.max()))
+    for axes_row, unit in zip(panels, UNIT_STYLES, strict=True):
+        for axes, (layout, layout_title) in zip(axes_row, LAYOUT_TITLES.items(), strict=True):
             panel = shown[(shown.layout == layout) & (shown.unit == unit)]
-            _heat(axes, panel, "ordering", "row_bytes", "excess", "{:.3g}", scale=(1, 16))
-            axes.set_title(f"{_unit_title(panel)}\n{layout_title}")
+            shades = _heat(axes, panel, "ordering", "row_bytes", "excess", "{:.3g}", scale=scale)
+            axes.set_title(f"{_unit_title(panel)}, {layout_title}")
     for axes in panels[-1]:
         axes.set_xlabel("row of one head [bytes]")
-    figure.suptitle(
-        f"Units {column} for each unit's worth of bytes that is read, dilation {dilation} (1 is the fewest)"
-    )
+    bar = figure.colorbar(shades, ax=panels, location="bottom", shrink=0.6, aspect=40, format="{x:g}")
+    bar.set_label(f"units {column} for each unit's worth of bytes that is read (1 is the fewest)")
+    bar.ax.xaxis.set_ticks([2**k for k in range(int(np.log2(scale.vmax)) + 1)])
+    bar.ax.minorticks_off()
+    figure.suptitle(f"Units {column} at dilation {dilation}, as multiples of the fewest possible")
     return figure
 
 
@@ -89,16 +101,19 @@ def draw_savings(data: pd.DataFrame, *, unit: str = "line", layout: str = "bhsd"
     """
     shown = data[(data.unit == unit) & (data.layout == layout)].assign(percent=lambda table: 100 * table.saving)
     names = list(dict.fromkeys(shown.ordering))
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
     panels = figure.subplots(2, -(-len(names) // 2), sharex=True, sharey=True)
-    for axes, name in zip(panels.flat, names, strict=True):
-        _heat(axes, shown[shown.ordering == name], "row_bytes", "dilation", "percent", "{:.0f}", scale=(0, 150))
-        axes.set_title(name)
+    for axes, name, label in zip(panels.flat, names, _labels(names), strict=True):
+        of_one = shown[shown.ordering == name]
+        shades = _heat(axes, of_one, "row_bytes", "dilation", "percent", "{:.0f}", scale=Normalize(0, 100))
+        axes.set_title(label.replace("\n", " "))
     for axes in panels[-1]:
-        axes.set_xlabel("dilation rate")
+        axes.set_xlabel("dilation rate [tokens]")
     for axes in panels[:, 0]:
         axes.set_ylabel("row of one head [bytes]")
-    figure.suptitle(f"{_unit_title(shown)} saved against the linear order [%], layout {LAYOUT_TITLES[layout]}")
+    title = f"{_unit_title(shown)} saved against the linear order"
+    figure.colorbar(shades, ax=panels, location="bottom", shrink=0.6, aspect=40, label=f"{title} [%]")
+    figure.suptitle(f"{title}, layout {LAYOUT_TITLES[layout]}")
     return figure
 
 
@@ -114,21 +129,22 @@ def draw_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     """
     sizes = sorted(data.row_bytes.unique())
     names = list(dict.fromkeys(data.ordering))
-    figure = Figure(figsize=(4 * len(sizes), 4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    figure, panels = _panels(len(sizes))
     for axes, size in zip(panels, sizes, strict=True):
         panel = data[data.row_bytes == size].pivot(index="capacity_bytes", columns="ordering", values="hit_rate")
-        for place, name in enumerate(names):
+        panel *= 100
+        for place, (name, label) in enumerate(zip(names, _labels(names), strict=True)):
             # Later lines are thinner, so that one that is covered still shows at its edges.
             axes.plot(
-                panel.index / 1024, panel[name], label=name, color=COLOURS[name], marker=MARKERS[name],
-                linestyle=LINE_STYLES[place], linewidth=5 - 0.6 * place, markersize=10 - place, fillstyle="none",
+                panel.index / 1024, panel[name], label=label, color=COLOURS[name], marker=MARKERS[name],
+                linestyle=LINE_STYLES[place], linewidth=5 - 0.6 * place, markersize=9 - place, fillstyle="none",
             )  # fmt: skip
-        one = "\nevery ordering on one line" if (panel.max(axis=1) == panel.min(axis=1)).all() else "\n"
-        axes.set(title=f"rows of {size} B{one}", xlabel="cache [KiB]", ylim=(-0.03, 1.03))
+        one = ": every ordering on one line" if (panel.max(axis=1) == panel.min(axis=1)).all() else ""
+        axes.set(title=f"rows of {size} B{one}", xlabel="cache [KiB]", ylim=(-3, 103))
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel("hit rate [%]")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[0].set_ylabel("hit rate")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     figure.suptitle(title)
     return figure
@@ -144,15 +160,15 @@ def draw_l2_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     Returns:
         The figure.
     """
-    shown = data.assign(percent=100 * data.hit_rate)
+    shown = data.assign(percent=100 * data.hit_rate, gpu=data.gpu.str.replace(", ", "\n"))
     sizes = sorted(shown.row_bytes.unique())
-    figure = Figure(figsize=(1 + 3.7 * len(sizes), 4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    scale = (shown.percent.min() - 1, 102)
+    figure, panels = _panels(len(sizes))
+    scale = Normalize(shown.percent.min() - 1, 100)
     for axes, size in zip(panels, sizes, strict=True):
-        _heat(axes, shown[shown.row_bytes == size], "ordering", "gpu", "percent", "{:.1f}", scale=scale)
+        panel = shown[shown.row_bytes == size]
+        shades = _heat(axes, panel, "ordering", "gpu", "percent", "{:.1f}", scale=scale)
         axes.set_title(f"rows of {size} B")
-        axes.tick_params(axis="x", labelrotation=30)
+    figure.colorbar(shades, ax=panels, location="bottom", shrink=0.6, aspect=40, label="L2 hit rate [%]")
     figure.suptitle(title)
     return figure
 
@@ -167,17 +183,17 @@ def draw_l2_by_keys(data: pd.DataFrame, *, row_bytes: int) -> Figure:
     Returns:
         The figure.
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for (name, rows), (colour, marker, line) in zip(data.groupby("gpu", sort=False), GPU_STYLES, strict=True):
         style = {"label": name, "color": colour, "marker": marker, "linestyle": line, "fillstyle": "none"}
         left.plot(rows["keys"], 100 * rows.hit_rate, **style)
         right.plot(rows["keys"], rows.memory_ratio, **style)
     left.set(title="L2 hit rate", ylabel="hit rate [%]")
-    right.set(title="bytes from memory over bytes of k and v", ylabel="ratio (1 is the fewest)", yscale="log")
+    right.set(title="traffic (1 is the fewest)", ylabel="bytes from memory / bytes of k and v", yscale="log")
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axes in (left, right):
-        axes.set_xlabel("keys of one head in one segment")
+        axes.set_xlabel("keys of one head in one segment [rows]")
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
     left.legend()
@@ -196,7 +212,7 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
     Returns:
         The figure.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(LAYOUT_TITLES), sharey=True)
     for axes, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
         for unit, (colour, marker) in UNIT_STYLES.items():
@@ -232,19 +248,34 @@ def _unit_title(rows: pd.DataFrame) -> str:
     return f"{rows.unit.iloc[0]}s ({rows.unit_bytes.iloc[0]} B)"
 
 
+def _labels(names: list[str]) -> list[str]:
+    """Names as a reader should see them: residue-major is another storage at every rate, the others are one for all."""
+    return [f"{name}\n(of this rate)" if name == "residue" else name for name in names]
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    """So many panels, two in a row, as wide as a page."""
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(9, 3.3 * rows + 0.8), layout="constrained")
+    panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for spare in panels[count:]:
+        spare.remove()
+    return figure, panels[:count]
+
+
 def _heat(
-    axes: Axes, data: pd.DataFrame, rows: str, columns: str, values: str, text: str, *, scale: tuple[float, float]
-) -> None:
+    axes: Axes, data: pd.DataFrame, rows: str, columns: str, values: str, text: str, *, scale: Normalize
+) -> AxesImage:
     """A table as shaded cells with their numbers; rows and columns keep the order of the data."""
     table = data.pivot(index=rows, columns=columns, values=values)
     table = table.loc[list(dict.fromkeys(data[rows])), list(dict.fromkeys(data[columns]))]
-    axes.imshow(table.to_numpy(), cmap="Blues", vmin=scale[0], vmax=scale[1], aspect="auto")
+    shades = axes.imshow(table.to_numpy(), cmap="Blues", norm=scale, aspect="auto")
     for i, line in enumerate(table.to_numpy()):
         for j, value in enumerate(line):
-            dark = value > scale[0] + 0.6 * (scale[1] - scale[0])
-            axes.text(
-                j, i, text.format(value), ha="center", va="center", fontsize=8, color="white" if dark else "black"
-            )
+            colour = "white" if scale(value) > 0.6 else "black"
+            axes.text(j, i, text.format(value), ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(table.shape[1]), table.columns)
-    axes.set_yticks(range(table.shape[0]), table.index)
+    axes.set_yticks(range(table.shape[0]), _labels(list(table.index)))
     axes.tick_params(length=0)
+    return shades

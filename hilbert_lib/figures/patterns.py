@@ -1,8 +1,10 @@
 """Figures of patterns: who sees whom, how branches mix, how exact backends are, how much work is saved."""
 
+from itertools import cycle
+
 import numpy as np
 import pandas as pd
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -12,31 +14,35 @@ from hilbert_lib.figures.record import COLOURS
 _COUNT_COLOURS = ("#FFFFFF", "#9ECAE1", "#4292C6", "#08519C", "#08306B")
 _HATCHES = ("", "//", "xx", "..", "\\\\")
 _BRANCH_COLOURS = (COLOURS["raster"], COLOURS["hilbert"], COLOURS["snake"], COLOURS["tile"], COLOURS["morton"])
-_MARKERS = {"reference": "o", "eager": "s", "sdpa": "^", "flash": "D", "cudnn": "P"}
+_MARKERS = "os^DPvX*<>"
+_LINES = ("-", "--", ":", "-.")
 
 
-def draw_pattern(data: pd.DataFrame, *, length: int, title: str = "Which keys each query sees") -> Figure:
+def draw_pattern(
+    data: pd.DataFrame, *, length: int, heads: int | None = None, title: str = "Which keys each query sees"
+) -> Figure:
     """One grid a head: rows are queries, columns keys; shade says how many branches find the key.
 
     Args:
         data: columns head, query, key, count, as `multiplicities` gives them.
         length: tokens.
+        heads: how many heads to draw, from head 0; by default up to the last one that sees a key.
         title: over all grids.
     """
-    heads = sorted(data["head"].unique())
-    most = int(data["count"].max())
-    colours = _COUNT_COLOURS[: most + 1]
-    norm = BoundaryNorm(np.arange(-0.5, most + 1.5), len(colours))
-    figure = Figure(figsize=(2.6 * len(heads) + 1.3, 3.4), layout="constrained")
-    for axes, head in zip(figure.subplots(1, len(heads), sharey=True, squeeze=False)[0], heads, strict=True):
+    heads = max(data["head"], default=0) + 1 if heads is None else heads
+    most = max(data["count"], default=1)
+    colours = LinearSegmentedColormap.from_list("count", _COUNT_COLOURS, N=most + 1)
+    norm = BoundaryNorm(np.arange(-0.5, most + 1.5), most + 1)
+    figure = Figure(figsize=(2.6 * heads + 1.3, 3.4), layout="constrained")
+    for head, axes in enumerate(figure.subplots(1, heads, sharey=True, squeeze=False)[0]):
         grid = np.zeros((length, length))
         own = data[data["head"] == head]
         grid[own["query"], own["key"]] = own["count"]
-        axes.imshow(grid, cmap=ListedColormap(colours), norm=norm, interpolation="nearest")
+        axes.imshow(grid, cmap=colours, norm=norm, interpolation="nearest")
         axes.set(title=f"head {head}", xlabel="key (position)")
         axes.spines[:].set_visible(True)
     figure.axes[0].set_ylabel("query (position)")
-    patches = [Patch(facecolor=c, edgecolor="#888888", label=f"{n}") for n, c in enumerate(colours)]
+    patches = [Patch(facecolor=c, edgecolor="#888888", label=f"{n}") for n, c in enumerate(colours(range(most + 1)))]
     figure.legend(handles=patches, title="branches that\nfind the key", loc="outside right center")
     figure.suptitle(title)
     return figure
@@ -85,13 +91,14 @@ def draw_errors(data: pd.DataFrame) -> Figure:
     parts = ["out", "lse", "dq", "dk", "dv"]
     served = data.dropna(subset=parts).groupby(["dtype", "backend"], sort=False)[parts].max().reset_index()
     dtypes, backends = list(served["dtype"].unique()), list(served["backend"].unique())
+    step = min(0.18, 0.9 / max(1, len(backends)))  # backends of one dtype stand side by side
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(parts), sharey=True), parts, strict=True):
-        for n, backend in enumerate(backends):
+        for n, (backend, marker) in enumerate(zip(backends, cycle(_MARKERS), strict=False)):
             own = served[served["backend"] == backend]
-            x = [dtypes.index(dtype) + (n - (len(backends) - 1) / 2) * 0.18 for dtype in own["dtype"]]
+            x = [dtypes.index(dtype) + (n - (len(backends) - 1) / 2) * step for dtype in own["dtype"]]
             shown = own[part].clip(lower=1e-17)  # an error of 0 still has a place on a logarithmic axis
-            axes.plot(x, shown, _MARKERS[backend], label=backend, color="black", fillstyle="none", markersize=6)
+            axes.plot(x, shown, marker, linestyle="none", label=backend, color="black", fillstyle="none", markersize=6)
         axes.set_yscale("log")
         axes.set_xticks(range(len(dtypes)), dtypes, rotation=60, ha="right")
         axes.set_title(part)
@@ -110,9 +117,9 @@ def draw_work(data: pd.DataFrame) -> Figure:
     """
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    styles = ({"marker": "o", "linestyle": "-"}, {"marker": "s", "linestyle": "--"}, {"marker": "^", "linestyle": ":"})
-    for style, (what, own) in zip(styles, data.groupby("what", sort=False), strict=False):
-        axes.loglog(own["length"], own["flop"], label=what, color="black", **style)
+    styles = zip(cycle(_MARKERS), cycle(_LINES), strict=False)
+    for (marker, line), (what, own) in zip(styles, data.groupby("what", sort=False), strict=False):
+        axes.loglog(own["length"], own["flop"], label=what, color="black", marker=marker, linestyle=line)
     axes.set(xlabel="sequence length (tokens)", ylabel="useful FLOP, forward", title="Work against length")
     axes.grid(color="#DDDDDD")
     axes.legend()

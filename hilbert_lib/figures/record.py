@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
     """
     if not draw.__module__.startswith("hilbert_lib.figures"):
         raise ValueError(f"draw must be a function of hilbert_lib.figures, got {draw.__module__}.{draw.__name__}")
+    recipe = {"draw": f"{draw.__module__}:{draw.__name__}", "options": options}
+    # Before any file is written; a number of numpy or torch becomes Python's.
+    recipe = json.dumps(recipe, indent=1, default=lambda x: x.item()) + "\n"
     with matplotlib.rc_context(STYLE):
         figure = draw(data, **options)
         if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
@@ -73,8 +77,7 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
             stem = Path(output_dir) / (name or draw.__name__)
             stem.parent.mkdir(parents=True, exist_ok=True)
             data.to_csv(stem.with_suffix(".csv"), index=False)
-            recipe = {"draw": f"{draw.__module__}:{draw.__name__}", "options": options}
-            stem.with_suffix(".json").write_text(json.dumps(recipe, indent=1) + "\n")
+            stem.with_suffix(".json").write_text(recipe)
             _save(figure, stem)
     return figure
 
@@ -87,6 +90,9 @@ def _save(figure: Figure, stem: Path) -> None:
 def redraw(folder: str | Path) -> list[Path]:
     """Draw every figure below a folder again from its CSV and JSON, without running a notebook.
 
+    JSON that holds no recipe is passed over; a recipe that cannot be drawn is named in a warning, and the others are
+    drawn.
+
     Args:
         folder: a report's folder.
 
@@ -95,15 +101,20 @@ def redraw(folder: str | Path) -> list[Path]:
     """
     written = []
     for recipe_file in sorted(Path(folder).rglob("*.json")):
-        recipe = json.loads(recipe_file.read_text())
-        if not isinstance(recipe, dict) or "draw" not in recipe:
-            continue
-        module, function = recipe["draw"].split(":")
-        if not module.startswith("hilbert_lib.figures"):
-            continue
-        draw = getattr(importlib.import_module(module), function)
-        with matplotlib.rc_context(STYLE):
-            figure = draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"])
-            _save(figure, recipe_file.with_suffix(""))
-        written.append(recipe_file.with_suffix(".png"))
+        try:
+            recipe = json.loads(recipe_file.read_text())
+            if isinstance(recipe, dict) and "draw" in recipe:
+                _redraw(recipe, recipe_file)
+                written.append(recipe_file.with_suffix(".png"))
+        except Exception as error:
+            warnings.warn(f"{recipe_file} was not redrawn: {error!r}", stacklevel=2)
     return written
+
+
+def _redraw(recipe: dict, recipe_file: Path) -> None:
+    module, function = recipe["draw"].split(":")
+    if not module.startswith("hilbert_lib.figures"):
+        raise ValueError(f"draw must be a function of hilbert_lib.figures, got {recipe['draw']}")
+    draw = getattr(importlib.import_module(module), function)
+    with matplotlib.rc_context(STYLE):
+        _save(draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"]), recipe_file.with_suffix(""))

@@ -50,6 +50,7 @@ def count_units(
     head: int = 0,
     tile_keys: int = 64,
     key_order: str = "storage",
+    residue_rate: int | None = None,
     chunk: int | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
@@ -64,6 +65,8 @@ def count_units(
         heads: KV heads.
         head: the head that is counted; its offset is head mod r.
         tile_keys, key_order: as in `branch_rows`.
+        residue_rate: the rate that one residue-major order is made for and read at every dilation; by default
+            residue-major is made anew for each dilation, which is its best case.
         chunk, seed: as in `compared_orderings`.
 
     Returns:
@@ -80,7 +83,7 @@ def count_units(
     cases = []
     for rate in dilation_rates:
         pattern = DilatedPattern((segment_length,), (rate,))
-        orderings = compared_orderings(length, rate, chunk=chunk, seed=seed)
+        orderings = compared_orderings(length, rate if residue_rate is None else residue_rate, chunk=chunk, seed=seed)
         for (name, ordering), layout, size in product(orderings.items(), LAYOUTS, row_bytes):
             storage = Storage(ordering, size, heads, layout)
             rows = branch_rows(storage, pattern, head=head, tile_keys=tile_keys, key_order=key_order)

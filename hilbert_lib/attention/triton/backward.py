@@ -1,0 +1,286 @@
+"""Gradients: delta = rowsum(dout * out); dq by tiles of queries; dk and dv by tiles of keys. No atomics: same bits."""
+
+import triton
+import triton.language as tl
+
+from hilbert_lib.attention.triton.geometry import (
+    NOT_SPECIALIZED,
+    dropout_factor,
+    is_in,
+    key_rows,
+    segment_rows,
+    tile_of,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["rows", "queries", "heads"])
+def delta_kernel(
+    out, dout, delta,
+    stride_db, stride_dn, stride_dh,
+    rows, queries, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta (batch, heads, queries) of dense out and strided dout; a row is one (sequence, query, head)."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    exists = row < rows
+    mask = exists[:, None] & (dims[None, :] < HEAD_DIM)
+    h, t = row % heads, row // heads % queries
+    b = row // heads // queries
+    o = tl.load(out + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    at = b * stride_db + t * stride_dn + h * stride_dh
+    do = tl.load(dout + at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(delta + (b * heads + h) * queries + t, tl.sum(o * do, 1), mask=exists)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dq_kernel(
+    q, k, v, dout, lse, delta, dq, partial_dq,
+    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    scale, dropout_p,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    first_query, queries, keys, batch, heads, group,
+    chunk, stride, chunks, tiles, ranks, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq (batch, queries, heads, head_dim) of one tile of queries; the walk is that of the forward."""
+    b, h, first, low, high = tile_of(
+        classes, first_query, queries, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK_M
+    )
+    if low > high:
+        return
+    g = h // group
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    position = first + rows * stride
+    exists = (rows >= low) & (rows <= high)
+    row = (position - first_query).to(tl.int64)
+    in_dim = dims[None, :] < HEAD_DIM
+    here = exists[:, None] & in_dim
+    q_ptrs = q + b.to(tl.int64) * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    d_ptrs = dout + b.to(tl.int64) * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
+    q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+    d_tile = tl.load(d_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+    scalars = (b.to(tl.int64) * heads + h) * queries + row
+    lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
+    lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # rows without keys: probability 0
+    delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
+    k_head = k + b.to(tl.int64) * stride_kb + g * stride_kh
+    v_head = v + b.to(tl.int64) * stride_vb + g * stride_vh
+    padding_row = padding + b.to(tl.int64) * keys
+    dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if READ_PARTIAL:
+        acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=here, other=0.0)
+    lowest, highest = first + low * stride, first + high * stride
+    for i in range(n_branches):
+        w = tl.load(branches + 2 * i)
+        r = tl.load(branches + 2 * i + 1)
+        o = tl.load(offsets + i * (heads // group) + g)
+        branch = tl.load(branch_ids + i)
+        for s in range(lowest // w, highest // w + 1):
+            start = s * w
+            if (o >= 0) & is_in(lowest, start, r, o):
+                n = segment_rows(start, w, r, o, keys)
+                whole = (start <= lowest) & (highest - start < w)
+                end = n
+                full = n
+                if CAUSAL:
+                    end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
+                    full = tl.minimum(n, (lowest - start - o + r) // r)
+                full = tl.where(whole, full // BLOCK_N * BLOCK_N, 0)
+                if PADDING:
+                    full = full * 0
+                acc = _dq_walk(
+                    acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
+                    start, w, o, r, n, 0, full, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+                acc = _dq_walk(
+                    acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
+                    start, w, o, r, n, full, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+    if WRITE_PARTIAL:
+        tl.store(partial_dq + dq_rows[:, None] + dims[None, :], acc, mask=here)
+    else:
+        tl.store(dq + dq_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _dq_walk(
+    acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
+    start, w, o, r, n, begin, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)
+    in_dim = dims[None, :] < HEAD_DIM
+    for j in range(begin, end, BLOCK_N):
+        valid = j + cols < n
+        key, slot, load = key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        weights = tl.exp2((scores * scale - lse_row[:, None]) * LOG2_E)
+        if MASKED:
+            allowed = valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            if CAUSAL:
+                allowed &= key[None, :] <= position[:, None]
+            if PADDING:
+                allowed &= (tl.load(padding_row + key, mask=valid, other=1) == 0)[None, :]
+            weights = tl.where(allowed, weights, 0.0)
+        dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if DROPOUT:
+            dweights *= dropout_factor(seed, dropout_p, b, h, branch, position[:, None], key[None, :])
+        dscores = weights * (dweights - delta_row[:, None])
+        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dkv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
+    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    scale, dropout_p,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    first_query, queries, keys, batch, kv_heads, group,
+    chunk, stride, chunks, tiles, ranks, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv (batch, keys, kv_heads, head_dim), in sequence order, of one tile of BLOCK_N keys.
+
+    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
+    """
+    b, g, first, low, high = tile_of(classes, 0, keys, chunk, stride, chunks, tiles, kv_heads, batch, 1, ranks, BLOCK_N)
+    if low > high:
+        return
+    rows = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    position = first + rows * stride
+    exists = rows <= high
+    in_dim = dims[None, :] < HEAD_DIM
+    here = exists[:, None] & in_dim
+    slot = position.to(tl.int64)
+    if GATHER:
+        slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)
+    k_ptrs = k + b.to(tl.int64) * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v + b.to(tl.int64) * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+    k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+    v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
+    sees = exists
+    if PADDING:
+        sees &= tl.load(padding + b.to(tl.int64) * keys + position, mask=exists, other=1) == 0
+    dkv_rows = ((b.to(tl.int64) * keys + slot) * kv_heads + g) * HEAD_DIM
+
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if READ_PARTIAL:
+        dk_acc = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
+        dv_acc = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
+    lowest, highest = first, first + high * stride
+    last_query = first_query + queries - 1
+    for i in range(n_branches):
+        w = tl.load(branches + 2 * i)
+        r = tl.load(branches + 2 * i + 1)
+        o = tl.load(offsets + i * kv_heads + g)
+        branch = tl.load(branch_ids + i)
+        for s in range(lowest // w, highest // w + 1):
+            start = s * w
+            if (o >= 0) & is_in(lowest, start, r, o):
+                # Queries of the segment, by number: begin to end, of which `full` on see every key of the tile.
+                end = tl.minimum(segment_rows(start, w, r, o, keys), segment_rows(start, w, r, o, last_query + 1))
+                begin = segment_rows(start, w, r, o, first_query)
+                whole = (start <= lowest) & (highest - start < w)
+                full = begin
+                if CAUSAL:
+                    begin = tl.maximum(begin, (tl.maximum(lowest - start, 0) - o + r - 1) // r)
+                    full = tl.maximum(begin, (highest - start - o + r - 1) // r)
+                # Masked tiles first, to a whole number of them; then free ones; then the last, cut off by `end`.
+                free = begin + (full - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+                free = tl.where(whole, tl.minimum(free, end), end)
+                if PADDING:
+                    free = end
+                tail = free + tl.maximum(end - free, 0) // BLOCK_M * BLOCK_M
+                for member in range(group):
+                    h = g * group + member
+                    q_head = q + b.to(tl.int64) * stride_qb + h * stride_qh
+                    d_head = dout + b.to(tl.int64) * stride_db + h * stride_dh
+                    scalars = (b.to(tl.int64) * kv_heads * group + h) * queries
+                    dk_acc, dv_acc = _dkv_walk(
+                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
+                        sees, start, w, o, r, begin, free, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+                    )  # fmt: skip
+                    dk_acc, dv_acc = _dkv_walk(
+                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
+                        sees, start, w, o, r, free, tail, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
+                    )  # fmt: skip
+                    dk_acc, dv_acc = _dkv_walk(
+                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
+                        sees, start, w, o, r, tail, end, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+                    )  # fmt: skip
+    if WRITE_PARTIAL:
+        tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc, mask=here)
+        tl.store(partial_dv + dkv_rows[:, None] + dims[None, :], dv_acc, mask=here)
+    else:
+        tl.store(dk + dkv_rows[:, None] + dims[None, :], (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
+        tl.store(dv + dkv_rows[:, None] + dims[None, :], dv_acc.to(dv.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _dkv_walk(
+    dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position,
+    sees, start, w, o, r, begin, stop, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+    stride_dn, dims, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_M)
+    in_dim = dims[None, :] < HEAD_DIM
+    for j in range(begin, stop, BLOCK_M):
+        valid = j + cols < end
+        query = start + o + (j + cols) * r
+        row = (query - first_query).to(tl.int64)
+        load = in_dim
+        if MASKED:
+            load = valid[:, None] & in_dim
+            lse_row = tl.load(lse + row, mask=valid, other=float("inf"))
+            delta_row = tl.load(delta + row, mask=valid, other=0.0)
+        else:
+            lse_row = tl.load(lse + row)
+            delta_row = tl.load(delta + row)
+        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
+        q_tile = tl.load(q_head + row[:, None] * stride_qn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+        d_tile = tl.load(d_head + row[:, None] * stride_dn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        weights = tl.exp2((scores * scale - lse_row[None, :]) * LOG2_E)
+        if MASKED:
+            allowed = valid[None, :] & (sees & (position >= start) & (position - start < w))[:, None]
+            if CAUSAL:
+                allowed &= position[:, None] <= query[None, :]
+            weights = tl.where(allowed, weights, 0.0)
+        dweights = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        dropped = weights
+        if DROPOUT:
+            factor = dropout_factor(seed, dropout_p, b, h, branch, query[None, :], position[:, None])
+            dweights *= factor
+            dropped *= factor
+        dv_acc = tl.dot(dropped.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)
+        dscores = weights * (dweights - delta_row[None, :])
+        dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+    return dk_acc, dv_acc

@@ -1,0 +1,150 @@
+"""Output and lse of all branches in one online softmax."""
+
+import triton
+import triton.language as tl
+
+from hilbert_lib.attention.triton.geometry import (
+    NOT_SPECIALIZED,
+    dropout_factor,
+    is_in,
+    key_rows,
+    segment_rows,
+    tile_of,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def forward_kernel(
+    q, k, v, out, lse, partial_out, partial_lse,
+    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    scale, dropout_p,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    first_query, queries, keys, batch, heads, group,
+    chunk, stride, chunks, tiles, ranks, n_branches,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head through the branches of one pass.
+
+    out (batch, queries, heads, head_dim) and lse (batch, heads, queries) are dense. With WRITE_PARTIAL the result goes
+    to partial_out and partial_lse, float32, of the same shapes; with READ_PARTIAL it goes on from them.
+    """
+    b, h, first, low, high = tile_of(
+        classes, first_query, queries, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK_M
+    )
+    if low > high:
+        return
+    g = h // group
+    rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    position = first + rows * stride
+    exists = (rows >= low) & (rows <= high)
+    row = (position - first_query).to(tl.int64)
+    in_dim = dims[None, :] < HEAD_DIM
+    q_ptrs = q + b.to(tl.int64) * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    q_tile = tl.load(q_ptrs, mask=exists[:, None] & in_dim, other=0.0)  # [BLOCK_M, BLOCK_D]
+    k_head = k + b.to(tl.int64) * stride_kb + g * stride_kh
+    v_head = v + b.to(tl.int64) * stride_vb + g * stride_vh
+    padding_row = padding + b.to(tl.int64) * keys
+    out_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
+    lse_rows = (b.to(tl.int64) * heads + h) * queries + row
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # largest score so far, before scaling
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if READ_PARTIAL:
+        before = tl.load(partial_lse + lse_rows, mask=exists, other=float("-inf"))
+        seen = before > float("-inf")
+        m = before / scale
+        total = tl.where(seen, 1.0, 0.0)
+        acc = tl.load(partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0)
+
+    lowest, highest = first + low * stride, first + high * stride
+    for i in range(n_branches):
+        w = tl.load(branches + 2 * i)
+        r = tl.load(branches + 2 * i + 1)
+        o = tl.load(offsets + i * (heads // group) + g)
+        branch = tl.load(branch_ids + i)
+        for s in range(lowest // w, highest // w + 1):
+            start = s * w
+            if (o >= 0) & is_in(lowest, start, r, o):
+                n = segment_rows(start, w, r, o, keys)
+                whole = (start <= lowest) & (highest - start < w)
+                end = n
+                full = n
+                if CAUSAL:
+                    end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
+                    full = tl.minimum(n, (lowest - start - o + r) // r)
+                full = tl.where(whole, full // BLOCK_N * BLOCK_N, 0)
+                if PADDING:
+                    full = full * 0
+                acc, total, m = _walk(
+                    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
+                    start, w, o, r, n, 0, full, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+                acc, total, m = _walk(
+                    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
+                    start, w, o, r, n, full, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                )  # fmt: skip
+
+    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
+    result = acc / denominator[:, None]
+    result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
+    store = exists[:, None] & in_dim
+    if WRITE_PARTIAL:
+        tl.store(partial_out + out_rows[:, None] + dims[None, :], result, mask=store)
+        tl.store(partial_lse + lse_rows, result_lse, mask=exists)
+    else:
+        tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=store)
+        tl.store(lse + lse_rows, result_lse, mask=exists)
+
+
+@triton.jit
+def _walk(
+    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
+    start, w, o, r, n, begin, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys `begin` to `end` of one segment of a branch, joined to the softmax so far."""
+    cols = tl.arange(0, BLOCK_N)
+    in_dim = dims[None, :] < HEAD_DIM
+    for j in range(begin, end, BLOCK_N):
+        valid = j + cols < n
+        key, slot, load = key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            allowed = valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
+            if CAUSAL:
+                allowed &= key[None, :] <= position[:, None]
+            if PADDING:
+                allowed &= (tl.load(padding_row + key, mask=valid, other=1) == 0)[None, :]
+            scores = tl.where(allowed, scores, float("-inf"))
+        largest = tl.maximum(m, tl.max(scores, 1))
+        finite = tl.where(largest == float("-inf"), 0.0, largest)
+        # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
+        weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+        decay = tl.exp2((m - finite) * (scale * LOG2_E))
+        total = total * decay + tl.sum(weights, 1)
+        m = largest
+        if DROPOUT:
+            weights *= dropout_factor(seed, dropout_p, b, h, branch, position[:, None], key[None, :])
+        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+        acc = acc * decay[:, None]
+        if MASKED:
+            # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it.
+            bad = (v_tile - v_tile) != 0.0
+            if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
+                reached = tl.dot(allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION)
+                acc = tl.where(reached > 0.0, float("nan"), acc)
+                v_tile = tl.where(bad, 0.0, v_tile)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    return acc, total, m

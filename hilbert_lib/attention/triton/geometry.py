@@ -1,0 +1,80 @@
+"""Where a tile of rows stands in the segments of a branch: the arithmetic that every kernel shares."""
+
+import triton
+import triton.language as tl
+
+# Numbers that differ from call to call: a kernel for every divisor of them would mean a compilation for most calls.
+NOT_SPECIALIZED = [
+    *("first_query", "queries", "keys", "batch", "heads", "kv_heads", "group"),
+    *("chunk", "stride", "chunks", "tiles", "ranks", "n_branches"),
+]
+
+
+@triton.jit
+def tile_of(classes, first_row, rows, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK: tl.constexpr):
+    """The tile of this program.
+
+    Returns:
+        b, h: sequence and head. first: position of the tile's row 0. low, high: numbers of its first and last row
+        that exist; low > high where there is none.
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    pid = pid // tiles
+    at = pid % chunks + first_row // chunk
+    pid = pid // chunks
+    h = pid % heads
+    pid = pid // heads
+    b = pid % batch
+    rank = pid // batch
+    c = tl.load(classes + h // group * ranks + rank)
+    start = at * chunk
+    first = start + c + tile * BLOCK * stride
+    end = tl.minimum(start + chunk, first_row + rows)
+    low = tl.maximum(0, (first_row - first + stride - 1) // stride)
+    low = tl.where(first_row > first, low, 0)
+    high = tl.minimum(BLOCK, (end - first + stride - 1) // stride) - 1
+    high = tl.where((c < 0) | (end <= first), -1, high)
+    return b, h, first, low, high
+
+
+@triton.jit
+def segment_rows(start, w, r, o, keys):
+    """How many rows of a branch the segment that begins at `start` holds."""
+    size = tl.minimum(w, keys - start)
+    return tl.where(size > o, (size - o + r - 1) // r, 0)
+
+
+@triton.jit
+def is_in(position, start, r, o):
+    """Whether a position, perhaps before `start`, has residue o from `start` on."""
+    return (position % r + r - start % r) % r == o
+
+
+@triton.jit
+def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, GATHER: tl.constexpr):
+    """Positions of some rows of a branch, the slots where they are stored (int64), and what may be loaded."""
+    key = first + number * rate
+    slot = key.to(tl.int64)
+    if GATHER:
+        slot = tl.load(inverse + key, mask=valid, other=0).to(tl.int64)
+    load = in_dim
+    if MASKED:
+        load = valid[:, None] & in_dim
+    return key, slot, load
+
+
+@triton.jit
+def dropout_factor(seed, dropout_p, b, h, branch, query, key):
+    """0 for a dropped pair, else 1 / (1 - dropout_p): the bits of `attention.dropout.keep_mask`."""
+    zero = tl.zeros_like(query + key)
+    bits, _, _, _ = tl.philox(
+        tl.load(seed),
+        (key + zero).to(tl.uint32),
+        (query + zero).to(tl.uint32),
+        (zero + (h | branch << 16)).to(tl.uint32),
+        (zero + b).to(tl.uint32),
+    )
+    # Compared as real numbers: 2^32 p is no integer of 32 bits where p is near 1.
+    kept = bits.to(tl.float64) >= dropout_p * 4294967296.0
+    return tl.where(kept, 1.0 / (1.0 - dropout_p), 0.0).to(tl.float32)

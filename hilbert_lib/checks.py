@@ -1,0 +1,72 @@
+"""What counts as an integer, a sequence of them or a device: one judgement for every room."""
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def integer(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
+    """An argument as an int.
+
+    Args:
+        name: of the argument, for the error.
+        value: anything with an exact integer value, such as int and np.int64; no bool and no tensor.
+        least, most: the range allowed, both ends included; None is no bound.
+
+    Returns:
+        The int.
+
+    Raises:
+        TypeError: if value is no integer.
+        ValueError: if it is out of range.
+
+    >>> integer("heads", 4, least=1)
+    4
+    """
+    ends = {(False, False): "", (True, False): f" of at least {least}", (False, True): f" of at most {most}"}
+    allowed = ends.get((least is not None, most is not None), f" from {least} to {most}")
+    try:
+        if isinstance(value, bool | Tensor):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer{allowed}, got {value!r}") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} must be an integer{allowed}, got {number}")
+    return number
+
+
+def integers(name: str, values: object, *, least: int | None = None) -> tuple[int, ...]:
+    """A sequence (or a numpy array of one axis) of at least one integer, as a tuple.
+
+    Raises:
+        TypeError: if values is no such sequence, or one of them no integer; text and bytes are none.
+        ValueError: if it is empty, or one of them is too small.
+
+    >>> integers("shape", [3, 4], least=1)
+    (3, 4)
+    """
+    listed = isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview)
+    if not listed and not (isinstance(values, np.ndarray) and values.ndim == 1):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    if not len(values):
+        raise ValueError(f"{name} must hold at least one integer, got {values!r}")
+    return tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
+
+
+def device(value: object) -> torch.device:
+    """The argument `device` as torch names it; None is the CPU, whatever torch's default device is.
+
+    Raises:
+        ValueError: if torch knows no such device.
+
+    >>> device("cpu")
+    device(type='cpu')
+    """
+    try:
+        return torch.device("cpu" if value is None else value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a device that torch knows, such as 'cpu' or 'cuda', got {value!r}") from None

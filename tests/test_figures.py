@@ -1,0 +1,94 @@
+"""Figures show all of their table, and can be drawn again from the files beside them."""
+
+import json
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hilbert_lib.attention.tables import multiplicities
+from hilbert_lib.figures import redraw, show
+from hilbert_lib.figures.patterns import draw_errors, draw_pattern, draw_work
+from hilbert_lib.pattern import DilatedPattern
+
+
+def panels(figure):
+    return [axes.images[0] for axes in figure.axes]
+
+
+@pytest.mark.parametrize("branches", [1, 2, 5, 9])
+def test_every_count_of_branches_has_a_shade_of_its_own(branches):
+    seen = multiplicities(DilatedPattern((4,) * branches, (1, *[2] * (branches - 1))), 4, kv_heads=1)
+    figure = draw_pattern(seen, length=4)
+    (panel,) = panels(figure)
+    shades = panel.to_rgba(np.arange(branches + 1)[None])[0].sum(-1)
+    assert (np.diff(shades) < 0).all()
+    assert panel.get_array().max() == branches
+    assert [text.get_text() for text in figure.legends[0].texts] == [str(n) for n in range(branches + 1)]
+
+
+def test_heads_that_see_nothing_are_drawn_empty():
+    pattern = DilatedPattern((2,), (2,), offsets="head_block")
+    seen = multiplicities(pattern, 1, kv_heads=4)
+    assert set(seen["head"]) == {0, 1}
+    figure = draw_pattern(seen, length=1, heads=4)
+    assert [axes.get_title() for axes in figure.axes] == [f"head {n}" for n in range(4)]
+    assert [panel.get_array().sum() for panel in panels(figure)] == [1, 1, 0, 0]
+
+
+def test_a_pattern_without_pairs_is_drawn_and_redrawn(tmp_path):
+    nothing = multiplicities(DilatedPattern((2,), (2,), offsets="branch"), 2, kv_heads=1).iloc[:0]
+    figure = show(draw_pattern, nothing, output_dir=str(tmp_path), length=2, heads=3)
+    assert [panel.get_array().sum() for panel in panels(figure)] == [0, 0, 0]
+    assert redraw(tmp_path) == [tmp_path / "draw_pattern.png"]
+
+
+def test_every_curve_of_work_is_drawn_unlike_the_others():
+    names = [f"pattern {n}" for n in range(7)]
+    table = pd.DataFrame([(n, name, 10 * n + 1) for name in names for n in (1, 2)], columns=["length", "what", "flop"])
+    lines = draw_work(table).axes[0].lines
+    assert [line.get_label() for line in lines] == names
+    assert len({(line.get_marker(), line.get_linestyle()) for line in lines}) == 7
+
+
+def test_backends_of_any_name_have_markers_of_their_own():
+    names = [f"backend {n}" for n in range(8)]
+    table = pd.DataFrame([{"backend": name, "dtype": "float32", "out": 0.1} for name in names])
+    table = table.assign(lse=0.1, dq=0.0, dk=0.1, dv=0.1)
+    for axes in draw_errors(table).axes:
+        assert [line.get_label() for line in axes.lines] == names
+        assert len({line.get_marker() for line in axes.lines}) == 8
+        places = [line.get_xdata()[0] for line in axes.lines]
+        assert all(-0.5 < x < 0.5 for x in places)
+        assert len(set(places)) == 8
+
+
+WORK = pd.DataFrame({"length": [1, 2], "what": "dense", "flop": [1, 4]})
+SEEN = multiplicities(DilatedPattern((2,), (1,)), 4, kv_heads=1)
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
+    show(draw_pattern, SEEN, output_dir=str(tmp_path), length=np.int64(4))
+    assert json.loads((tmp_path / "draw_pattern.json").read_text())["options"] == {"length": 4}
+    assert len(redraw(tmp_path)) == 1
+
+
+def test_options_that_cannot_be_saved_leave_no_files(tmp_path):
+    with pytest.raises(AttributeError):
+        show(draw_pattern, SEEN, output_dir=str(tmp_path), length=4, title={1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_bad_recipe_is_named_and_the_others_are_redrawn(tmp_path):
+    show(draw_work, WORK, output_dir=str(tmp_path), name="m")
+    (tmp_path / "a.json").write_text('{"draw": "hilbert_lib.figures.patt')
+    (tmp_path / "b.json").write_text('{"draw": "elsewhere.figures:draw", "options": {}}')
+    (tmp_path / "manifest.json").write_text('{"status": "ok"}')
+    (tmp_path / "z.json").write_text((tmp_path / "m.json").read_text())  # without its table
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert redraw(tmp_path) == [tmp_path / "m.png"]
+    named = [str(warning.message) for warning in caught if "was not redrawn" in str(warning.message)]
+    assert [any(f"{name}.json was not" in text for text in named) for name in "abz"] == [True] * 3
+    assert len(named) == 3

@@ -1,0 +1,172 @@
+"""The fused kernels equal the oracle; without a GPU they run here in Triton's interpreter, at small sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from cases import BRANCHES, LAYOUTS, SHAPES, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
+from hilbert_lib.attention import reference
+from hilbert_lib.attention.call import Call
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+
+launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+from hilbert_lib.attention.triton import schedule  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AXES = [
+    list(BRANCHES),
+    list(OFFSET_RULES),
+    list(MIXING_RULES),
+    ["none", "hilbert", "random", "chunked"],
+    list(DTYPES),
+    ["small", "small_grouped", "shorter"],
+    list(LAYOUTS),
+    [False, True],
+]
+
+
+def is_possible(case: list) -> bool:
+    return len(case) < 6 or case[2] == "softmax" or SHAPES[case[5]][3] >= len(BRANCHES[case[0]][0])
+
+
+@pytest.mark.parametrize(
+    "case", list(AllPairs(AXES, filter_func=is_possible)), ids=lambda case: "-".join(map(str, case))
+)
+def test_output_lse_and_gradients_equal_the_oracle(case):
+    branches, offsets, mixing, ordering, dtype, shape, layout, is_causal = case
+    check(branches, offsets, mixing, ordering, "triton", dtype, shape, layout, is_causal, device=DEVICE)
+
+
+# Patterns whose rates outgrow their segments, so that a call takes several passes.
+PASSES = {
+    "coprime": ((40, 40), (7, 33)),
+    "geometric": ((4, 16, 64), (1, 8, 32)),
+    "unsorted": ((64, 2, 16), (64, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "padding", "dropout", "decoding", "ordering"])
+@pytest.mark.parametrize("branches", PASSES)
+def test_several_passes_and_every_option_equal_the_reference(branches, options):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 50, heads, 4, generator=generator) for heads in (2, 1, 1, 2))
+    call = Call(DilatedPattern(*PASSES[branches]), scale=0.5, is_causal=options in ("causal", "decoding", "dropout"))
+    stored, order, theirs = (k, v), Ordering.linear(50), call
+    if options == "padding":
+        call = theirs = replace(call, key_padding_mask=torch.rand(1, 50, generator=generator) < 0.3)
+    elif options == "dropout":
+        call = theirs = replace(call, dropout_p=0.3, seed=torch.tensor([2**40 + 5]))
+    elif options == "decoding":
+        q, dout = q[:, 31:40], dout[:, 31:40]
+        call = theirs = replace(call, query_start=31)
+    elif options == "ordering":
+        order = Ordering.from_curve("hilbert", 50)
+        stored = order.apply(k, dim=1), order.apply(v, dim=1)
+        call = replace(call, inverse=order.inverse.int())
+    expected, expected_lse = reference.forward(q, k, v, theirs)
+    expected_grads = reference.backward(dout, q, k, v, expected, expected_lse, theirs)
+    on_device = [x.to(DEVICE) for x in (q, *stored, dout)]
+    call = replace(call, **{f: x.to(DEVICE) for f, x in vars(call).items() if isinstance(x, torch.Tensor)})
+    out, lse = launch.forward(*on_device[:3], call)
+    dq, dk, dv = (x.cpu() for x in launch.backward(on_device[3], *on_device[:3], out, lse, call))
+    torch.testing.assert_close(out.cpu(), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse.cpu(), expected_lse, atol=2e-5, rtol=0)
+    grads = dq, order.undo(dk, dim=1), order.undo(dv, dim=1)
+    torch.testing.assert_close(grads, expected_grads, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_reaches_only_the_rows_that_attend_to_it(bad, which):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 24, 1, 4, generator=generator, device="cpu").to(DEVICE) for _ in range(3)]
+    pattern = DilatedPattern((8, 16), (1, 2))
+    clean = dilated_attention(*tensors, pattern, is_causal=True, backend="triton")
+    tensors[which][0, 12] = bad
+    out = dilated_attention(*tensors, pattern, is_causal=True, backend="triton")
+    for query in range(24):
+        if 12 in pattern.keys(query, kv_head=0, kv_heads=1, length=24, is_causal=True):
+            assert which == 1 or not out[0, query].isfinite().any()
+        else:
+            assert torch.equal(out[0, query], clean[0, query])
+
+
+def test_two_runs_give_the_same_bits():
+    q, k, v = (torch.randn(1, 40, 2, 8, device=DEVICE).requires_grad_() for _ in range(3))
+
+    def run():
+        out = dilated_attention(q, k, v, DilatedPattern((8, 40), (1, 3)), is_causal=True, backend="triton")
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    assert all(map(torch.equal, run(), run()))
+
+
+@pytest.mark.parametrize("magnitude", [1e4, -1e4])
+def test_large_scores_and_rows_with_one_key_are_exact(magnitude):
+    q = torch.full((1, 16, 1, 1), magnitude, device=DEVICE)
+    k = torch.arange(16.0, device=DEVICE).view(1, 16, 1, 1) % 3
+    v = torch.randn(1, 16, 1, 1, device=DEVICE)
+    arguments = (q, k, v, DilatedPattern((16,), (1,)))
+    out = dilated_attention(*arguments, scale=1.0, backend="triton")
+    expected = dilated_attention(*(x.double() for x in arguments[:3]), arguments[3], scale=1.0, backend="reference")
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    assert torch.equal(dilated_attention(q, k, v, DilatedPattern((1,), (1,)), backend="triton"), v)
+
+
+def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
+    q = torch.zeros(1, 4, 1, 2, device=DEVICE)
+    pattern = DilatedPattern((4,), (1,))
+    assert "got float64" in explain_backend(*[q.double()] * 3, pattern).reasons["triton"]
+    assert explain_backend(q, q, q, pattern).chosen == ("triton" if DEVICE == "cuda" else "sdpa")
+
+
+branches = st.lists(
+    st.integers(1, 60).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w))), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=200)
+@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.booleans(), st.integers(1, 3))
+def test_the_last_pass_visits_every_row_and_each_visits_those_of_its_branches(pairs, length, rule, is_causal, kv_heads):
+    pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
+    todo = schedule.passes(pattern, length, 16, is_causal=is_causal)
+    assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
+    assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [True]
+    position = torch.arange(length)
+    for one in todo:
+        *_, classes, _ = schedule.tables(pattern, one, kv_heads, torch.device("cpu"))
+        for g in range(kv_heads):
+            visited = torch.isin(position % one.chunk % one.stride, classes[g])
+            needed = torch.full((length,), one.covers_all)
+            for i in one.branches:
+                needed |= pattern.contains(i, position, g, kv_heads)
+            assert visited[needed].all()
+        assert all(one.stride % pattern.dilation_rates[i] == 0 for i in one.branches)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
+    script = Path(__file__).parent / "compile_kernels.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script, str(architecture)],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    products = json.loads(done.stdout)
+    assert set(products) == {"forward", "dq", "dkv"}
+    if architecture == 90:
+        assert all("wgmma.mma_async" in instructions for instructions in products.values())
