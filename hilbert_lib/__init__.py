@@ -2,6 +2,7 @@
 
 The rooms, from the ground up (imports go downward only):
 
+checks      what counts as an integer, a device
 curves      coordinates along space-filling curves
 ordering    a permutation of positions, and its cache
 pattern     which keys a query sees, and how much work that is
@@ -9,6 +10,8 @@ attention   exact dilated attention, its oracle and its backends
 locality    models of what a cache sees
 samples     the text and the image that the notebooks use
 environment what machine and which code this is
+seeds       what the documents under examination published
+timers      the clocks of CPU and GPU
 bench       timing, statistics and records
 figures     every plot
 suite       papermill runs, manifests and reports
