@@ -186,6 +186,21 @@ def test_residue_major_touches_the_fewest_units(counts):
     assert (packed.touched == packed.fewest).all()
 
 
+def test_one_residue_storage_serves_the_rates_that_divide_its_own_and_no_others(counts):
+    rates = [1, 2, 3, 4, 8]
+    options = {"length": 1024, "segment_length": 256, "row_bytes": [16, 64], "page_bytes": 2**12, "heads": 4}
+    counts = sweeps.count_units(dilation_rates=rates, residue_rate=8, **options).query("layout == 'bhsd'")
+    lines = counts[counts.unit == "line"].pivot(
+        index=["row_bytes", "dilation", "fewest"], columns="ordering", values="touched"
+    )
+    lines = lines.reset_index()
+    divides = lines.dilation != 3
+    assert (lines.residue == lines.fewest)[divides].all()
+    assert (lines.residue >= lines.linear)[~divides].all()
+    pages = counts.query("unit == 'page' and ordering == 'residue' and row_bytes == 16")
+    assert (pages.touched > pages.fewest).any()  # a class is half a page
+
+
 def test_savings_are_shares_of_the_linear_count():
     table = pd.DataFrame({"dilation": [4, 4, 8, 8, 16, 16], "ordering": ["linear", "hilbert"] * 3})
     table = table.assign(layout="bhsd", row_bytes=16, unit="line", unit_bytes=128, touched=[8, 6, 10, 12, 10, 5])
@@ -243,6 +258,20 @@ def test_every_figure_is_drawn_again_from_its_table(tmp_path, counts):
     assert all(path.with_suffix(".svg").read_bytes() == drawn for path, drawn in before.items())
 
 
+def test_figures_are_no_wider_than_a_page_whatever_the_number_of_panels(counts):
+    assert figures.draw_unit_counts(counts, dilation=4).get_figwidth() <= 9
+    for sizes in ([16], [16, 32, 128]):
+        rates = l2.hit_rates(DilatedPattern((64,), (4,)), length=64, row_bytes=sizes, capacities=[2048], concurrent=2)
+        for figure in (
+            figures.draw_hit_rates(rates, title="hit rates"),
+            figures.draw_l2_hit_rates(rates.assign(gpu="A100"), title="L2"),
+        ):
+            assert figure.get_figwidth() <= 9
+            panels = [axes for axes in figure.axes if axes.get_title().startswith("rows of")]
+            assert len(panels) == len(sizes)
+            assert all(axes.get_xticks().size for axes in panels)
+
+
 LINEAR = Ordering.linear(8)
 
 
@@ -265,6 +294,10 @@ LINEAR = Ordering.linear(8)
         (
             lambda: lru_hit_rates(Trace(torch.arange(2), torch.ones(2), LINE_BYTES), [SECTOR_BYTES]),
             "capacities must hold a unit of 128 bytes, got 32",
+        ),
+        (
+            lambda: figures.draw_unit_counts(pd.DataFrame({"dilation": [4, 1, 4]}), dilation=8),
+            r"dilation must be one that was counted \(1, 4\), got 8",
         ),
         (lambda: l2.l2_hit_rates_of_whole_rows([64], 64), "row_bytes must be a multiple of 128, got 64"),
         (lambda: l2.l2_hit_rates_of_whole_rows([65], 128), "key_counts must be multiples of tile_keys=64, got 65"),
