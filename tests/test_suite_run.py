@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import papermill
 import psutil
@@ -174,30 +175,32 @@ def test_a_disk_that_fills_under_the_runner_still_takes_the_manifest(tmp_path, f
     assert "No space left" in read_manifest(tmp_path / "run" / "00_a.failed")["error"]["message"]
 
 
-@pytest.fixture
-def limit_files():
-    """Files longer than this cannot be written from now on, as on a disk with that much room."""
+@contextmanager
+def room_for(length):
+    """Inside, no file can grow past a length, as on a disk with that much room. Nothing may be reported meanwhile."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda length: resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_without_room_for_a_notebook_fails_it_and_is_never_taken_for_a_kill(tmp_path, facts, limit_files):
+def test_a_disk_without_room_for_a_notebook_fails_it_and_is_never_taken_for_a_kill(tmp_path, facts):
     point, run_folder = point_of(tmp_path, WRITE), tmp_path / "run"
-    limit_files(64 * 1024)  # the manifest fits, the reserve does not
-    assert run_points([point], run_folder, facts) == {"00_a": "failed"}
-    manifest = read_manifest(run_folder / "00_a.failed")
+    with room_for(64 * 1024):  # the manifest fits, the reserve does not
+        manifest = run_point(point, run_folder, facts)
+    assert manifest == read_manifest(run_folder / "00_a.failed")
     assert (manifest["status"], manifest["error"]["type"]) == ("failed", "OSError")
     assert "no room for the notebook to start" in manifest["error"]["message"]
     assert [path.name for path in run_folder.rglob("*")] == ["00_a.failed", "manifest.json"]
     assert close_abandoned(run_folder) == []
 
 
-def test_a_disk_without_room_for_a_manifest_names_the_point_and_keeps_nothing_of_it(tmp_path, facts, limit_files):
+def test_a_disk_without_room_for_a_manifest_names_the_point_and_keeps_nothing_of_it(tmp_path, facts):
     point, run_folder = point_of(tmp_path, WRITE), tmp_path / "run"
-    limit_files(0)
-    with pytest.raises(OSError, match="00_a: "):
+    with room_for(0), pytest.raises(OSError, match="00_a: "):
         run_point(point, run_folder, facts)
     assert not list(run_folder.iterdir())
 
