@@ -7,6 +7,7 @@ from hilbert_lib.attention.triton.geometry import (
     NOT_SPECIALIZED,
     dropout_factor,
     is_in,
+    key_range,
     key_rows,
     segment_rows,
     tile_of,
@@ -89,16 +90,7 @@ def dq_kernel(
         for s in range(lowest // w, highest // w + 1):
             start = s * w
             if (o >= 0) & is_in(lowest, start, r, o):
-                n = segment_rows(start, w, r, o, keys)
-                whole = (start <= lowest) & (highest - start < w)
-                end = n
-                full = n
-                if CAUSAL:
-                    end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
-                    full = tl.minimum(n, (lowest - start - o + r) // r)
-                full = tl.where(whole, full // BLOCK_N * BLOCK_N, 0)
-                if PADDING:
-                    full = full * 0
+                n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
                 acc = _dq_walk(
                     acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
                     start, w, o, r, n, 0, full, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,

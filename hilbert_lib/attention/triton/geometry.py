@@ -52,6 +52,29 @@ def is_in(position, start, r, o):
 
 
 @triton.jit
+def key_range(
+    start, w, r, o, keys, lowest, highest, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr
+):
+    """Which keys of a segment a tile of queries at positions lowest to highest sees.
+
+    Returns:
+        n: keys that the segment holds. full: of these, how many (whole blocks) every query of the tile sees, so that
+        nothing is masked. end: how many any of them sees.
+    """
+    n = segment_rows(start, w, r, o, keys)
+    end = n
+    full = n
+    if CAUSAL:
+        end = tl.minimum(n, (tl.minimum(highest - start, w - 1) - o + r) // r)
+        full = tl.minimum(n, (lowest - start - o + r) // r)
+    whole = (start <= lowest) & (highest - start < w)
+    full = tl.where(whole, full // BLOCK_N * BLOCK_N, 0)
+    if PADDING:
+        full = full * 0
+    return n, full, end
+
+
+@triton.jit
 def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, GATHER: tl.constexpr):
     """Positions of some rows of a branch, the slots where they are stored (int64), and what may be loaded."""
     key = first + number * rate
