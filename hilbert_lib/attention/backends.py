@@ -16,6 +16,9 @@ Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
 
 
+TRITON_SHARED_BYTES = 163 * 1024  # what an A100 gives a block: its tile shapes are compiled for that and for more
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of dilated attention.
@@ -106,6 +109,10 @@ def _triton_refusal(q: Tensor, call: Call) -> str:
         return f"needs a CUDA device, got {q.device.type}"
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
+    if q.is_cuda:
+        room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if room < TRITON_SHARED_BYTES:
+            return f"its tiles need {TRITON_SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""
 
 
