@@ -125,10 +125,11 @@ def test_large_scores_and_rows_with_one_key_are_exact(magnitude):
 
 
 def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
-    q = torch.zeros(1, 4, 1, 2, device=DEVICE)
+    q = torch.zeros(1, 4, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     pattern = DilatedPattern((4,), (1,))
     assert "got float64" in explain_backend(*[q.double()] * 3, pattern).reasons["triton"]
     assert explain_backend(q, q, q, pattern).chosen == ("triton" if DEVICE == "cuda" else "sdpa")
+    assert explain_backend(*[q.float()] * 3, pattern).chosen == "sdpa"
 
 
 branches = st.lists(

@@ -143,8 +143,9 @@ BACKENDS = {
 }
 
 
-# The order in which "auto" tries them.
-AUTOMATIC = {"cuda": ("triton", "cudnn", "flash", "sdpa", "eager"), "cpu": ("sdpa", "eager")}
+# The order in which "auto" tries them. In float32 the fused kernels use no matrix instructions, and compile for long.
+AUTOMATIC_HALF_ON_CUDA = ("triton", "cudnn", "flash", "sdpa", "eager")
+AUTOMATIC = ("sdpa", "eager")
 
 
 def explain(q: Tensor, call: Call, name: str) -> Explanation:
@@ -156,7 +157,7 @@ def explain(q: Tensor, call: Call, name: str) -> Explanation:
         name: a backend's name, or "auto" for the first that can serve.
     """
     refusals = {backend.name: backend.refusal(q, call) for backend in BACKENDS.values()}
-    automatic = AUTOMATIC["cuda" if q.is_cuda else "cpu"]
+    automatic = AUTOMATIC_HALF_ON_CUDA if q.is_cuda and q.element_size() == 2 else AUTOMATIC
     asked = automatic if name == "auto" else [name]
     chosen = next((candidate for candidate in asked if not refusals[candidate]), "")
     reasons = {}
