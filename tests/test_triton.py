@@ -138,22 +138,38 @@ branches = st.lists(
 
 
 @settings(max_examples=200)
-@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.booleans(), st.integers(1, 3))
-def test_the_last_pass_visits_every_row_and_each_visits_those_of_its_branches(pairs, length, rule, is_causal, kv_heads):
+@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.integers(1, 3))
+def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(pairs, length, rule, kv_heads):
     pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
-    todo = schedule.passes(pattern, length, 16, is_causal=is_causal)
+    todo = schedule.passes(pattern, length, 16)
     assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
-    assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [True]
+    assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [len(todo) > 1]
     position = torch.arange(length)
     for one in todo:
-        *_, classes, _ = schedule.tables(pattern, one, kv_heads, torch.device("cpu"))
+        tables = schedule.tables(pattern, one, length, kv_heads, 16, torch.device("cpu"))
         for g in range(kv_heads):
-            visited = torch.isin(position % one.chunk % one.stride, classes[g])
+            tiles = list(tiles_of(tables, one, g, length))
+            visited = torch.cat([torch.empty(0, dtype=torch.int64), *tiles]).sort().values
             needed = torch.full((length,), one.covers_all)
             for i in one.branches:
-                needed |= pattern.contains(i, position, g, kv_heads)
-            assert visited[needed].all()
-        assert all(one.stride % pattern.dilation_rates[i] == 0 for i in one.branches)
+                inside = pattern.contains(i, position, g, kv_heads)
+                needed |= inside
+                if tables.aligned:
+                    assert all(len(inside[tile].unique()) == 1 for tile in tiles)
+                    assert all(len((tile // pattern.segment_lengths[i]).unique()) == 1 for tile in tiles)
+            assert len(visited.unique()) == len(visited)
+            assert torch.isin(position[needed], visited).all()
+            assert all((tile.diff() > 0).all() for tile in tiles)
+
+
+def tiles_of(tables, one, g, length):
+    for at in range(-(-length // one.chunk)):
+        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
+            row = u + torch.arange(size)
+            tile = at * one.chunk + tables.classes[start + row % members] + row // members * one.stride
+            tile = tile[tile < min((at + 1) * one.chunk, length)]
+            if len(tile):
+                yield tile
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])

@@ -11,6 +11,7 @@ from hilbert_lib.attention.triton.geometry import (
     key_rows,
     segment_rows,
     tile_of,
+    tile_positions,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -39,29 +40,29 @@ def delta_kernel(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, partial_dq,
-    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, dropout_p,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
-    first_query, queries, keys, batch, heads, group,
-    chunk, stride, chunks, tiles, ranks, n_branches,
+    first_query, queries, keys, heads, group,
+    chunk, stride, chunks, phases, count, n_branches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (batch, queries, heads, head_dim) of one tile of queries; the walk is that of the forward."""
-    b, h, first, low, high = tile_of(
-        classes, first_query, queries, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK_M
+    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
+        tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
-    if low > high:
+    if size == 0:
         return
     g = h // group
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    position = first + rows * stride
-    exists = (rows >= low) & (rows <= high)
+    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+    exists = (rows < size) & (position >= lowest) & (position < chunk_end)
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
@@ -81,7 +82,6 @@ def dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if READ_PARTIAL:
         acc = tl.load(partial_dq + dq_rows[:, None] + dims[None, :], mask=here, other=0.0)
-    lowest, highest = first + low * stride, first + high * stride
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
         r = tl.load(branches + 2 * i + 1)
@@ -89,7 +89,7 @@ def dq_kernel(
         branch = tl.load(branch_ids + i)
         for s in range(lowest // w, highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(lowest, start, r, o):
+            if (o >= 0) & is_in(first, start, r, o):
                 n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
                 acc = _dq_walk(
                     acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
@@ -141,14 +141,14 @@ def _dq_walk(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
-    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, dropout_p,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
-    first_query, queries, keys, batch, kv_heads, group,
-    chunk, stride, chunks, tiles, ranks, n_branches,
+    first_query, queries, keys, kv_heads, group,
+    chunk, stride, chunks, phases, count, n_branches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -157,13 +157,15 @@ def dkv_kernel(
 
     Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
     """
-    b, g, first, low, high = tile_of(classes, 0, keys, chunk, stride, chunks, tiles, kv_heads, batch, 1, ranks, BLOCK_N)
-    if low > high:
+    b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
+        tl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
+    )
+    if size == 0:
         return
     rows = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    position = first + rows * stride
-    exists = rows <= high
+    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+    exists = (rows < size) & (position < chunk_end)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
     slot = position.to(tl.int64)
@@ -183,7 +185,6 @@ def dkv_kernel(
     if READ_PARTIAL:
         dk_acc = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
         dv_acc = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
-    lowest, highest = first, first + high * stride
     last_query = first_query + queries - 1
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
@@ -192,7 +193,7 @@ def dkv_kernel(
         branch = tl.load(branch_ids + i)
         for s in range(lowest // w, highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(lowest, start, r, o):
+            if (o >= 0) & is_in(first, start, r, o):
                 # Queries of the segment, by number: begin to end, of which `full` on see every key of the tile.
                 end = tl.minimum(segment_rows(start, w, r, o, keys), segment_rows(start, w, r, o, last_query + 1))
                 begin = segment_rows(start, w, r, o, first_query)

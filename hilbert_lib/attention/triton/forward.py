@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, dropout_factor, is_in, key_range, key_rows, tile_of
+from hilbert_lib.attention.triton.geometry import (
+    NOT_SPECIALIZED,
+    dropout_factor,
+    is_in,
+    key_range,
+    key_rows,
+    tile_of,
+    tile_positions,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -11,13 +19,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, partial_out, partial_lse,
-    branches, offsets, classes, branch_ids, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, dropout_p,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
-    first_query, queries, keys, batch, heads, group,
-    chunk, stride, chunks, tiles, ranks, n_branches,
+    first_query, queries, keys, heads, group,
+    chunk, stride, chunks, phases, count, n_branches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -27,16 +35,16 @@ def forward_kernel(
     out (batch, queries, heads, head_dim) and lse (batch, heads, queries) are dense. With WRITE_PARTIAL the result goes
     to partial_out and partial_lse, float32, of the same shapes; with READ_PARTIAL it goes on from them.
     """
-    b, h, first, low, high = tile_of(
-        classes, first_query, queries, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK_M
+    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
+        tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
-    if low > high:
+    if size == 0:
         return
     g = h // group
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    position = first + rows * stride
-    exists = (rows >= low) & (rows <= high)
+    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+    exists = (rows < size) & (position >= lowest) & (position < chunk_end)
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
     q_ptrs = q + b.to(tl.int64) * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
@@ -57,7 +65,6 @@ def forward_kernel(
         total = tl.where(seen, 1.0, 0.0)
         acc = tl.load(partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0)
 
-    lowest, highest = first + low * stride, first + high * stride
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
         r = tl.load(branches + 2 * i + 1)
@@ -65,7 +72,7 @@ def forward_kernel(
         branch = tl.load(branch_ids + i)
         for s in range(lowest // w, highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(lowest, start, r, o):
+            if (o >= 0) & is_in(first, start, r, o):
                 n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
                 acc, total, m = _walk(
                     acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
@@ -114,8 +121,12 @@ def _walk(
             scores = tl.where(allowed, scores, float("-inf"))
         largest = tl.maximum(m, tl.max(scores, 1))
         finite = tl.where(largest == float("-inf"), 0.0, largest)
-        # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
-        weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+        if v_head.dtype.element_ty == tl.float32:
+            # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
+            weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+        else:
+            # One fused instruction; at scores of 1e4 its rounding is a fifth of half precision's own.
+            weights = tl.exp2(scores * (scale * LOG2_E) - (finite * (scale * LOG2_E))[:, None])
         decay = tl.exp2((m - finite) * (scale * LOG2_E))
         total = total * decay + tl.sum(weights, 1)
         m = largest

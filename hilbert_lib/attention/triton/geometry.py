@@ -6,36 +6,44 @@ import triton.language as tl
 # Numbers that differ from call to call: a kernel for every divisor of them would mean a compilation for most calls.
 NOT_SPECIALIZED = [
     *("first_query", "queries", "keys", "batch", "heads", "kv_heads", "group"),
-    *("chunk", "stride", "chunks", "tiles", "ranks", "n_branches"),
+    *("chunk", "stride", "chunks", "phases", "count", "n_branches"),
 ]
 
 
 @triton.jit
-def tile_of(classes, first_row, rows, chunk, stride, chunks, tiles, heads, batch, group, ranks, BLOCK: tl.constexpr):
-    """The tile of this program.
+def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases, count, heads, group):
+    """The tile of a program, of the rows from `first_row` on that there are; `schedule.Tables` holds the tiles.
 
     Returns:
-        b, h: sequence and head. first: position of the tile's row 0. low, high: numbers of its first and last row
-        that exist; low > high where there is none.
+        b, h: sequence and head. start, members, n, u: what `tile_positions` takes. size: rows, 0 where there is no
+        tile. end: position before which rows lie. first: position of row 0. lowest, highest: positions of the first
+        and the last row, of those that exist.
     """
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    pid = pid // tiles
+    # The tiles of a chunk read the same segments: next to each other they find them in the cache.
+    number = pid % count
+    pid = pid // count
     at = pid % chunks + first_row // chunk
     pid = pid // chunks
     h = pid % heads
-    pid = pid // heads
-    b = pid % batch
-    rank = pid // batch
-    c = tl.load(classes + h // group * ranks + rank)
+    b = pid // heads
+    item = items + ((h // group * phases + at % phases) * count + number) * 4
+    members = classes + tl.load(item)
+    n = tl.load(item + 1)
+    u = tl.load(item + 2)
+    size = tl.load(item + 3)
     start = at * chunk
-    first = start + c + tile * BLOCK * stride
     end = tl.minimum(start + chunk, first_row + rows)
-    low = tl.maximum(0, (first_row - first + stride - 1) // stride)
-    low = tl.where(first_row > first, low, 0)
-    high = tl.minimum(BLOCK, (end - first + stride - 1) // stride) - 1
-    high = tl.where((c < 0) | (end <= first), -1, high)
-    return b, h, first, low, high
+    first = tile_positions(start, members, n, u, stride)
+    lowest = tl.maximum(first, first_row)
+    highest = tl.minimum(tile_positions(start, members, n, u + tl.maximum(size, 1) - 1, stride), end - 1)
+    size = tl.where(lowest > highest, 0, size)
+    return b, h, start, members, n, u, size, end, first, lowest, highest
+
+
+@triton.jit
+def tile_positions(start, members, n, row, stride):
+    """Positions of rows of a list of n classes in the chunk that begins at `start`."""
+    return start + tl.load(members + row % n) + row // n * stride
 
 
 @triton.jit

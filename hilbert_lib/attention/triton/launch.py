@@ -62,10 +62,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
     dtype = q.dtype
     q, k, v = _as_computed(q, k, v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     config = config_of("forward", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_m, is_causal=call.is_causal)
+    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
+    out = _result(q, todo, call)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -91,10 +91,10 @@ def backward(
         out, dout, delta, *dout.stride()[:3], rows, queries, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=32
     )
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
     config = config_of("dq", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_m, is_causal=call.is_causal)
+    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
+    dq = _result(q, todo, call)
     partial = dq if len(todo) == 1 else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for number, one in enumerate(todo):
         last = number == len(todo) - 1
@@ -102,7 +102,8 @@ def backward(
         dq_kernel[grid](q, k, v, dout, lse, delta, dq, partial, **shared, **strides_d)
 
     config = config_of("dkv", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_n, is_causal=call.is_causal)
+    todo = schedule.passes(call.pattern, k.shape[1], config.block_n)
+    dk, dv = _result(k, todo, call), _result(v, todo, call)
     partials = (
         (dk, dv) if len(todo) == 1 else [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
     )
@@ -135,6 +136,12 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
+    # Rows that no pass visits are 0.
+    written = len(todo) > 1 or schedule.covers_all(call.pattern)
+    return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
+
+
 def _launch(
     q: Tensor,
     k: Tensor,
@@ -150,19 +157,19 @@ def _launch(
     # Grid and the arguments that the three kernels share. Where an argument is not used, q stands in for it.
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    branches, offsets, classes, branch_ids = schedule.tables(call.pattern, one, kv_heads, q.device)
-    start, count, block = (
+    start, rows_there, block = (
         (call.first_query, queries, config.block_m) if rows == "queries" else (0, keys, config.block_n)
     )
-    chunks = (start + count - 1) // one.chunk - start // one.chunk + 1
-    tiles = triton.cdiv(triton.cdiv(one.chunk, one.stride), block)
-    ranks = classes.shape[1]
+    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, q.device)
+    chunks = (start + rows_there - 1) // one.chunk - start // one.chunk + 1
+    phases, count = tables.items.shape[1:3]
     tile_heads = {"heads": heads} if rows == "queries" else {"kv_heads": kv_heads}
     shared = {
-        "branches": branches,
-        "offsets": offsets,
-        "classes": classes,
-        "branch_ids": branch_ids,
+        "branches": tables.branches,
+        "offsets": tables.offsets,
+        "branch_ids": tables.branch_ids,
+        "items": tables.items,
+        "classes": tables.classes,
         "inverse": q if call.inverse is None else call.inverse,
         "padding": q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         "seed": q if call.seed is None else call.seed,
@@ -176,14 +183,13 @@ def _launch(
         "first_query": call.first_query,
         "queries": queries,
         "keys": keys,
-        "batch": batch,
         **tile_heads,
         "group": heads // kv_heads,
         "chunk": one.chunk,
         "stride": one.stride,
         "chunks": chunks,
-        "tiles": tiles,
-        "ranks": ranks,
+        "phases": phases,
+        "count": count,
         "n_branches": len(one.branches),
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
@@ -199,4 +205,4 @@ def _launch(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    return (ranks * batch * (heads if rows == "queries" else kv_heads) * chunks * tiles,), shared
+    return (batch * (heads if rows == "queries" else kv_heads) * chunks * count,), shared

@@ -1,18 +1,21 @@
-"""Which rows a program takes: tiles along residue classes, so that a whole tile is in a branch or not.
+"""Which rows a program takes: rows that are in the same branches, so that a whole tile is in a branch or not.
 
-A tile holds rows `start + c + stride * i` of one chunk: `stride` is the lcm of the rates, so all its rows have one
-residue modulo every rate, and `chunk` is the smallest segment length, so that it seldom crosses a segment. Where the
-lcm outgrows the segments (a tile would be mostly empty), branches are split into groups, one pass each.
+Positions are cut into chunks of the smallest segment length. Within a chunk, positions of one residue modulo `stride`,
+the lcm of the rates, are in the same branches; they are a class. Classes that are in the same branches are joined
+to one ascending list of rows, and a tile is BLOCK rows of such a list: tiles are full whatever the rates, and lie
+close together. Where the lcm outgrows the chunks, branches are split into groups, one pass each.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm
+from math import ceil, lcm
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.pattern import DilatedPattern
+
+LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class Pass:
     Attributes:
         branches: indices of the pattern's branches.
         chunk: rows of one tile lie in one stretch of this many positions.
-        stride: positions between two rows of a tile; every rate divides it.
-        covers_all: whether it visits every row, also those in none of its branches.
+        stride: every rate divides it.
+        covers_all: whether it also visits rows that are in none of its branches.
     """
 
     branches: tuple[int, ...]
@@ -32,15 +35,36 @@ class Pass:
     covers_all: bool
 
 
-def passes(pattern: DilatedPattern, length: int, block: int, *, is_causal: bool = False) -> tuple[Pass, ...]:
-    """The launches of one call, the finest last: it visits every row and writes the result.
+@dataclass(frozen=True)
+class Tables:
+    """What a kernel reads of a pass: int32 tensors, and their sizes.
+
+    Attributes:
+        branches: (branches, 2), segment length, capped to 2^31 - 1, and rate.
+        offsets: (branches, kv_heads), -1 where the head does not use the branch.
+        branch_ids: (branches,), indices in the pattern, which key the dropout bits.
+        items: (kv_heads, phases, count, 4), the tiles of a chunk, those in most branches first, so that long programs
+            start first. A tile is (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of
+            a list of n classes is at `chunk start + classes[start + u % n] + stride * (u // n)`.
+        classes: residues from the start of a chunk, list after list.
+        aligned: whether every tile lies in one segment of each branch.
+    """
+
+    branches: Tensor
+    offsets: Tensor
+    branch_ids: Tensor
+    items: Tensor
+    classes: Tensor
+    aligned: bool
+
+
+def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]:
+    """The launches of one call, the coarsest rates first. Of several, the last visits every row and writes the result.
 
     Args:
         pattern: the pattern.
         length: tokens.
         block: rows of a tile.
-        is_causal: whether keys after the query are excluded. Then branches of different rates go apart: a tile of
-            stride R spans block * R / r keys of a branch of rate r, and half of that diagonal is computed in vain.
 
     >>> [p.branches for p in passes(DilatedPattern((64, 4096), (1, 512)), 8192, 32)]
     [(1,), (0,)]
@@ -52,7 +76,7 @@ def passes(pattern: DilatedPattern, length: int, block: int, *, is_causal: bool 
         stride = lcm(*(pattern.dilation_rates[j] for j in joined))
         shortest = min(length, *(pattern.segment_lengths[j] for j in joined))
         same_rows = groups and stride == lcm(*(pattern.dilation_rates[j] for j in groups[-1]))
-        if same_rows or (groups and not is_causal and stride * block <= shortest):
+        if same_rows or (groups and stride * block <= shortest):
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -61,37 +85,73 @@ def passes(pattern: DilatedPattern, length: int, block: int, *, is_causal: bool 
             branches=tuple(group),
             chunk=max(1, min(length, *(pattern.segment_lengths[i] for i in group))),
             stride=lcm(*(pattern.dilation_rates[i] for i in group)),
-            covers_all=number == 0,
+            covers_all=number == 0 and len(groups) > 1,
         )
         for number, group in reversed(list(enumerate(groups)))
     )
 
 
-@lru_cache(maxsize=64)
-def tables(
-    pattern: DilatedPattern, one: Pass, kv_heads: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a kernel reads of a pass.
+def covers_all(pattern: DilatedPattern) -> bool:
+    """Whether every row is in a branch for sure, so that a single pass writes them all."""
+    return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
 
-    Returns:
-        Four int32 tensors. branches (branches, 2): segment length, capped to 2^31 - 1, and rate. offsets (branches,
-        kv_heads): -1 where the head does not use the branch. classes (kv_heads, ranks): the residues that a head
-        visits, those in most branches first, so that long programs start first; -1 fills up. branch_ids (branches,):
-        indices in the pattern, which key the dropout bits.
+
+@lru_cache(maxsize=64)
+def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, device: torch.device) -> Tables:
+    """The tables of one pass.
+
+    Args:
+        pattern: the pattern.
+        one: one of its passes.
+        length: tokens.
+        kv_heads: heads of k and v.
+        block: rows of a tile.
+        device: where the tensors go.
     """
     used = [pattern.branches[i] for i in one.branches]
     offsets = [
         [pattern.offset(i, g, kv_heads) if g in pattern.branch_heads(i, kv_heads) else -1 for g in range(kv_heads)]
         for i in one.branches
     ]
-    # Where chunks begin at residue 0 of every branch, a class is in the same branches in all of them.
-    repeats = all(one.chunk % r == 0 and w % one.chunk == 0 for w, r in used)
-    classes = []
-    for g in range(kv_heads):
-        depth = [sum(c % r == o[g] for (_, r), o in zip(used, offsets, strict=True)) for c in range(one.stride)]
-        visited = [c for c in range(one.stride) if one.covers_all or not repeats or depth[c]]
-        classes.append(sorted(visited, key=lambda c: -depth[c]))
-    ranks = max(map(len, classes))
-    classes = [row + [-1] * (ranks - len(row)) for row in classes]
+    chunks = max(1, ceil(length / one.chunk))
+    # A segment that ends past the sequence may as well end with the last chunk.
+    lengths = [min(w, chunks * one.chunk) for w, _ in used]
+    aligned = all(w % one.chunk == 0 for w in lengths)
+    phases = min(chunks, lcm(*lengths) // one.chunk) if aligned else 1
+    known = aligned and phases * one.stride <= LARGEST_TABLE
+
+    items, lists = [], []
+    for head in zip(*offsets, strict=True) if known else [(0,) * len(used)]:
+        by_phase = []
+        for phase in range(phases if known else 1):
+            members: dict[tuple[int, ...], list[int]] = {}
+            for c in range(min(one.stride, one.chunk)):
+                position = phase * one.chunk + c
+                inside = tuple(
+                    n
+                    for n, (w, (_, r), o) in enumerate(zip(lengths, used, head, strict=True))
+                    if position % w % r == o or not known
+                )
+                if inside or one.covers_all:
+                    members.setdefault(inside if known else (c,), []).append(c)
+            by_phase.append(_tiles(members, one, block, lists))
+        items.append(by_phase)
+    most = max(1, *(len(row) for head in items for row in head))
+    items = [[row + [(0, 1, 0, 0)] * (most - len(row)) for row in head] for head in items]
     branches = [(min(w, 2**31 - 1), r) for w, r in used]
-    return tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in (branches, offsets, classes, one.branches))
+    if not known:
+        items *= kv_heads  # of an unknown class, every head visits all rows
+    data = (branches, offsets, one.branches, items, lists or [0])
+    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data), aligned)
+
+
+def _tiles(members: dict, one: Pass, block: int, lists: list[int]) -> list[tuple[int, int, int, int]]:
+    # Tiles of a chunk's lists, longest programs first; the lists are appended to `lists`.
+    tiles = []
+    for inside, classes in members.items():
+        whole, rest = divmod(one.chunk, one.stride)
+        rows = whole * len(classes) + sum(c < rest for c in classes)
+        start = len(lists)
+        lists.extend(classes)
+        tiles += [(len(inside), (start, len(classes), u, min(block, rows - u))) for u in range(0, rows, block)]
+    return [tile for _, tile in sorted(tiles, key=lambda t: -t[0])]
