@@ -66,16 +66,16 @@ def dq_kernel(
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
-    q_ptrs = q + b.to(tl.int64) * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
-    d_ptrs = dout + b.to(tl.int64) * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
+    q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    d_ptrs = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + row[:, None] * stride_dn + dims[None, :]
     q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
     d_tile = tl.load(d_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
     scalars = (b.to(tl.int64) * heads + h) * queries + row
     lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # rows without keys: probability 0
     delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
-    k_head = k + b.to(tl.int64) * stride_kb + g * stride_kh
-    v_head = v + b.to(tl.int64) * stride_vb + g * stride_vh
+    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh
+    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh
     padding_row = padding + b.to(tl.int64) * keys
     dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
 
@@ -171,8 +171,8 @@ def dkv_kernel(
     slot = position.to(tl.int64)
     if GATHER:
         slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)
-    k_ptrs = k + b.to(tl.int64) * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]
-    v_ptrs = v + b.to(tl.int64) * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+    k_ptrs = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + slot[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + slot[:, None] * stride_vn + dims[None, :]
     k_tile = tl.load(k_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
     v_tile = tl.load(v_ptrs, mask=here, other=0.0)  # [BLOCK_N, BLOCK_D]
     sees = exists
@@ -210,8 +210,8 @@ def dkv_kernel(
                 tail = free + tl.maximum(end - free, 0) // BLOCK_M * BLOCK_M
                 for member in range(group):
                     h = g * group + member
-                    q_head = q + b.to(tl.int64) * stride_qb + h * stride_qh
-                    d_head = dout + b.to(tl.int64) * stride_db + h * stride_dh
+                    q_head = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+                    d_head = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh
                     scalars = (b.to(tl.int64) * kv_heads * group + h) * queries
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,

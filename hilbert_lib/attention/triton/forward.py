@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
-    q, k, v, out, lse, partial_out, partial_lse,
+    q, k, v, out, lse, partial_out, partial_lse, flag,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, dropout_p,
     stride_qb, stride_qn, stride_qh,
@@ -28,13 +28,16 @@ def forward_kernel(
     chunk, stride, chunks, phases, count, n_branches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr, IF_FLAG: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head through the branches of one pass.
+    """One tile of queries of one head through the branches of one pass; with IF_FLAG only where flag is set.
 
     out (batch, queries, heads, head_dim) and lse (batch, heads, queries) are dense. With WRITE_PARTIAL the result goes
     to partial_out and partial_lse, float32, of the same shapes; with READ_PARTIAL it goes on from them.
     """
+    if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
+        if tl.load(flag) == 0:
+            return
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
@@ -47,10 +50,10 @@ def forward_kernel(
     exists = (rows < size) & (position >= lowest) & (position < chunk_end)
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
-    q_ptrs = q + b.to(tl.int64) * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
+    q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
     q_tile = tl.load(q_ptrs, mask=exists[:, None] & in_dim, other=0.0)  # [BLOCK_M, BLOCK_D]
-    k_head = k + b.to(tl.int64) * stride_kb + g * stride_kh
-    v_head = v + b.to(tl.int64) * stride_vb + g * stride_vh
+    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh
+    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh
     padding_row = padding + b.to(tl.int64) * keys
     out_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
     lse_rows = (b.to(tl.int64) * heads + h) * queries + row
@@ -60,7 +63,7 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if READ_PARTIAL:
         before = tl.load(partial_lse + lse_rows, mask=exists, other=float("-inf"))
-        seen = before > float("-inf")
+        seen = before != float("-inf")  # NaN is carried on
         m = before / scale
         total = tl.where(seen, 1.0, 0.0)
         acc = tl.load(partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0)

@@ -57,6 +57,11 @@ CONFIGS = {
     },
 }
 
+# The warp-specialised forward by head_dim: what the shared memory of a Hopper holds.
+HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
+HOPPER_BACKWARD = {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 2)}
+HOPPER_BRANCHES = 6  # branches for which the kernels have descriptors
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
@@ -66,6 +71,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
     out = _result(q, todo, call)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    if _on_hopper(q, k, call, todo):
+        flag = _forward_on_hopper(q, k, v, call, todo[0], out, lse)
+        if flag is None:
+            return out, lse
+        # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not.
+        grid, shared = _launch(q, k, v, call, todo[0], config, rows="queries", first=True, last=True)
+        forward_kernel[grid](q, k, v, out, lse, out, lse, flag, **shared, IF_FLAG=True)
+        return out, lse
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -73,14 +86,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for number, one in enumerate(todo):
         last = number == len(todo) - 1
         grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=number == 0, last=last)
-        forward_kernel[grid](q, k, v, out, lse, partial_out, partial_lse, **shared)
+        forward_kernel[grid](q, k, v, out, lse, partial_out, partial_lse, q, **shared, IF_FLAG=False)
     return out.to(dtype), lse
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; no atomics, so the same bits in every run."""
+    """Gradients of q, k and v. On Hopper dq is summed by atomics, unless torch asks for deterministic algorithms."""
     dtype = q.dtype
     q, k, v, dout, out = _as_computed(q, k, v, dout, out)
     batch, queries, heads, head_dim = q.shape
@@ -91,6 +104,11 @@ def backward(
         out, dout, delta, *dout.stride()[:3], rows, queries, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=32
     )
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
+
+    todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if call.query_start is None and not deterministic and _on_hopper(q, k, call, todo):
+        return _backward_on_hopper(dout, q, k, v, lse, delta, call, todo)
 
     config = config_of("dq", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
@@ -134,6 +152,74 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     if is_interpreted():
         return tuple(x.float() for x in tensors)
     return tensors
+
+
+def _on_hopper(q: Tensor, k: Tensor, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
+    # Whether the warp-specialised kernels serve a call; the plain ones serve every call.
+    keys = k.shape[1]
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.element_size() == 2
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and call.inverse is None
+        and call.key_padding_mask is None
+        and call.dropout_p == 0.0
+        and len(todo) == 1
+        and len(todo[0].branches) <= HOPPER_BRANCHES
+        and schedule.is_aligned(call.pattern, todo[0], keys)
+        # The last rows past a multiple of r are reached from a segment that does not begin at 0.
+        and all(keys % r == 0 or (w < keys and r <= keys) for w, r in call.pattern.branches)
+    )
+
+
+def _forward_on_hopper(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, out: Tensor, lse: Tensor
+) -> Tensor | None:
+    # Writes out and lse; returns the flag of `hopper.forward_kernel`, or None where no tile can be cut off.
+    from hilbert_lib.attention.triton import hopper  # only where it runs: the interpreter knows no Gluon
+
+    columns = 64 if q.shape[-1] <= 64 else 128
+    config = HOPPER_FORWARD[columns]
+    branches = [call.pattern.branches[i] for i in one.branches]
+    masked = call.is_causal or any(
+        min(w, keys) % (r * config.block_n) or keys % min(w, keys) for keys in (k.shape[1],) for w, r in branches
+    )
+    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if masked else None
+    descriptors = [hopper.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
+    descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
+    grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
+    shared = {name: value for name, value in shared.items() if name in hopper.forward_kernel.arg_names}
+    shared["BLOCK_D"] = columns
+    hopper.forward_kernel[grid](
+        q, out, lse, q if flag is None else flag, *descriptors,
+        **shared, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=masked, num_warps=4,
+    )  # fmt: skip
+    return flag
+
+
+def _backward_on_hopper(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call, todo: tuple
+) -> tuple[Tensor, Tensor, Tensor]:
+    from hilbert_lib.attention.triton import hopper, hopper_backward
+
+    one = todo[0]
+    columns = 64 if q.shape[-1] <= 64 else 128
+    config = HOPPER_BACKWARD[columns]
+    branches = [call.pattern.branches[i] for i in one.branches]
+    descriptors = [hopper.descriptor(x, r, config.block_m, columns) for _, r in branches for x in (q, dout)]
+    descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv = _result(k, todo, call), _result(v, todo, call)
+    grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
+    shared = {name: value for name, value in shared.items() if name in hopper_backward.backward_kernel.arg_names}
+    shared["BLOCK_D"] = columns
+    hopper_backward.backward_kernel[grid](
+        k, v, lse, delta, sums, dk, dv, *descriptors,
+        **shared, STAGES=config.num_stages, N_BRANCHES=len(branches), num_warps=4,
+    )  # fmt: skip
+    return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype)), dk, dv
 
 
 def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:

@@ -47,7 +47,6 @@ class Tables:
             start first. A tile is (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of
             a list of n classes is at `chunk start + classes[start + u % n] + stride * (u // n)`.
         classes: residues from the start of a chunk, list after list.
-        aligned: whether every tile lies in one segment of each branch.
     """
 
     branches: Tensor
@@ -55,7 +54,6 @@ class Tables:
     branch_ids: Tensor
     items: Tensor
     classes: Tensor
-    aligned: bool
 
 
 def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]:
@@ -96,6 +94,17 @@ def covers_all(pattern: DilatedPattern) -> bool:
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
 
 
+def is_aligned(pattern: DilatedPattern, one: Pass, length: int) -> bool:
+    """Whether every tile lies in one segment of each branch."""
+    return all(w % one.chunk == 0 for w in _segment_lengths(pattern, one, length))
+
+
+def _segment_lengths(pattern: DilatedPattern, one: Pass, length: int) -> list[int]:
+    # A segment that ends past the sequence may as well end with the last chunk.
+    end = max(1, ceil(length / one.chunk)) * one.chunk
+    return [min(pattern.segment_lengths[i], end) for i in one.branches]
+
+
 @lru_cache(maxsize=64)
 def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, device: torch.device) -> Tables:
     """The tables of one pass.
@@ -114,9 +123,8 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
         for i in one.branches
     ]
     chunks = max(1, ceil(length / one.chunk))
-    # A segment that ends past the sequence may as well end with the last chunk.
-    lengths = [min(w, chunks * one.chunk) for w, _ in used]
-    aligned = all(w % one.chunk == 0 for w in lengths)
+    lengths = _segment_lengths(pattern, one, length)
+    aligned = is_aligned(pattern, one, length)
     phases = min(chunks, lcm(*lengths) // one.chunk) if aligned else 1
     known = aligned and phases * one.stride <= LARGEST_TABLE
 
@@ -142,7 +150,7 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
     if not known:
         items *= kv_heads  # of an unknown class, every head visits all rows
     data = (branches, offsets, one.branches, items, lists or [0])
-    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data), aligned)
+    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data))
 
 
 def _tiles(members: dict, one: Pass, block: int, lists: list[int]) -> list[tuple[int, int, int, int]]:

@@ -1,0 +1,350 @@
+"""The forward for Hopper, warp-specialised: one warp copies tiles of k and v, two groups of warps compute.
+
+Written in Gluon, Triton's lower dialect; `forward.forward_kernel` is its plain twin and serves whatever this one does
+not. What it gains: the copy engine reads a dilated tile as the rows of one residue, without an instruction of the
+computing warps; each group multiplies 64 queries, with the product of one block under the softmax of the next, and
+while one group is at its softmax the other has the tensor cores.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, is_in, key_range, tile_of, tile_positions
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+GROUP_ROWS = gl.constexpr(64)  # queries of one group of four warps: the rows of one wgmma
+
+
+def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
+    """What the copy engine reads (rows, columns) tiles of one residue modulo `rate` by.
+
+    Args:
+        x: (batch, seq, heads, head_dim), rows at 16-byte addresses.
+        rate: positions between two rows of a tile.
+        rows, columns: of a tile; columns past head_dim are filled with zeros.
+    """
+    batch, length, heads, head_dim = x.shape
+    stride_b, stride_n, stride_h, _ = x.stride()
+    block = [1, rows, 1, 1, columns]
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
+    return TensorDescriptor(
+        x,
+        # The last length % rate rows have residues past the rate: none lies outside of x.
+        [batch, length // rate, rate + length % rate, heads, head_dim],
+        [stride_b, rate * stride_n, stride_n, stride_h, 1],
+        block,
+        gl.NVMMASharedLayout.get_default_for(block, dtype),
+    )
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a (64, columns) product in the registers of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_layout(columns):
+    """Of (64, columns) where whole rows are read or written: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout():
+    """Of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
+    return gl.NVMMASharedLayout(128, 16, 2)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def forward_kernel(
+    q, out, lse, flag,
+    k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
+    branches, offsets, items, classes,
+    scale,
+    stride_qb, stride_qn, stride_qh,
+    first_query, queries, keys, heads, group,
+    chunk, stride, chunks, phases, count,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Output and lse of one tile of 128 queries through all branches.
+
+    k0 to v5 are descriptors of k and v as (batch, row, residue, head, dim), a pair for each branch. MASKED says
+    whether any tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile gave
+    NaN: zero times a value that is not finite, which the plain kernel tells from a value that was attended to.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    # Written out twice: a tuple that is assigned to a name loses its constants.
+    gl.warp_specialize([
+        (_first_group, (
+            q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+            v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
+            chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+        )),
+        (_second_group, (
+            q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+            v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
+            chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+        )),
+        (_copy, (
+            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), branches, offsets, items, classes, k_tiles, v_tiles,
+            k_full, k_free, v_full, v_free, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+            count, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def _copy(
+    k_descriptors, v_descriptors, branches, offsets, items, classes, k_tiles, v_tiles,
+    k_full, k_free, v_full, v_free, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+    count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Tiles of k and v into the ring of stages, in the order in which the groups take them."""
+    b, h, _, _, _, _, size, _, first, lowest, highest = tile_of(
+        gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
+    )
+    g = h // group
+    block = 0
+    for i in gl.static_range(N_BRANCHES):
+        w = gl.load(branches + 2 * i)
+        r = gl.load(branches + 2 * i + 1)
+        o = gl.load(offsets + i * (heads // group) + g)
+        start = first // w * w
+        if (size > 0) & (o >= 0) & is_in(first, start, r, o):
+            n, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+            row = (start + o) // r
+            residue = (start + o) % r
+            # Where r does not divide the length, the last rows are reached from the residues past r.
+            late = row + n > keys // r
+            row = gl.where(late, row - 1, row)
+            residue = gl.where(late, residue + r, residue)
+            for j in range(0, end, BLOCK_N):
+                stage = block % STAGES
+                turn = (block // STAGES & 1) ^ 1
+                mbarrier.wait(k_free.index(stage), turn)
+                mbarrier.expect(k_full.index(stage), k_descriptors[i].block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    k_descriptors[i], [b, row + j, residue, g, 0], k_full.index(stage), k_tiles.index(stage)
+                )
+                mbarrier.wait(v_free.index(stage), turn)
+                mbarrier.expect(v_full.index(stage), v_descriptors[i].block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    v_descriptors[i], [b, row + j, residue, g, 0], v_full.index(stage), v_tiles.index(stage)
+                )
+                block += 1
+
+
+@gluon.jit
+def _first_group(
+    q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full, v_free,
+    scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+    count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    _attend(
+        0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+        v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
+        chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _second_group(
+    q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full, v_free,
+    scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+    count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    _attend(
+        1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+        v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
+        chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    NUMBER: gl.constexpr, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles,
+    k_full, k_free, v_full, v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group,
+    chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: 64 queries of the tile against every block of keys."""
+    dtype: gl.constexpr = q.dtype.element_ty
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    OUT: gl.constexpr = product_layout(BLOCK_D)
+    ROWS: gl.constexpr = row_layout(BLOCK_D)
+    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
+        gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
+    )
+    if size > 0:
+        g = h // group
+        rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
+        position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+        exists = (rows < size) & (position >= lowest) & (position < chunk_end)
+        here = exists[:, None] & (dims[None, :] < HEAD_DIM)
+        row = (position - first_query).to(gl.int64)
+        q_ptrs = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
+        q_tile = q_tiles.index(NUMBER)
+        q_tile.store(gl.load(q_ptrs, mask=here, other=0.0))
+        fence_async_shared()
+        score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
+        query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
+
+        m = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, OUT)
+        first_branch = -1
+        for i in range(N_BRANCHES):
+            w, r, o = _branch(branches, offsets, i, heads // group, g)
+            if (first_branch < 0) & (o >= 0) & is_in(first, first // w * w, r, o):
+                first_branch = i
+        if first_branch >= 0:
+            # The first block alone; from then on the product with v of each block runs beside the scores of the next.
+            w, r, o = _branch(branches, offsets, first_branch, heads // group, g)
+            start = first // w * w
+            n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+            token = _scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)
+            scores = warpgroup_mma_wait(0, deps=[token])
+            mbarrier.arrive(k_free.index(0))
+            if MASKED:
+                scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
+            weights, _, m, total = _softmax(scores, m, total, scale, MASKED)
+            weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
+            block = 1
+            for i in range(first_branch, N_BRANCHES):
+                w, r, o = _branch(branches, offsets, i, heads // group, g)
+                start = first // w * w
+                if (o >= 0) & is_in(first, start, r, o):
+                    n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                    if not MASKED:
+                        full = end
+                    begin = gl.where(i == first_branch, BLOCK_N, 0)
+                    for _ in range(begin, full, BLOCK_N):
+                        acc, total, m, weights = _step(
+                            acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block,
+                            scale, query, BLOCK_D, BLOCK_N, STAGES, False,
+                        )  # fmt: skip
+                        block += 1
+                    if MASKED:
+                        seen = _seen(n, start + o, r, query, CAUSAL)
+                        for j in range(gl.maximum(begin, full), end, BLOCK_N):
+                            acc, total, m, weights = _step(
+                                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block,
+                                scale, seen - j, BLOCK_D, BLOCK_N, STAGES, True,
+                            )  # fmt: skip
+                            block += 1
+            acc = warpgroup_mma_wait(
+                0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
+            )
+        denominator = gl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
+        result_lse = gl.where(total == 0.0, float("-inf"), m * scale + gl.log(denominator))
+        inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, OUT))
+        result = acc * inverse[:, None]
+        score_exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
+        if MASKED:
+            bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
+            gl.store(flag + gl.zeros_like(bad), bad, mask=score_exists & (bad > 0))
+        lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+        gl.store(lse + lse_rows, result_lse, mask=score_exists)
+        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+        gl.store(out + out_rows[:, None] + dims[None, :], gl.convert_layout(result.to(dtype), ROWS), mask=here)
+
+
+@gluon.jit
+def _branch(branches, offsets, i, kv_heads, g):
+    """Segment length, rate and offset of a branch for a head of k and v."""
+    return gl.load(branches + 2 * i), gl.load(branches + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
+
+
+@gluon.jit
+def _step(
+    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block, scale, seen,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of a block of keys, beside the product of the block before with its v."""
+    score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
+    value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+    scores = warpgroup_mma_wait(1, deps=[score_token])
+    mbarrier.arrive(k_free.index(block % STAGES))
+    if MASKED:
+        scores = _masked(scores, seen)
+    new_weights, decay, m, total = _softmax(scores, m, total, scale, MASKED)
+    acc = warpgroup_mma_wait(0, deps=[value_token])
+    mbarrier.arrive(v_free.index((block - 1) % STAGES))
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
+    return acc, total, m, weights
+
+
+@gluon.jit
+def _scores(
+    q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    stage = block % STAGES
+    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
+    k_tile = k_tiles.index(stage)._reinterpret(k_tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(
+    weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    stage = block % STAGES
+    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+    v_tile = v_tiles.index(stage)._reinterpret(v_tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
+    return warpgroup_mma(weights, v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def _seen(n, key, r, query, CAUSAL: gl.constexpr):
+    """How many keys of a segment each query sees: of n, at positions key, key + r, ..."""
+    seen = gl.zeros_like(query) + n
+    if CAUSAL:
+        seen = gl.minimum(seen, (query - key + r) // r)
+    return seen
+
+
+@gluon.jit
+def _masked(scores, seen):
+    """-inf where a column is not below the row's number of keys."""
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    return gl.where(column[None, :] < seen[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _softmax(scores, m, total, scale, MASKED: gl.constexpr):
+    """Weights, decay of what was before, and the new maximum (before scaling) and sum."""
+    largest = gl.maximum(m, gl.max(scores, 1))
+    base = largest * (scale * LOG2_E)
+    if MASKED:
+        base = gl.where(largest == float("-inf"), 0.0, base)
+    weights = gl.exp2(scores * (scale * LOG2_E) - base[:, None])
+    decay = gl.exp2(m * (scale * LOG2_E) - base)
+    return weights, decay, largest, total * decay + gl.sum(weights, 1)
