@@ -26,17 +26,25 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
     >>> integer("heads", 4, least=1)
     4
     """
-    ends = {(False, False): "", (True, False): f" of at least {least}", (False, True): f" of at most {most}"}
-    allowed = ends.get((least is not None, most is not None), f" from {least} to {most}")
     try:
         if isinstance(value, bool | Tensor):
             raise TypeError
-        number = operator.index(value)
+        # An int is taken as it is: torch.compile makes a constant of what goes through `index`.
+        number = value if type(value) is int else operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer{allowed}, got {value!r}") from None
+        raise TypeError(f"{name} must be an integer{_range(least, most)}, got {value!r}") from None
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} must be an integer{allowed}, got {number}")
+        raise ValueError(f"{name} must be an integer{_range(least, most)}, got {number}")
     return number
+
+
+def _range(least: int | None, most: int | None) -> str:
+    # Called for errors only: put into words, a length is a constant to torch.compile, which compiles for each.
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    if least is not None:
+        return f" of at least {least}"
+    return "" if most is None else f" of at most {most}"
 
 
 def integers(name: str, values: object, *, least: int | None = None) -> tuple[int, ...]:

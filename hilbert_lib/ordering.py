@@ -1,5 +1,6 @@
 """A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hilbert_lib import checks
 from hilbert_lib.checks import integer
 from hilbert_lib.curves import KINDS, checked_shape, curve_coordinates, raster_index
 
-CACHED_POSITIONS = 2**24  # 16 bytes each (perm and inverse): 256 MiB
+CACHED_POSITIONS = 2**24  # 20 bytes each (perm, inverse and slots): 320 MiB
 
 # The arguments of every kind beside length.
 _ARGUMENTS = {
@@ -176,12 +177,20 @@ class Ordering:
     @property
     def perm(self) -> Tensor:
         """(length,) int64: the position that each slot holds. Shared with the cache: do not write to it."""
-        return _tables_on(self.device, self)[0]
+        return self._tables(self.device)[0]
 
     @property
     def inverse(self) -> Tensor:
         """(length,) int64: the slot that holds each position. Shared with the cache: do not write to it."""
-        return _tables_on(self.device, self)[1]
+        return self._tables(self.device)[1]
+
+    def slots(self, device: torch.device) -> Tensor:
+        """(length,) int32 on a device: `inverse` as kernels read it. Shared with the cache: do not write to it.
+
+        >>> Ordering.residue(4, 2).slots(torch.device("cpu"))
+        tensor([0, 2, 1, 3], dtype=torch.int32)
+        """
+        return self._tables(device)[2]
 
     def to(self, device: torch.device | str) -> "Ordering":
         """The same ordering with its tables on a device.
@@ -236,7 +245,13 @@ class Ordering:
         dim = integer("dim", dim, least=-x.dim(), most=x.dim() - 1)
         if x.shape[dim] != self.length:
             raise ValueError(f"x must have size {self.length} along dim {dim}, got shape {tuple(x.shape)}")
-        return x.index_select(dim, _tables_on(x.device, self)[table])
+        return x.index_select(dim, self._tables(x.device)[table])
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        # One by one, as torch.compile takes constants: in torch 2.11 a dataclass is none, and a plain int that changes
+        # between calls becomes a symbol, which `index` fixes.
+        numbers = self.length, self.chunk, self.rate, self.seed, *(self.grid or ())
+        return _tables_on(device, self.kind, *(None if n is None else operator.index(n) for n in numbers))
 
     def __repr__(self) -> str:
         if self.kind in KINDS:
@@ -275,10 +290,10 @@ class _TableCache:
     def __init__(self, max_positions: int):
         self.max_positions = max_positions
         self._hits = self._misses = self._positions = 0
-        self._held: OrderedDict[tuple[Ordering, torch.device], tuple[Tensor, Tensor]] = OrderedDict()
+        self._held: OrderedDict[tuple[Ordering, torch.device], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
         self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
 
-    def tables(self, ordering: Ordering) -> tuple[Tensor, Tensor]:
+    def tables(self, ordering: Ordering) -> tuple[Tensor, Tensor, Tensor]:
         key = (ordering, ordering.device)
         with self._lock:
             if key in self._held:
@@ -301,10 +316,12 @@ class _TableCache:
 _cache = _TableCache(CACHED_POSITIONS)
 
 
-def _tables_on(device: torch.device, ordering: Ordering) -> tuple[Tensor, Tensor]:
+def _tables_on(
+    device: torch.device, kind: str, length: int, chunk: int | None, rate: int | None, seed: int | None, *grid: int
+) -> tuple[Tensor, Tensor, Tensor]:
     # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
     with _disable_current_modes() as modes:
-        tables = _cache.tables(ordering.to(device))
+        tables = _cache.tables(Ordering(kind, length, grid or None, chunk, rate, seed).to(device))
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
         return tables
@@ -317,8 +334,8 @@ _tables_on._dynamo_marked_constant = True
 
 
 @torch.inference_mode(False)  # tables made in inference mode could not serve a later backward pass
-def _tables(ordering: Ordering) -> tuple[Tensor, Tensor]:
-    """`perm` and `inverse` of an ordering, computed on its device."""
+def _tables(ordering: Ordering) -> tuple[Tensor, Tensor, Tensor]:
+    """`perm`, `inverse` and `slots` of an ordering, computed on its device."""
     length, device = ordering.length, ordering.device
     chunk = min(ordering.chunk or length, length)
     starts = torch.arange(0, length - length % chunk, chunk, device=device)
@@ -327,7 +344,8 @@ def _tables(ordering: Ordering) -> tuple[Tensor, Tensor]:
         perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail)])
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(length, device=device)
-    return perm, inverse
+    # 32 bits: an int64 index read at a stride costs a sector a row twice as soon.
+    return perm, inverse, inverse.int()
 
 
 def _chunk_perm(ordering: Ordering, length: int) -> Tensor:

@@ -1,5 +1,6 @@
-"""Compile the fused kernels for one architecture, without a GPU, and print which matrix instructions they use.
+"""Compile kernels for one architecture, without a GPU, and print which matrix instructions and wide accesses they use.
 
+The arguments are the architecture and the group of kernels: attention (the default), decode, curves or hopper.
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
@@ -11,46 +12,117 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from hilbert_lib.attention.triton import decode as decoding
+from hilbert_lib.attention.triton import hopper as hopper_forward
+from hilbert_lib.attention.triton import hopper_backward
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
-from hilbert_lib.attention.triton.launch import CONFIGS
+from hilbert_lib.attention.triton.launch import CONFIGS, HOPPER_BACKWARD, HOPPER_BRANCHES, HOPPER_FORWARD
+from hilbert_lib.curves_triton import decode_kernel, encode_kernel
 
-TYPES = {
+ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
     **dict.fromkeys(("lse", "delta", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv"), "*fp32"),
-    **dict.fromkeys(("branches", "offsets", "classes", "branch_ids", "inverse"), "*i32"),
+    **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
     **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "dropout_p": "fp32"},
 }
-FLAGS = {
+CURVE_TYPES = {
+    **dict.fromkeys(("out", "coordinates"), "*i64"),
+    **dict.fromkeys(("outside", "nodes", "rows", "before", "cells", "places"), "*i32"),
+}
+ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
-    **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL"), False),
+    **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL", "IF_FLAG"), False),
 }
 
 
-def compiled(kernel, config, architecture: int) -> str:
+def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource) -> str:
     """The PTX of one kernel."""
-    constants = {**FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name.startswith("stride_")
     }
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options).asm["ptx"]
+    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm["ptx"]
+
+
+def attention(architecture: int) -> dict[str, str]:
+    """The PTX of the fused kernels."""
+    ptx = {}
+    for name, kernel in {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}.items():
+        config = CONFIGS[name][2, 64]
+        constants = {**ATTENTION_FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        constants = {flag: value for flag, value in constants.items() if flag in kernel.arg_names}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        ptx[name] = compiled(kernel, ATTENTION_TYPES, constants, options, architecture)
+    return ptx
+
+
+def decode(architecture: int) -> dict[str, str]:
+    """The PTX of the kernels for a few queries, of one and of several, and of their merge."""
+    common = {name: ATTENTION_FLAGS[name] for name in ("CAUSAL", "PRECISION", "GATHER", "PADDING", "DROPOUT")}
+    common |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "PAIRS": 16}
+    ptx = {}
+    for block_m, several in ((16, False), (32, True)):
+        constants = {**common, "BLOCK_M": block_m, "SEVERAL": several}
+        options = {"num_warps": 4, "num_stages": 3}
+        ptx[f"{block_m} rows"] = compiled(decoding.decode_kernel, ATTENTION_TYPES, constants, options, architecture)
+    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK": 64}
+    ptx["merge"] = compiled(decoding.merge_kernel, ATTENTION_TYPES, constants, {"num_warps": 4}, architecture)
+    return ptx
+
+
+def curves(architecture: int) -> dict[str, str]:
+    """The PTX of the Hilbert curve's kernels, in 2-D and 3-D."""
+    ptx = {}
+    for ndim in (2, 3):
+        for name, kernel, num_warps in (("decode", decode_kernel, 1), ("encode", encode_kernel, 4)):
+            constants = {"NDIM": ndim, "STEP" if name == "decode" else "BLOCK": 256}
+            ptx[f"{name} {ndim}"] = compiled(kernel, CURVE_TYPES, constants, {"num_warps": num_warps}, architecture)
+    return ptx
+
+
+def hopper(architecture: int) -> dict[str, str]:
+    """The PTX of the warp-specialised kernels, causal and not."""
+
+    def described(rows: int, columns: int, dtype) -> str:
+        block = [1, rows, 1, 1, columns]
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
+
+    ptx = {}
+    for columns in (64, 128):
+        for causal in (False, True):
+            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": 5, "CAUSAL": causal}
+            config = HOPPER_FORWARD[columns]
+            keys = described(config.block_n, columns, gl.bfloat16)
+            types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}
+            constants = common | {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "MASKED": causal}
+            args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
+            ptx[f"forward {columns} {causal}"] = compiled(hopper_forward.forward_kernel, *args)
+            config = HOPPER_BACKWARD[columns]
+            queries = described(config.block_m, columns, gl.bfloat16)
+            part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
+            types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(HOPPER_BRANCHES)}
+            types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
+            constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
+            args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
+            ptx[f"backward {columns} {causal}"] = compiled(hopper_backward.backward_kernel, *args)
+    return ptx
 
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
-    kernels = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
-    ptx = {name: compiled(kernel, CONFIGS[name][2, 64], int(sys.argv[1])) for name, kernel in kernels.items()}
-    print(
-        json.dumps(
-            {
-                name: sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", text)))
-                for name, text in ptx.items()
-            }
-        )
+    group = sys.argv[2] if len(sys.argv) > 2 else "attention"
+    instructions = re.compile(
+        r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
+        r"(?:ld|st)\.global\.v\d\.b\d+)"
     )
+    groups = {"attention": attention, "decode": decode, "curves": curves, "hopper": hopper}
+    ptx = groups[group](int(sys.argv[1]))
+    print(json.dumps({name: sorted(set(instructions.findall(text))) for name, text in ptx.items()}))

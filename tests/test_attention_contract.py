@@ -33,6 +33,9 @@ class DenseArguments(TorchDispatchMode):
         if "scaled_dot_product" in str(func):
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
             self.calls.append((str(func), [x.untyped_storage().data_ptr() for x in tensors]))
+        if func.namespace == "hilbert_lib":  # one operator from outside: look inside
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
         return func(*args, **(kwargs or {}))
 
 

@@ -93,7 +93,7 @@ def test_importing_the_library_neither_imports_triton_nor_sets_its_variable():
     script = """
 import importlib, os, pkgutil, sys, hilbert_lib
 for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
-    if ".triton" not in found.name:
+    if not found.name.endswith(("curves_triton", "seed_kernel")) and ".triton" not in found.name:
         importlib.import_module(found.name)
 print("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
 """

@@ -1,9 +1,14 @@
-"""The merge is one associative, commutative operation with a neutral element."""
+"""The merge is one associative, commutative operation with a neutral element; the fused one does the same at once."""
 
 import pytest
 import torch
+from allpairspy import AllPairs
+from cases import BRANCHES, LAYOUTS, SHAPES, check
 
+from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention import strided
 from hilbert_lib.attention.merge import merge
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 
 def partial(keys: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,3 +48,46 @@ def test_large_lse_neither_overflow_nor_vanish(shift):
     out, lse = merge(out_a, lse_a + shift, out_b, lse_b + shift)
     torch.testing.assert_close(out, partial([0, 1, 2, 3])[0])
     torch.testing.assert_close(lse, partial([0, 1, 2, 3])[1] + shift)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Strided attention merges at once also where no GPU is: the kernels are interpreted."""
+    pytest.importorskip("hilbert_lib.attention.triton.merge", reason="triton has no build for this platform")
+    monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
+
+
+AXES = [
+    list(BRANCHES),
+    list(OFFSET_RULES),
+    list(MIXING_RULES),
+    [torch.float32, torch.float16],
+    list(SHAPES),
+    list(LAYOUTS),
+    [False, True],
+]
+
+
+def is_possible(case: list) -> bool:
+    return len(case) < 5 or case[2] == "softmax" or SHAPES[case[4]][3] >= len(BRANCHES[case[0]][0])
+
+
+@pytest.mark.parametrize(
+    "case", list(AllPairs(AXES, filter_func=is_possible)), ids=lambda case: "-".join(map(str, case))
+)
+def test_parts_merged_and_summed_at_once_equal_the_oracle(at_once, case):
+    branches, offsets, mixing, dtype, shape, layout, is_causal = case
+    check(branches, offsets, mixing, "none", "sdpa", dtype, shape, layout, is_causal)
+
+
+@pytest.mark.parametrize("query_start", [0, 7, 19])
+def test_queries_that_begin_inside_segments_find_their_parts(at_once, query_start):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, 2, 4, generator=generator).requires_grad_() for n in (21, 40, 40))
+    pattern = DilatedPattern((6, 16, 100), (1, 3, 5))
+    results = []
+    for backend in ("eager", "reference"):
+        options = {"is_causal": True, "query_start": query_start, "backend": backend, "return_lse": True}
+        out, lse = dilated_attention(q, k, v, pattern, **options)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*results)

@@ -156,7 +156,7 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
             for i in one.branches:
                 inside = pattern.contains(i, position, g, kv_heads)
                 needed |= inside
-                if schedule.is_aligned(pattern, one, length):
+                if one.is_aligned:
                     assert all(len(inside[tile].unique()) == 1 for tile in tiles)
                     assert all(len((tile // pattern.segment_lengths[i]).unique()) == 1 for tile in tiles)
             assert len(visited.unique()) == len(visited)
@@ -176,16 +176,24 @@ def tiles_of(tables, one, g, length):
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
-    script = Path(__file__).parent / "compile_kernels.py"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, script, str(architecture)],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    products = json.loads(done.stdout)
+    products = compile_kernels(architecture, "attention")
     assert set(products) == {"forward", "dq", "dkv"}
     if architecture == 90:
         assert all("wgmma.mma_async" in instructions for instructions in products.values())
+
+
+def test_the_warp_specialised_kernels_compile_for_hopper_and_use_its_copy_engine():
+    found = compile_kernels(90, "hopper")
+    assert len(found) == 8
+    assert all({"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(instructions) for instructions in found.values())
+    assert all(("cp.reduce.async.bulk.tensor" in found[name]) == name.startswith("backward") for name in found)
+
+
+def compile_kernels(architecture, group):
+    """The instructions that matter of each kernel, as a process without the interpreter compiles it."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, script, str(architecture), group]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)

@@ -1,6 +1,7 @@
 """Exact dilated attention.
 
 api        checks the arguments, chooses a backend, runs it
+operators  forward and backward as torch operators, one node each to torch.compile
 backends   the implementations, whether each can serve a call, how one is chosen
 reference  the oracle: dense masks, any dtype
 strided    dense kernels over zero-copy views, and their merge

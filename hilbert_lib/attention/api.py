@@ -1,16 +1,15 @@
 """Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends import BACKENDS, Explanation, explain
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends import BACKENDS, Explanation, choose, explain
+from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -41,7 +40,8 @@ def dilated_attention(
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
         k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides;
-            where the last one is not 1, or on CUDA rows begin off a 16-byte address, the tensor is copied once.
+            where the last one is not 1, or on CUDA rows begin off a 16-byte address, the forward copies the tensor
+            once, and the backward once more.
         pattern: which keys a query sees.
         is_causal: whether keys after the query are excluded.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
@@ -69,16 +69,16 @@ def dilated_attention(
     q, k, v, call = _validated(
         q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
     )
-    explanation = explain(q, call, backend)
-    if not explanation.chosen:
-        raise ValueError(f"backend={backend!r} {explanation.reasons[backend]}; see explain_backend")
+    chosen = choose(q, call, backend)
+    if not chosen:
+        raise ValueError(f"backend={backend!r} {explain(q, call, backend).reasons[backend]}; see explain_backend")
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
-    if kv_ordering is not None and BACKENDS[explanation.chosen].reads_orderings:
-        call = replace(call, inverse=_slots(kv_ordering, k.device))
+    if kv_ordering is not None and BACKENDS[chosen].reads_orderings:
+        call = replace(call, inverse=kv_ordering.slots(k.device))
     elif kv_ordering is not None:
         k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
-    out, lse = _DilatedAttention.apply(q, k, v, call, explanation.chosen)
+    out, lse = operators.forward(q, k, v, call, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -109,75 +109,6 @@ def explain_backend(
     return explain(q, call, backend)
 
 
-class _DilatedAttention(torch.autograd.Function):
-    # Without setup_context and vmap torch.func refuses it.
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-        run, ctx.run_backward = BACKENDS[backend].functions(q.device)
-        if q.numel() and k.numel():
-            with _as_given(q.device):
-                out, lse = run(q, k, v, call)
-        else:  # dense operators do not take empty tensors
-            out = torch.zeros_like(q)
-            lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=working_dtype(q.dtype))
-        # Saved, so that autograd sees it if the mask is changed before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, call.seed, call.key_padding_mask)
-        ctx.call = replace(call, seed=None, key_padding_mask=None)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, seed, padding = ctx.saved_tensors
-        call = replace(ctx.call, seed=seed, key_padding_mask=padding)
-        with torch.no_grad(), _as_given(q.device):
-            if q.numel() and k.numel():
-                grads = ctx.run_backward(_as_kernels_load(dout), q, k, v, out, lse, call)
-            else:
-                grads = tuple(torch.zeros_like(x) for x in (q, k, v))
-        return *_OnceOnly.apply(*grads, q, k, v, dout), None, None
-
-
-class _OnceOnly(torch.autograd.Function):
-    # Passes the gradients on and ties them to q, k, v and dout, so that a second derivative raises. Torch's
-    # once_differentiable raises only where dout needs a gradient, and is silently wrong for `out.sum()`.
-
-    @staticmethod
-    def forward(ctx, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
-
-    @staticmethod
-    def backward(ctx, *_grads: Tensor) -> None:
-        raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
-
-
-@lru_cache(maxsize=16)
-def _slots(ordering: Ordering, device: torch.device) -> Tensor:
-    # 32 bits: an int64 index read at a stride costs a sector a row twice as soon.
-    return ordering.to(device).inverse.int()
-
-
-def _as_kernels_load(x: Tensor) -> Tensor:
-    """The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
-
-    cuDNN reads such rows wrongly and says nothing; the other kernels fail.
-    """
-    size = x.element_size()
-    dense = x.shape[-1] == 1 or x.stride(-1) == 1
-    steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
-    aligned = not x.is_cuda or x.shape[-1] * size % 16 or not any(n % 16 for n in (x.data_ptr(), *steps))
-    # `contiguous` would return a dense tensor as it is, wherever it begins.
-    return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _as_given(device: torch.device) -> AbstractContextManager:
-    # Autocast has had its say about q, k and v; inside, it would round the scores.
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
 def _validated(
     q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
@@ -189,7 +120,7 @@ def _validated(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
     scale = _number("scale", q.shape[3] ** -0.5 if scale is None else scale)
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be finite and above 0, got {scale}")
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -219,7 +150,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
     # Cast as autocast casts for scaled_dot_product_attention: floating tensors but float64.
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type):
         target = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(target) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     for name, x in {"q": q, "k": k, "v": v}.items():
@@ -241,7 +172,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
     if k.shape[2] < 1 or heads % k.shape[2]:
         raise ValueError(f"k must have a number of heads, at least 1, that divides q's {heads}, got {k.shape[2]}")
-    return _as_kernels_load(q), _as_kernels_load(k), _as_kernels_load(v)
+    return q, k, v
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+_has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
 
 
 def _number(name: str, value: object) -> float:

@@ -80,11 +80,15 @@ def _sdpa_refusal(q: Tensor, call: Call) -> str:
     return _dense_refusal(q, call)
 
 
+def _cuda_absence(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    return "" if torch.cuda.get_device_capability(device) >= (8, 0) else "needs compute capability 8.0 or later"
+
+
 def _cuda_refusal(q: Tensor, call: Call, *, largest_head_dim: int) -> str:
-    if not q.is_cuda:
-        return f"needs a CUDA device, got {q.device.type}"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "needs compute capability 8.0 or later"
+    if absence := _cuda_absence(q.device):
+        return absence
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
@@ -102,18 +106,26 @@ def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
 
 
 def _triton_refusal(q: Tensor, call: Call) -> str:
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    return _triton_absence(q.device)
+
+
+def _triton_absence(device: torch.device) -> str:
     mode = kernel_mode()
     if mode == "absent":
         return "no GPU, or triton is not installed; without a GPU, TRITON_INTERPRET=1 has its kernels interpreted"
-    if mode == "compiled" and not q.is_cuda:
-        return f"needs a CUDA device, got {q.device.type}"
-    if q.dtype == torch.float64:
-        return "serves float16, bfloat16 and float32, got float64"
-    if q.is_cuda:
-        room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    if mode == "compiled" and device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if room < TRITON_SHARED_BYTES:
             return f"its tiles need {TRITON_SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""
+
+
+# torch.compile cannot trace questions to the machine: it takes their answers as constants (said as in ordering.py).
+_cuda_absence._dynamo_marked_constant = _triton_absence._dynamo_marked_constant = True
 
 
 def _triton_functions(device: torch.device) -> tuple[Forward, Backward]:
@@ -148,8 +160,18 @@ AUTOMATIC_HALF_ON_CUDA = ("triton", "cudnn", "flash", "sdpa", "eager")
 AUTOMATIC = ("sdpa", "eager")
 
 
+def _automatic(q: Tensor) -> tuple[str, ...]:
+    return AUTOMATIC_HALF_ON_CUDA if q.is_cuda and q.element_size() == 2 else AUTOMATIC
+
+
+def choose(q: Tensor, call: Call, name: str) -> str:
+    """The name of the backend that serves a validated call, or "" where none can; arguments as for `explain`."""
+    asked = _automatic(q) if name == "auto" else (name,)
+    return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
+
+
 def explain(q: Tensor, call: Call, name: str) -> Explanation:
-    """Choose the backend for a validated call.
+    """The backend for a validated call, and why not the others.
 
     Args:
         q: queries, (batch, queries, heads, head_dim).
@@ -157,9 +179,7 @@ def explain(q: Tensor, call: Call, name: str) -> Explanation:
         name: a backend's name, or "auto" for the first that can serve.
     """
     refusals = {backend.name: backend.refusal(q, call) for backend in BACKENDS.values()}
-    automatic = AUTOMATIC_HALF_ON_CUDA if q.is_cuda and q.element_size() == 2 else AUTOMATIC
-    asked = automatic if name == "auto" else [name]
-    chosen = next((candidate for candidate in asked if not refusals[candidate]), "")
+    chosen, automatic = choose(q, call, name), _automatic(q)
     reasons = {}
     for candidate, refusal in refusals.items():
         if candidate == chosen:

@@ -1,7 +1,30 @@
 """The one associative merge of partial attention results: of branches, of ranks, of ring steps."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A partial result as a dense kernel left it, and which rows of the whole it holds.
+
+    Row i of segment s is row `start + s * segment_length + i * rate` of the whole.
+
+    Attributes:
+        tensors: results, (batch, segments, rows, heads, head_dim) or, of scalars, (batch, segments, rows, heads).
+        batch, heads: the sequences and heads of the whole that it holds.
+        start: row of the whole that its first row is.
+        segment_length, rate: rows between two segments, and between two rows of one.
+    """
+
+    tensors: tuple[Tensor, ...]
+    batch: slice
+    heads: slice
+    start: int
+    segment_length: int
+    rate: int
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

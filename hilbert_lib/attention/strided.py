@@ -3,7 +3,7 @@
 The rows of one residue in all whole segments of a branch are `x[:, :whole].unflatten(1, (segments, w))[:, :, o::r]`,
 a view of shape (batch, segments, rows, heads, head_dim). Heads that share an offset are a slice of it, and so is one
 member of every group of query heads. Dense kernels take four dimensions, so batch and segments are folded into one
-where the strides allow it; otherwise the shorter of batch and heads is looped over. Nothing is copied.
+where the strides allow it; otherwise the shorter of batch and heads is looped over. Nothing is copied on the way in.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,33 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.dense import Kernel, Problem
+from hilbert_lib.attention.dense import Eager, Kernel, Problem
 from hilbert_lib.attention.dropout import keep_mask
-from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.merge import Part, merge
+from hilbert_lib.environment import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    """Output and lse of dilated attention; shapes as in `reference.forward`.
+
+    Where `_merges_at_once`, every kernel's result is kept until one Triton kernel merges them: beside out and lse,
+    memory for sum(1 / rate) more of both over the branches. Elsewhere each is merged at once into a float32 out.
+    """
+    if _merges_at_once(q, kernel):
+        from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
+
+        parts = []
+        for step in _steps(call, [q], [k, v]):
+            out, lse = kernel.forward(*step.queries, *step.keys, step.problem)
+            parts.append(step.query_part(out.to(q.dtype), lse))
+        return merge_parts(parts, q)
     dtype = working_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
-    for problem, (qs, outs, lses), (ks, vs) in _problems(call, [q, out, lse], [k, v]):
-        part, part_lse = kernel.forward(qs, ks, vs, problem)
-        merged, merged_lse = merge(outs, lses[..., 0], part, part_lse)
+    for step in _steps(call, [q, out, lse], [k, v]):
+        qs, outs, lses = step.queries
+        merged, merged_lse = merge(outs, lses[..., 0], *kernel.forward(qs, *step.keys, step.problem))
         outs.copy_(merged)
         lses[..., 0].copy_(merged_lse)
     return out.to(q.dtype), lse[..., 0].transpose(1, 2)
@@ -35,15 +48,40 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tupl
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
-    dtype = working_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    query_side = [q, dout, out, lse.transpose(1, 2)[..., None], dq]
-    for problem, (qs, douts, outs, lses, dqs), (ks, vs, dks, dvs) in _problems(call, query_side, [k, v, dk, dv]):
-        parts = kernel.backward(douts, qs, ks, vs, outs, lses[..., 0], problem)
-        for total, part in zip((dqs, dks, dvs), parts, strict=True):
+    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed.
+
+    Where `_merges_at_once`, the summands of all branches are kept until one Triton kernel a gradient sums them:
+    memory for sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere they are summed one by one
+    into float32.
+    """
+    # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
+    query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
+    if _merges_at_once(q, kernel):
+        from hilbert_lib.attention.triton.merge import sum_parts
+
+        parts = [], [], []
+        for step in _steps(call, query_side, [k, v]):
+            dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step))
+            for some, part in zip(parts, (step.query_part(dq), step.key_part(dk), step.key_part(dv)), strict=True):
+                some.append(part)
+        return tuple(sum_parts(some, x) for some, x in zip(parts, (q, k, v), strict=True))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    for step in _steps(call, [*query_side, dq], [k, v, dk, dv]):
+        for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
             total += part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _gradients(kernel: Kernel, step: "_Step") -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out, lse = step.queries[:4]
+    return kernel.backward(dout, q, *step.keys[:2], out, lse[..., 0], step.problem)
+
+
+def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
+    # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
+    if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return False
+    return kernel_mode() == "compiled"
 
 
 @dataclass(frozen=True)
@@ -92,10 +130,34 @@ def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Blo
                     yield _Block(branch, w, r, heads, segments, start, offset + before * r, rows, offset, key_rows)
 
 
-def _problems(
-    call: Call, query_side: list[Tensor], key_side: list[Tensor]
-) -> Iterator[tuple[Problem, list[Tensor], list[Tensor]]]:
-    # Every dense attention of the call, with (batch, heads, rows, ...) views of the tensors on either side.
+@dataclass(frozen=True)
+class _Step:
+    """One dense attention, with (batch, heads, rows, ...) views of the tensors on either side."""
+
+    problem: Problem
+    queries: list[Tensor]
+    keys: list[Tensor]
+    block: "_Block"
+    fold: "_Fold"
+    query_row: int  # row of q at which the first segment has its first query
+    query_heads: range
+    kv_heads: range
+
+    def query_part(self, *results: Tensor) -> Part:
+        """Results of the kernel with a row for each query."""
+        return self._part(results, self.query_row, self.query_heads)
+
+    def key_part(self, *results: Tensor) -> Part:
+        """Results of the kernel with a row for each key."""
+        return self._part(results, self.block.start + self.block.first_key, self.kv_heads)
+
+    def _part(self, results: tuple[Tensor, ...], start: int, heads: range) -> Part:
+        batch, heads = self.fold.sequences_and_heads(heads)
+        tensors = tuple(self.fold.unfolded(x, self.block.segments) for x in results)
+        return Part(tensors, batch, heads, start, self.block.segment_length, self.block.rate)
+
+
+def _steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[_Step]:
     batch, queries, heads, _ = query_side[0].shape
     _, keys, kv_heads, _ = key_side[0].shape
     group = heads // kv_heads
@@ -106,17 +168,22 @@ def _problems(
         for member in range(group):
             query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
             kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0])
-            for index in _folds([*query_views, *key_views]):
-                yield (
+            for fold in _folds([*query_views, *key_views]):
+                yield _Step(
                     Problem(
                         call.scale,
                         call.is_causal,
                         causal_shift=(block.first_query - block.first_key) // block.rate,
-                        allowed=None if allowed is None else index.of_mask(allowed),
-                        kept=None if kept is None else index.of_mask(kept),
+                        allowed=None if allowed is None else fold.of_mask(allowed),
+                        kept=None if kept is None else fold.of_mask(kept),
                     ),
-                    [index.of_rows(x) for x in query_views],
-                    [index.of_rows(x) for x in key_views],
+                    [fold.of_rows(x) for x in query_views],
+                    [fold.of_rows(x) for x in key_views],
+                    block,
+                    fold,
+                    start + block.first_query,
+                    range(heads)[member::group][block.kv_heads],
+                    range(kv_heads)[block.kv_heads],
                 )
 
 
@@ -138,6 +205,19 @@ class _Fold:
         if self.head is not None:
             return mask[:, :, self.head]
         return mask.flatten(0, 1) if self.sequence is None else mask[self.sequence]
+
+    def unfolded(self, x: Tensor, segments: int) -> Tensor:
+        """(batch, heads, rows, ...), as a dense kernel returns it -> (batch, segments, rows, heads, ...)."""
+        if self.head is not None:
+            return x[:, :, :, None]
+        return x.transpose(1, 2).unflatten(0, (-1, segments))
+
+    def sequences_and_heads(self, heads: range) -> tuple[slice, slice]:
+        """Of all sequences and some heads, those that are in the four dimensions."""
+        if self.head is not None:
+            heads = heads[self.head : self.head + 1]
+        batch = slice(None) if self.sequence is None else slice(self.sequence, self.sequence + 1)
+        return batch, slice(heads.start, heads.stop, heads.step)
 
 
 def _folds(views: list[Tensor]) -> list[_Fold]:

@@ -1,8 +1,12 @@
 """The fused kernels: every branch of a pattern in one softmax, one pass over the keys.
 
-schedule   which query rows a program takes, and in how many passes: pure, on the host
-geometry   where a tile of rows stands in the segments of a branch
-forward    output and lse
-backward   dq; dk and dv
-launch     tables, grids and the two entry points
+schedule         which rows a program takes, and in how many passes: pure, on the host
+geometry         where a tile of rows stands in the segments of a branch
+forward          output and lse
+backward         dq; dk and dv
+hopper           the forward where a Hopper GPU and an aligned pattern allow warp specialisation
+hopper_backward  likewise the backward
+decode           a few queries against many keys
+merge            all partial results of dense kernels at once
+launch           tables, grids and the two entry points
 """

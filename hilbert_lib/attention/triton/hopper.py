@@ -36,7 +36,7 @@ def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescripto
     batch, length, heads, head_dim = x.shape
     stride_b, stride_n, stride_h, _ = x.stride()
     block = [1, rows, 1, 1, columns]
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
     return TensorDescriptor(
         x,
         # The last length % rate rows have residues past the rate: none lies outside of x.
@@ -244,7 +244,7 @@ def _attend(
                     if not MASKED:
                         full = end
                     begin = gl.where(i == first_branch, BLOCK_N, 0)
-                    for _ in range(begin, full, BLOCK_N):
+                    for _j in range(begin, full, BLOCK_N):
                         acc, total, m, weights = _step(
                             acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block,
                             scale, query, BLOCK_D, BLOCK_N, STAGES, False,

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 
@@ -59,12 +59,14 @@ CONFIGS = {
 
 # The warp-specialised forward by head_dim: what the shared memory of a Hopper holds.
 HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
-HOPPER_BACKWARD = {64: Config(64, 128, 4, 2), 128: Config(64, 128, 4, 2)}
+HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
 HOPPER_BRANCHES = 6  # branches for which the kernels have descriptors
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    if decode.serves(q, k, call):
+        return decode.forward(q, k, v, call)
     dtype = q.dtype
     q, k, v = _as_computed(q, k, v)
     config = config_of("forward", q)
@@ -168,7 +170,7 @@ def _on_hopper(q: Tensor, k: Tensor, call: Call, todo: tuple[schedule.Pass, ...]
         and call.dropout_p == 0.0
         and len(todo) == 1
         and len(todo[0].branches) <= HOPPER_BRANCHES
-        and schedule.is_aligned(call.pattern, todo[0], keys)
+        and todo[0].is_aligned
         # The last rows past a multiple of r are reached from a segment that does not begin at 0.
         and all(keys % r == 0 or (w < keys and r <= keys) for w, r in call.pattern.branches)
     )
@@ -208,15 +210,19 @@ def _backward_on_hopper(
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
     branches = [call.pattern.branches[i] for i in one.branches]
-    descriptors = [hopper.descriptor(x, r, config.block_m, columns) for _, r in branches for x in (q, dout)]
-    descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
+    descriptors = []
+    for _, r in branches:
+        descriptors += [hopper.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
+        descriptors.append(hopper.descriptor(sums, r, *part))
+    descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
     dk, dv = _result(k, todo, call), _result(v, todo, call)
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
     shared = {name: value for name, value in shared.items() if name in hopper_backward.backward_kernel.arg_names}
     shared["BLOCK_D"] = columns
     hopper_backward.backward_kernel[grid](
-        k, v, lse, delta, sums, dk, dv, *descriptors,
+        k, v, lse, delta, dk, dv, *descriptors,
         **shared, STAGES=config.num_stages, N_BRANCHES=len(branches), num_warps=4,
     )  # fmt: skip
     return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype)), dk, dv

@@ -26,13 +26,20 @@ class Pass:
         branches: indices of the pattern's branches.
         chunk: rows of one tile lie in one stretch of this many positions.
         stride: every rate divides it.
+        segment_lengths: of the branches; one that ends past the sequence ends with its last chunk.
         covers_all: whether it also visits rows that are in none of its branches.
     """
 
     branches: tuple[int, ...]
     chunk: int
     stride: int
+    segment_lengths: tuple[int, ...]
     covers_all: bool
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every tile lies in one segment of each branch."""
+        return all(w % self.chunk == 0 for w in self.segment_lengths)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Tables:
     classes: Tensor
 
 
+@lru_cache(maxsize=64)
 def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]:
     """The launches of one call, the coarsest rates first. Of several, the last visits every row and writes the result.
 
@@ -78,31 +86,25 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
             groups[-1].append(i)
         else:
             groups.append([i])
-    return tuple(
-        Pass(
-            branches=tuple(group),
-            chunk=max(1, min(length, *(pattern.segment_lengths[i] for i in group))),
-            stride=lcm(*(pattern.dilation_rates[i] for i in group)),
-            covers_all=number == 0 and len(groups) > 1,
+    result = []
+    for number, group in reversed(list(enumerate(groups))):
+        chunk = max(1, min(length, *(pattern.segment_lengths[i] for i in group)))
+        end = max(1, ceil(length / chunk)) * chunk
+        result.append(
+            Pass(
+                branches=tuple(group),
+                chunk=chunk,
+                stride=lcm(*(pattern.dilation_rates[i] for i in group)),
+                segment_lengths=tuple(min(pattern.segment_lengths[i], end) for i in group),
+                covers_all=number == 0 and len(groups) > 1,
+            )
         )
-        for number, group in reversed(list(enumerate(groups)))
-    )
+    return tuple(result)
 
 
 def covers_all(pattern: DilatedPattern) -> bool:
     """Whether every row is in a branch for sure, so that a single pass writes them all."""
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
-
-
-def is_aligned(pattern: DilatedPattern, one: Pass, length: int) -> bool:
-    """Whether every tile lies in one segment of each branch."""
-    return all(w % one.chunk == 0 for w in _segment_lengths(pattern, one, length))
-
-
-def _segment_lengths(pattern: DilatedPattern, one: Pass, length: int) -> list[int]:
-    # A segment that ends past the sequence may as well end with the last chunk.
-    end = max(1, ceil(length / one.chunk)) * one.chunk
-    return [min(pattern.segment_lengths[i], end) for i in one.branches]
 
 
 @lru_cache(maxsize=64)
@@ -123,10 +125,8 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
         for i in one.branches
     ]
     chunks = max(1, ceil(length / one.chunk))
-    lengths = _segment_lengths(pattern, one, length)
-    aligned = is_aligned(pattern, one, length)
-    phases = min(chunks, lcm(*lengths) // one.chunk) if aligned else 1
-    known = aligned and phases * one.stride <= LARGEST_TABLE
+    phases = min(chunks, lcm(*one.segment_lengths) // one.chunk) if one.is_aligned else 1
+    known = one.is_aligned and phases * one.stride <= LARGEST_TABLE
 
     items, lists = [], []
     for head in zip(*offsets, strict=True) if known else [(0,) * len(used)]:
@@ -137,7 +137,7 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
                 position = phase * one.chunk + c
                 inside = tuple(
                     n
-                    for n, (w, (_, r), o) in enumerate(zip(lengths, used, head, strict=True))
+                    for n, (w, (_, r), o) in enumerate(zip(one.segment_lengths, used, head, strict=True))
                     if position % w % r == o or not known
                 )
                 if inside or one.covers_all:

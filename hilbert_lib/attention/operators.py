@@ -1,0 +1,168 @@
+"""Dilated attention as two torch operators, forward and backward, that serve every backend.
+
+`torch.ops.hilbert_lib.dilated_attention` and `torch.ops.hilbert_lib.dilated_attention_backward` take the fields of a
+`Call` and a backend's name one by one, as torch.compile, export and checkpointing need them, and are one node each to
+all of these. They check nothing: `api.py` does.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.pattern import DilatedPattern
+
+_REQUEST = (
+    "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing, bool is_causal, float scale, "
+    "float dropout_p, Tensor? seed, Tensor? key_padding_mask, SymInt? query_start, Tensor? inverse, str backend"
+)
+_LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
+_LIBRARY.define(f"dilated_attention(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)")
+_LIBRARY.define(
+    f"dilated_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_REQUEST}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Output and lse of dilated attention by one backend; differentiable once, through out.
+
+    Args:
+        q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim).
+        call: the rest of the request.
+        backend: name of a backend that serves it.
+
+    Returns:
+        out (batch, queries, heads, head_dim), lse (batch, heads, queries), both contiguous.
+
+    >>> q = torch.zeros(1, 4, 1, 2)
+    >>> forward(q, q, q + 1, Call(DilatedPattern((2,), (1,))), "eager")[0].unique()
+    tensor([1.])
+    """
+    pattern = call.pattern
+    return torch.ops.hilbert_lib.dilated_attention(
+        q,
+        k,
+        v,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        pattern.offsets,
+        pattern.mixing,
+        call.is_causal,
+        call.scale,
+        call.dropout_p,
+        call.seed,
+        call.key_padding_mask,
+        call.query_start,
+        call.inverse,
+        backend,
+    )
+
+
+@lru_cache(maxsize=256)
+def _pattern(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], *rules: str) -> DilatedPattern:
+    return DilatedPattern(segment_lengths, dilation_rates, *rules)
+
+
+def _call(segment_lengths: list[int], dilation_rates: list[int], offsets: str, mixing: str, *rest) -> Call:
+    return Call(_pattern(tuple(segment_lengths), tuple(dilation_rates), offsets, mixing), *rest)
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
+    if not (q.numel() and k.numel()):  # dense operators do not take empty tensors
+        out, lse = _fake_forward(q, k, v, *request)
+        return out.zero_(), lse.fill_(-torch.inf)
+    run, _ = BACKENDS[request[-1]].functions(q.device)
+    with _as_given(q.device):
+        out, lse = run(*map(_as_kernels_load, (q, k, v)), _call(*request[:-1]))
+    return out, lse.contiguous()  # one layout for all backends, which the fake one has too
+
+
+def _run_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not (q.numel() and k.numel()):
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    _, run = BACKENDS[request[-1]].functions(q.device)
+    with _as_given(q.device):
+        return run(*map(_as_kernels_load, (dout, q, k, v)), out, lse, _call(*request[:-1]))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=working_dtype(q.dtype))
+
+
+def _fake_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+# Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
+# bookkeeping in every forward as all the rest of a call. Without setup_context torch.func refuses them.
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.hilbert_lib.dilated_attention(q, k, v, *request)
+        # All tensors are saved, so that autograd sees it if the mask is changed before the backward.
+        ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, Tensor) else None for x in request))
+        ctx.request = [None if isinstance(x, Tensor) else x for x in request]
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        request = [x if tensor is None else tensor for x, tensor in zip(ctx.request, tensors, strict=True)]
+        grads = torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *request)
+        return *grads, *[None] * len(request)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.hilbert_lib.dilated_attention_backward(*args)
+
+    @staticmethod
+    def backward(ctx, *_grads: Tensor) -> None:
+        raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
+
+
+def _refuse_vmap(*_args) -> None:
+    raise RuntimeError("dilated_attention has no rule for torch.func.vmap: put what it maps over into the batch")
+
+
+def _as_kernels_load(x: Tensor) -> Tensor:
+    """The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
+
+    cuDNN reads such rows wrongly and says nothing; the other kernels fail.
+    """
+    size = x.element_size()
+    dense = x.shape[-1] == 1 or x.stride(-1) == 1
+    steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
+    aligned = not x.is_cuda or x.shape[-1] * size % 16 or not any(n % 16 for n in (x.data_ptr(), *steps))
+    # `contiguous` would return a dense tensor as it is, wherever it begins.
+    return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_given(device: torch.device) -> AbstractContextManager:
+    # Autocast has had its say about q, k and v; inside, it would round the scores.
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+for _name, _run, _fake, _differentiable in (
+    ("dilated_attention", _run_forward, _fake_forward, _Differentiable),
+    ("dilated_attention_backward", _run_backward, _fake_backward, _Once),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _differentiable.apply, "Autograd")
+    _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")
+    torch.library.register_fake(f"hilbert_lib::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,332 @@
+"""Forward for a few queries against many keys: the keys are split over programs, and the parts merged.
+
+A tile of `forward` holds queries of one head and reads all their keys; with one query that is a handful of programs,
+and the heads of a group read the same keys. Here a program takes a chunk of the keys that one KV head sees in one
+branch, for all queries of all heads of the group at once, so that a key row crosses from memory once a branch.
+Where these rows are more than a tile, its tiles run side by side and find the keys in the cache.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.triton.geometry import dropout_factor, segment_rows
+from hilbert_lib.pattern import DilatedPattern
+
+MOST_ROWS = 64  # query rows of one KV head; beyond, a tile of `forward` is well filled
+TILE_ROWS = {2: 32, 4: 16}  # by bytes of an element, at most; with 64, Triton 3.7 fails to compile for sm_100
+KEYS_PER_ROW = 8  # of a program, at least: the rows' partial results then stay small beside the keys' own bytes
+PROGRAMS = 1024  # wished for: a few for each place that an SM has for one
+TILE_BYTES = 16384  # of k, and of v, at each step of a program
+NUM_WARPS, NUM_STAGES = 4, 3
+INDEX_STAGES = 2  # more, where rows are gathered: their indices are loaded that far ahead of them
+MERGED_ELEMENTS = 8192  # of partial outputs, at each step of the merge
+INTERPRETED_BLOCK = 16
+# Numbers that differ from call to call.
+NOT_SPECIALIZED = ["first_query", "queries", "keys", "heads", "kv_heads", "group", "pairs", "n_branches"]
+NOT_SPECIALIZED += ["chunk", "units", "tiles", "parts", "stride_pb"]
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def serves(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Whether this forward suits a call better than `launch.forward`.
+
+    It does where a KV head has few query rows and some branch shows them so many keys that partial results are small
+    beside these. No count of programs is asked for: where the calls fill the GPU anyway, keys are still read once for
+    all heads of a group.
+
+    Args:
+        q, k, call: as for `forward`.
+
+    >>> q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 4096, 2, 64)
+    >>> serves(q, k, Call(DilatedPattern((1024,), (1,)), query_start=4095))
+    True
+    >>> serves(k, k, Call(DilatedPattern((1024,), (1,))))
+    False
+    """
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    most_keys = max(min(w, k.shape[1]) // r for w, r in call.pattern.branches)
+    return rows <= MOST_ROWS and most_keys >= KEYS_PER_ROW * rows
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse of dilated attention, as `launch.forward` gives them; deterministic, no atomics.
+
+    Scratch: batch * heads * queries * parts * (head_dim + 1) float32, one part for each chunk of each branch's
+    keys.
+
+    Args:
+        q: (batch, queries, heads, head_dim).
+        k, v: (batch, keys, kv_heads, head_dim).
+        call: the rest of the request.
+
+    Returns:
+        out (batch, queries, heads, head_dim) in q's dtype, lse (batch, heads, queries) float32.
+    """
+    dtype = q.dtype
+    is_interpreted = triton.knobs.runtime.interpret
+    if is_interpreted:  # bfloat16 would be computed wrongly
+        q, k, v = q.float(), k.float(), v.float()
+    batch, queries, heads, head_dim = q.shape
+    kv_heads, first = k.shape[2], call.first_query
+    keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
+    group, rows = heads // kv_heads, queries * heads // kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = INTERPRETED_BLOCK if is_interpreted else min(128, TILE_BYTES // (block_d * k.element_size()))
+    chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
+    table = _table(call.pattern, kv_heads, q.device)
+    pairs = len(call.pattern.branches) * kv_heads
+    partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
+    block_m = min(TILE_ROWS[k.element_size()], max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(rows, block_m)
+    # Where an argument is not used, q stands in for it.
+    decode_kernel[(batch * units * tiles,)](
+        q, k, v, partial_out, partial_lse, table,
+        q if call.inverse is None else call.inverse,
+        q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
+        q if call.seed is None else call.seed,
+        call.scale, call.dropout_p,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
+        first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
+        PAIRS=triton.next_power_of_2(pairs),
+        SEVERAL=queries > 1, CAUSAL=call.is_causal, GATHER=call.inverse is not None,
+        PADDING=call.key_padding_mask is not None, DROPOUT=call.dropout_p > 0.0,
+        PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES),
+    )  # fmt: skip
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    merge_kernel[(batch * queries * heads,)](
+        partial_out, partial_lse, out, lse, table,
+        first, queries, keys, heads, kv_heads, group, len(call.pattern.branches), chunk, parts,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK=MERGED_ELEMENTS // block_d,
+    )  # fmt: skip
+    return out, lse
+
+
+def split(
+    pattern: DilatedPattern,
+    keys: int,
+    first: int,
+    queries: int,
+    batch: int,
+    kv_heads: int,
+    least: int,
+    block: int,
+) -> tuple[int, int, int]:
+    """How the keys are split: as the kernels see it, which work out for themselves who takes what.
+
+    Args:
+        pattern: the pattern.
+        keys: that any query may see.
+        first, queries: position of the first query, and how many there are.
+        batch, kv_heads: sequences and KV heads.
+        least: keys of a program, at least.
+        block: keys of a step; a program takes whole steps.
+
+    Returns:
+        chunk: keys of a program. units: programs of one sequence. parts: those of all branches together.
+
+    >>> split(DilatedPattern((4096,), (1,)), 4096, 4095, 1, batch=1, kv_heads=2, least=8, block=64)
+    (64, 128, 64)
+    """
+    longest, pairs = [], []
+    for (w, r), offsets in zip(pattern.branches, _offsets(pattern, kv_heads), strict=True):
+        longest.append(triton.cdiv(min(w, keys - first // w * w), r))
+        pairs.append(sum(offsets.count(o) for o in {p % w % r for p in range(first, first + queries)}))
+    work = batch * sum(n * count for n, count in zip(longest, pairs, strict=True))
+    chunk = triton.cdiv(max(least, triton.cdiv(work, PROGRAMS)), block) * block
+    splits = [triton.cdiv(n, chunk) for n in longest]
+    return chunk, sum(n * count for n, count in zip(splits, pairs, strict=True)), sum(splits)
+
+
+@lru_cache(maxsize=64)
+def _offsets(pattern: DilatedPattern, kv_heads: int) -> list[list[int]]:
+    # Of each branch and KV head; -1 where the head does not use the branch.
+    return [
+        [pattern.offset(i, g, kv_heads) if i in pattern.head_branches(g, kv_heads) else -1 for g in range(kv_heads)]
+        for i in range(len(pattern.branches))
+    ]
+
+
+@lru_cache(maxsize=64)
+def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
+    # (branches, kv_heads, 3) int32: segment length, capped to what fits, rate and offset.
+    rows = [
+        [(min(w, 2**31 - 1), r, o) for o in offsets]
+        for (w, r), offsets in zip(pattern.branches, _offsets(pattern, kv_heads), strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def splits_of(w, r, first_query, keys, chunk):
+    """Chunks of a branch: as many as its longest segment needs of those that hold a query."""
+    longest = tl.minimum(w, keys - first_query // w * w)
+    return tl.cdiv(tl.cdiv(longest, r), chunk)
+
+
+@triton.jit
+def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS: tl.constexpr):
+    """The work of a program: pairs of a branch and a KV head that see no query get none.
+
+    Returns:
+        pair: the pair's number, branch * kv_heads + g. part: which chunk of its keys. number: that of the part among
+        the parts of all branches.
+    """
+    pair = tl.arange(0, PAIRS)
+    w = tl.load(table + 3 * pair, mask=pair < pairs, other=1)
+    r = tl.load(table + 3 * pair + 1, mask=pair < pairs, other=1)
+    o = tl.load(table + 3 * pair + 2, mask=pair < pairs, other=-1)
+    # The first position of the branch from first_query on: in the same segment, or in the next.
+    start, last_query = first_query // w * w, first_query + queries - 1
+    nearest = first_query + (o - (first_query - start) % r + r) % r
+    holds_query = ((nearest <= last_query) & (nearest - start < w)) | (last_query - start - w >= o)
+    splits = splits_of(w, r, first_query, keys, chunk)
+    units = tl.where((o >= 0) & holds_query, splits, 0)
+    mine = tl.sum((tl.cumsum(units, 0) <= unit).to(tl.int32), 0)
+    part = unit - tl.sum(tl.where(pair < mine, units, 0), 0)
+    before = (pair % kv_heads == 0) & (pair < mine // kv_heads * kv_heads)
+    return mine, part, part + tl.sum(tl.where(before, splits, 0), 0)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def decode_kernel(
+    q, k, v, partial_out, partial_lse, table, inverse, padding, seed,
+    scale, dropout_p,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh, stride_pb,
+    first_query, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    SEVERAL: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the keys of one branch and KV head, for all queries of the head's group.
+
+    partial_out (batch, heads, queries, parts, head_dim) and partial_lse (batch, heads, queries, parts) are written
+    where a query is in the branch.
+    """
+    unit = tl.program_id(0) // tiles
+    b = (unit // units).to(tl.int64)
+    pair, part, number = pair_of(unit % units, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS)
+    w = tl.load(table + 3 * pair)
+    r = tl.load(table + 3 * pair + 1)
+    o = tl.load(table + 3 * pair + 2)
+    branch, g = pair // kv_heads, (pair % kv_heads).to(tl.int64)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    t = rows // group
+    h = g * group + rows % group
+    position = first_query + t
+    inside = (t < queries) & (position % w % r == o)
+    here = inside[:, None] & in_dim
+    q_ptrs = q + (b * stride_qb + h * stride_qh + t.to(tl.int64) * stride_qn)[:, None] + dims[None, :]
+    q_tile = tl.load(q_ptrs, mask=here, other=0.0)  # [BLOCK_M, BLOCK_D]
+    k_head = k + b * stride_kb + g * stride_kh
+    v_head = v + b * stride_vb + g * stride_vh
+    padding_row = padding + b * stride_pb
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    cols = tl.arange(0, BLOCK_N)
+    # Rows that are not in the branch are computed in vain and not stored.
+    lowest = tl.min(tl.where(inside, position, first_query + queries), 0)
+    highest = tl.max(tl.where(inside, position, first_query), 0)
+    for s in range(lowest // w, highest // w + 1):
+        start = s * w
+        end = tl.minimum(segment_rows(start, w, r, o, keys), (part + 1) * chunk)
+        for j in range(part * chunk, end, BLOCK_N):
+            seen = j + cols < end
+            key = start + o + (j + cols) * r
+            slot = key.to(tl.int64)
+            if GATHER:
+                slot = tl.load(inverse + key, mask=seen, other=0).to(tl.int64)
+            if PADDING:
+                seen &= tl.load(padding_row + key, mask=seen, other=1) == 0
+            load = seen[:, None] & in_dim  # what nobody sees is not read, and its NaN reaches nobody
+            k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            allowed = seen[None, :]
+            if SEVERAL:
+                allowed &= ((position >= start) & (position - start < w))[:, None]
+                if CAUSAL:
+                    allowed &= key[None, :] <= position[:, None]
+            scores = tl.where(allowed, scores, float("-inf"))
+            largest = tl.maximum(m, tl.max(scores, 1))
+            finite = tl.where(largest == float("-inf"), 0.0, largest)
+            # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
+            weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+            decay = tl.exp2((m - finite) * (scale * LOG2_E))
+            total = total * decay + tl.sum(weights, 1)
+            m = largest
+            if DROPOUT:
+                weights *= dropout_factor(seed, dropout_p, b, h[:, None], branch, position[:, None], key[None, :])
+            v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]
+            v_tile = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
+            acc *= decay[:, None]
+            joined = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            if SEVERAL:
+                # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it. Rare,
+                # so the product is made first, and again without such rows where it shows one.
+                row_sums = tl.sum(joined, 1)
+                if tl.max((row_sums != row_sums).to(tl.int32), 0) > 0:
+                    again = tl.load(v_ptrs, mask=load, other=0.0)
+                    bad = (again - again) != 0.0
+                    reached = tl.dot(allowed.to(again.dtype), bad.to(again.dtype), input_precision=PRECISION)
+                    joined = tl.dot(weights.to(again.dtype), tl.where(bad, 0.0, again), acc, input_precision=PRECISION)
+                    joined = tl.where(reached > 0.0, float("nan"), joined)
+            acc = joined
+
+    at = ((b * kv_heads * group + h) * queries + t) * parts + number
+    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
+    lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
+    tl.store(partial_out + at[:, None] * HEAD_DIM + dims[None, :], acc / denominator[:, None], mask=here)
+    tl.store(partial_lse + at, lse, mask=inside)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def merge_kernel(
+    partial_out, partial_lse, out, lse, table,
+    first_query, queries, keys, heads, kv_heads, group, n_branches, chunk, parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One query of one head: its parts joined, as `attention.merge` joins two; out and lse are dense."""
+    row = tl.program_id(0).to(tl.int64)
+    h, t = row % heads, row // heads % queries
+    at = ((row // heads // queries * heads + h) * queries + t) * parts
+    position = first_query + t.to(tl.int32)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    m = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for i in range(n_branches):
+        pair = table + 3 * (i * kv_heads + h // group)
+        w, r, o = tl.load(pair), tl.load(pair + 1), tl.load(pair + 2)
+        splits = splits_of(w, r, first_query, keys, chunk)
+        if position % w % r == o:
+            for j in range(0, splits, BLOCK):
+                part = j + tl.arange(0, BLOCK)
+                part_lse = tl.load(partial_lse + at + part, mask=part < splits, other=float("-inf"))
+                part_ptrs = partial_out + (at + part)[:, None] * HEAD_DIM + dims[None, :]
+                part_out = tl.load(part_ptrs, mask=(part < splits)[:, None] & in_dim, other=0.0)  # [BLOCK, BLOCK_D]
+                largest = tl.maximum(m, tl.max(part_lse, 0))
+                finite = tl.where(largest == float("-inf"), 0.0, largest)
+                weights, decay = tl.exp(part_lse - finite), tl.exp(m - finite)
+                total = total * decay + tl.sum(weights, 0)
+                acc = acc * decay + tl.sum(weights[:, None] * part_out, 0)
+                m = largest
+        at += splits
+    denominator = tl.where(total == 0.0, 1.0, total)
+    result_lse = tl.where(total == 0.0, float("-inf"), m + tl.log(denominator))
+    tl.store(out + row * HEAD_DIM + dims, (acc / denominator).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(lse + (row // heads // queries * heads + h) * queries + t, result_lse)

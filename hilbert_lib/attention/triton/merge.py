@@ -1,0 +1,187 @@
+"""All partial results of one call, merged or summed by one kernel that writes each row once.
+
+The kernel goes by the rows of the whole. A table tells it which parts hold rows of a sequence and head, and where these
+begin in memory; which row of a part a row is follows by arithmetic. Parts stay as the dense kernels wrote them.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hilbert_lib.attention.merge import Part
+
+PLACE = tl.constexpr(5)  # numbers that say where a part's rows stand: start, segment length, rate, segments, rows
+ADDRESS = tl.constexpr(3)  # numbers that say where one of its tensors lies: pointer, strides of segment and row
+ELEMENTS = 8192  # of a tile: 64 registers of float32 a thread
+
+
+def merge_parts(parts: list[Part], q: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge` over any number of parts, in float32.
+
+    Args:
+        parts: of out, in q's dtype, and lse, float32. The last stride of out is 1; rows begin at 16-byte addresses.
+        q: (batch, rows, heads, head_dim), whose shape, dtype and device the whole has.
+
+    Returns:
+        out like q, dense; lse (batch, heads, rows), float32. Rows that no part holds: 0 and -inf.
+
+    >>> out, lse = merge_parts([], torch.ones(1, 2, 1, 4))
+    >>> out.any().item(), lse.tolist()
+    (False, [[[-inf, -inf]]])
+    """
+    batch, rows, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    _launch(merge_kernel, parts, out, lse)
+    return out, lse
+
+
+def sum_parts(parts: list[Part], x: Tensor) -> Tensor:
+    """The sum of parts of one tensor each, in float32 and rounded once, shaped like x.
+
+    Args:
+        parts: in x's dtype. Their last stride is 1; rows begin at 16-byte addresses.
+        x: (batch, rows, heads, head_dim), whose shape, dtype and device the sum has.
+
+    >>> sum_parts([], torch.ones(1, 2, 1, 4)).any().item()
+    False
+    """
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(sum_kernel, parts, total)
+    return total
+
+
+def _launch(kernel: triton.JITFunction, parts: list[Part], whole: Tensor, *rest: Tensor) -> None:
+    batch, rows, heads, head_dim = whole.shape
+    table = _table(parts, batch, heads, tensors=1 + len(rest)).to(whole.device, non_blocking=True)
+    block_d = triton.next_power_of_2(head_dim)
+    block_m = max(1, ELEMENTS // block_d)
+    kernel[(batch * heads * triton.cdiv(rows, block_m),)](
+        table, whole, *rest, len(table), batch, rows, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m
+    )
+
+
+def _table(parts: list[Part], batch: int, heads: int, tensors: int) -> Tensor:
+    """(slots, batch, heads, numbers) int64, pinned where there is a GPU. A slot that a head does not need is zero."""
+    depth = np.zeros((batch, heads), dtype=np.int64)  # slots taken
+    slots = []
+    for part in parts:
+        taken = depth[part.batch, part.heads]
+        slots.append(taken.max())
+        taken[:] = slots[-1] + 1
+    table = np.zeros((depth.max(), batch, heads, PLACE.value + tensors * ADDRESS.value), dtype=np.int64)
+    for slot, part in zip(slots, parts, strict=True):
+        numbers = table[slot, part.batch, part.heads]
+        sequences, segments, rows, own_heads = part.tensors[0].shape[:4]
+        place = part.start, min(part.segment_length, 2**31 - 1), part.rate, segments, rows
+        numbers[..., : PLACE.value] = place
+        for n, x in enumerate(part.tensors):
+            at = PLACE.value + n * ADDRESS.value
+            of_sequence, of_segment, of_row, of_head = x.stride()[:4]
+            elements = np.arange(sequences)[:, None] * of_sequence + np.arange(own_heads) * of_head
+            numbers[..., at] = x.data_ptr() + elements * x.element_size()
+            numbers[..., at + 1 : at + ADDRESS.value] = of_segment, of_row
+    table = torch.from_numpy(table)
+    return table.pin_memory() if torch.cuda.is_available() else table  # pinned: the host need not wait for the copy
+
+
+@triton.jit(do_not_specialize=["slots", "batch", "rows", "heads"])
+def merge_kernel(
+    table, out, lse, slots, batch, rows, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """out (batch, rows, heads, head_dim) and lse (batch, heads, rows) of one tile of rows of one head."""
+    b, h, first = _tile(rows, heads, BLOCK_M)
+    row = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for slot in range(slots):
+        part = table + ((slot * batch + b) * heads + h) * (PLACE + 2 * ADDRESS)
+        if _reaches(part, first, BLOCK_M):
+            found, segment, number = _find(part, row)
+            out_rows = _address(part + PLACE, segment, number, out, True)
+            tile = tl.load(out_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0)
+            lse_rows = _address(part + PLACE + ADDRESS, segment, number, lse, False)
+            part_lse = tl.load(lse_rows, mask=found, other=float("-inf"))
+            largest = tl.maximum(m, part_lse)
+            finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
+            weight, decay = tl.exp(part_lse - finite), tl.exp(m - finite)
+            total = total * decay + weight
+            acc = acc * decay[:, None] + weight[:, None] * tile.to(tl.float32)
+            m = largest
+    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
+    exists = row < rows
+    whole = ((b * rows + row) * heads + h) * HEAD_DIM
+    result = (acc / denominator[:, None]).to(out.dtype.element_ty)
+    tl.store(out + whole[:, None] + dims[None, :], result, mask=exists[:, None] & in_dim)
+    tl.store(lse + (b * heads + h) * rows + row, m + tl.log(denominator), mask=exists)
+
+
+@triton.jit(do_not_specialize=["slots", "batch", "rows", "heads"])
+def sum_kernel(
+    table, total, slots, batch, rows, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """total (batch, rows, heads, head_dim) of one tile of rows of one head."""
+    b, h, first = _tile(rows, heads, BLOCK_M)
+    row = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for slot in range(slots):
+        part = table + ((slot * batch + b) * heads + h) * (PLACE + ADDRESS)
+        if _reaches(part, first, BLOCK_M):
+            found, segment, number = _find(part, row)
+            part_rows = _address(part + PLACE, segment, number, total, True)
+            tile = tl.load(part_rows[:, None] + dims[None, :], mask=found[:, None] & in_dim, other=0.0)
+            acc += tile.to(tl.float32)
+    whole = ((b * rows + row) * heads + h) * HEAD_DIM
+    result = acc.to(total.dtype.element_ty)
+    tl.store(total + whole[:, None] + dims[None, :], result, mask=(row < rows)[:, None] & in_dim)
+
+
+@triton.jit
+def _tile(rows, heads, BLOCK_M: tl.constexpr):
+    """Sequence (int64), head and first row of this program; neighbours take the heads of the same rows."""
+    pid = tl.program_id(0)
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    tile = pid // heads
+    return (tile // tiles).to(tl.int64), pid % heads, tile % tiles * BLOCK_M
+
+
+@triton.jit
+def _reaches(part, first, BLOCK_M: tl.constexpr):
+    """Whether the part spans any of the rows first to first + BLOCK_M - 1."""
+    start = tl.load(part)
+    end = start + tl.load(part + 1) * tl.load(part + 3)
+    return (start < first + BLOCK_M) & (end > first)
+
+
+@triton.jit
+def _find(part, row):
+    """Which rows are in the part; their segment and their number in it."""
+    start = tl.load(part).to(tl.int32)
+    segment_length = tl.load(part + 1).to(tl.int32)
+    rate = tl.load(part + 2).to(tl.int32)
+    segment = (row - start) // segment_length
+    within = (row - start) % segment_length
+    number = within // rate
+    found = (row >= start) & (segment < tl.load(part + 3)) & (within % rate == 0) & (number < tl.load(part + 4))
+    return found, segment, number
+
+
+@triton.jit
+def _address(at, segment, number, like, ALIGNED: tl.constexpr):
+    """Pointers to rows of one tensor of a part, of the element type of `like`."""
+    base = tl.load(at).to(like.dtype)
+    of_segment = tl.load(at + 1)
+    of_row = tl.load(at + 2)
+    if ALIGNED:  # without the hint Triton would load one element at a time
+        size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
+        base = tl.multiple_of(base, 16)
+        of_segment = tl.multiple_of(of_segment, 16 // size)
+        of_row = tl.multiple_of(of_row, 16 // size)
+    return base + segment * of_segment + number * of_row

@@ -1,0 +1,339 @@
+"""Other people's ways to dilated attention, restated: what the fused kernels are measured against.
+
+Each computes the function of `dilated_attention`, exactly. "torchscale" and "fkodom" go through the steps of those
+packages in eager mode; where a package computes something else, the restatement keeps the steps and corrects that.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import lcm
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.dense import CpuFlash, Flash, Problem
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern, rows_in_segment
+
+FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
+FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One way to compute dilated attention without this library's kernels.
+
+    Attributes:
+        name: its key in `BASELINES`.
+        note: what it does, in a line.
+        refusal: gives the reason why it cannot serve q and a call, or "" where it can.
+        run: the output (batch, seq, heads, head_dim) of q, k, v and a call; differentiable.
+    """
+
+    name: str
+    note: str
+    refusal: Callable[[Tensor, Call], str]
+    run: Callable[[Tensor, Tensor, Tensor, Call], Tensor]
+
+
+def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
+    """The layout in which `flex_stored` takes tokens: rows of one residue modulo every rate lie side by side.
+
+    >>> residue_order(DilatedPattern((4, 8), (1, 2)), 6).perm.tolist()
+    [0, 2, 4, 1, 3, 5]
+    """
+    return Ordering.residue(length, lcm(*pattern.dilation_rates))
+
+
+def flex_stored(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """FlexAttention where q, k, v and the output are stored in `residue_order`: no permutation is in its time.
+
+    Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    count, block_mask = _flex_masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
+
+    def add_log_count(score, b, h, query, key):
+        return score + count(h, query, key).log()
+
+    once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
+    attend = _compiled_flex() if q.is_cuda else flex_attention
+    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
+        out = attend(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=None if once else add_log_count,
+            block_mask=block_mask,
+            scale=call.scale,
+            enable_gqa=heads != kv_heads,
+        )
+    return out.transpose(1, 2)
+
+
+def flex_block_mask(
+    pattern: DilatedPattern, length: int, *, heads: int, kv_heads: int, is_causal: bool, device: torch.device
+) -> BlockMask:
+    """Which blocks of tokens in `residue_order` attend to which, found without a table of length squared.
+
+    Returns:
+        A mask of blocks of FLEX_BLOCK. In its full blocks every pair attends, through one branch or more.
+    """
+    return _flex_masks(pattern, is_causal, length, heads, kv_heads, device)[1]
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@lru_cache(maxsize=4)
+def _flex_masks(
+    pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
+    # How many branches a query finds a key through, of slots, as FlexAttention traces it; and the mask.
+    position = residue_order(pattern, length).to(device).perm.int()
+    branches = [(min(w, length), r) for w, r in pattern.branches]
+    used = [tuple(_offset(pattern, i, g, kv_heads) for i in range(len(branches))) for g in range(kv_heads)]
+    offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
+
+    def count(h, query, key):
+        at_query, at_key = position[query], position[key]
+        total = 0.0
+        for i, (w, r) in enumerate(branches):
+            # Rows outside of the branch are in segments that meet none.
+            query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
+            key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
+            total = total + (query_segment == key_segment).float()
+        return total
+
+    def attends(b, h, query, key):
+        found = count(h, query, key) > 0.0
+        return found & (position[key] <= position[query]) if is_causal else found
+
+    lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
+    per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
+    partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
+    mask = BlockMask.from_kv_blocks(
+        partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+    )
+    return count, mask
+
+
+def _offset(pattern: DilatedPattern, branch: int, kv_head: int, kv_heads: int) -> int:
+    return pattern.offset(branch, kv_head, kv_heads) if branch in pattern.head_branches(kv_head, kv_heads) else -1
+
+
+def _block_lists(
+    position: Tensor, branches: list[tuple[int, int]], offsets: tuple[int, ...], is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # For one head: how many blocks each block of queries sees in part, which, how many it sees whole, and which.
+    length, device = len(position), position.device
+    blocks = -(-length // FLEX_BLOCK)
+    block = torch.arange(length, device=device) // FLEX_BLOCK
+    some = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+    full = some.clone()
+    for (w, r), offset in zip(branches, offsets, strict=True):
+        inside = position % w % r == offset
+        holds = torch.zeros(blocks, -(-length // w), device=device)  # whether a block has rows of a segment
+        holds[block[inside], position[inside] // w] = 1.0
+        meets = holds @ holds.T > 0.0
+        whole = (block[~inside].bincount(minlength=blocks) == 0) & (holds.sum(1) == 1.0)
+        some |= meets
+        full |= meets & whole[:, None] & whole
+    if is_causal:
+        first = position.new_full((blocks,), length).scatter_reduce(0, block, position, "amin")
+        last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
+        some &= first <= last[:, None]
+        full &= last <= first[:, None]
+    listed = []
+    for mask in (some & ~full, full):
+        listed += [mask.sum(1).int(), mask.byte().argsort(dim=1, descending=True, stable=True).int()]
+    return tuple(listed)
+
+
+class _Permuted(torch.autograd.Function):
+    # A gather both ways: the gradient of index_select would add row by row.
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.index_select(1, ctx.inverse), None, None
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    order = residue_order(call.pattern, q.shape[1]).to(q.device)
+    stored = (_Permuted.apply(x, order.perm, order.inverse) for x in (q, k, v))
+    return _Permuted.apply(flex_stored(*stored, call), order.inverse, order.perm)
+
+
+class _Torchscale(torch.autograd.Function):
+    # The package holds the branches' weights constant in its backward, which is not the gradient of its output. Here
+    # each branch's backward gets the merged out and lse.
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kernel = Flash if q.is_cuda else CpuFlash
+        outs, lses = [], []
+        for branch in range(len(call.pattern.branches)):
+            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            lse = torch.full(q.shape[:3], -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
+            for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
+                qs, ks, vs = rows.of_queries(q), rows.of_keys(k), rows.of_keys(v)
+                part, part_lse = kernel.forward(qs, ks, vs, Problem(call.scale, call.is_causal))
+                out.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part))
+                lse.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part_lse))
+            outs.append(out)
+            lses.append(lse)
+        stacked = torch.stack(lses)
+        lse = stacked.logsumexp(0)
+        weights = torch.where(stacked == -torch.inf, 0.0, (stacked - lse).exp())
+        out = sum(part * weight.to(part.dtype)[..., None] for part, weight in zip(outs, weights, strict=True))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.kernel = call, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        call = ctx.call
+        totals = [torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+        for branch in range(len(call.pattern.branches)):
+            for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
+                parts = ctx.kernel.backward(
+                    rows.of_queries(dout),
+                    rows.of_queries(q),
+                    rows.of_keys(k),
+                    rows.of_keys(v),
+                    rows.of_queries(out),
+                    rows.of_queries(lse),
+                    Problem(call.scale, call.is_causal),
+                )
+                indices = rows.queries, rows.keys, rows.keys
+                for total, index, part in zip(totals, indices, parts, strict=True):
+                    total.flatten(1, 2).index_add_(1, index, rows.flat(part).to(total.dtype))
+        return *(total.to(q.dtype) for total in totals), None
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of some segments and heads of a branch, as indices into (seq * heads) and (seq * kv_heads) rows."""
+
+    shape: tuple[int, int, int]  # segments, rows, heads
+    queries: Tensor
+    keys: Tensor
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """(batch, seq, heads, ...) -> a copy of its rows, (batch * segments, heads, rows, ...)."""
+        return self._gathered(x, self.queries)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return self._gathered(x, self.keys)
+
+    def _gathered(self, x: Tensor, index: Tensor) -> Tensor:
+        rows = x.flatten(1, 2).index_select(1, index).unflatten(1, self.shape)
+        return rows.flatten(0, 1).transpose(1, 2)
+
+    def flat(self, part: Tensor) -> Tensor:
+        """(batch * segments, heads, rows, ...) -> (batch, rows of the indices, ...)."""
+        return part.transpose(1, 2).unflatten(0, (-1, self.shape[0])).flatten(1, 3)
+
+
+@lru_cache(maxsize=64)
+def _gathers(
+    pattern: DilatedPattern, branch: int, length: int, heads: int, kv_heads: int, device: torch.device
+) -> list[_Rows]:
+    # One for all heads of the whole segments, and of the tail; more where r does not divide their length, so that
+    # heads have a row more or less.
+    w, r = pattern.branches[branch]
+    gathers = []
+    for start, segments, size in _stretches(length, w):
+        by_rows: dict[int, list[tuple[int, int, int]]] = {}
+        for g in pattern.branch_heads(branch, kv_heads):
+            offset = pattern.offset(branch, g, kv_heads)
+            own = [(h, g, offset) for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads)]
+            by_rows.setdefault(rows_in_segment(size, r, offset), []).extend(own)
+        by_rows.pop(0, None)
+        for rows, members in by_rows.items():
+            head, kv_head, offset = torch.tensor(members, device=device).T
+            position = start + torch.arange(segments, device=device)[:, None, None] * w + offset
+            position = position + torch.arange(rows, device=device)[:, None] * r
+            indices = (position * heads + head).flatten(), (position * kv_heads + kv_head).flatten()
+            gathers.append(_Rows((segments, rows, len(members)), *indices))
+    return gathers
+
+
+def _stretches(length: int, w: int) -> Iterator[tuple[int, int, int]]:
+    # First position, segments and their length: the whole segments, and the tail.
+    whole, tail = divmod(length, w)
+    if whole:
+        yield 0, whole, w
+    if tail:
+        yield whole * w, 1, tail
+
+
+def _fkodom(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    kv_heads = k.shape[2]
+    group = q.shape[2] // kv_heads
+    out = torch.zeros_like(q)
+    for branch, (w, r) in enumerate(call.pattern.branches):
+        ((o, own),) = call.pattern.offset_heads(branch, kv_heads).items()
+        heads = slice(own.start * group, own.stop * group)
+        for start, segments, size in _stretches(q.shape[1], w):
+            if o >= size:
+                continue
+
+            def view(x, heads, start=start, shape=(segments, size), o=o, r=r):
+                return x[:, start : start + shape[0] * shape[1], heads].unflatten(1, shape)[:, :, o::r]
+
+            qs, ks, vs = (view(x, some).flatten(0, 1).transpose(1, 2) for x, some in ((q, heads), (k, own), (v, own)))
+            part = scaled_dot_product_attention(
+                qs, ks, vs, is_causal=call.is_causal, scale=call.scale, enable_gqa=group > 1
+            )
+            view(out, heads).copy_(part.transpose(1, 2).unflatten(0, (-1, segments)))
+    return out
+
+
+def _eager_refusal(q: Tensor, call: Call) -> str:
+    if call.inverse is not None:
+        return "no kv_ordering: it takes k and v in sequence order"
+    return BACKENDS["flash" if q.is_cuda else "sdpa"].refusal(q, call)
+
+
+def _fkodom_refusal(q: Tensor, call: Call) -> str:
+    if call.pattern.mixing != "head_groups" or call.pattern.offsets not in ("branch", "zero"):
+        rules = f"mixing {call.pattern.mixing!r}, offsets {call.pattern.offsets!r}"
+        return f"serves mixing 'head_groups' with one offset a branch ('branch' or 'zero'), got {rules}"
+    return _eager_refusal(q, call)
+
+
+def _flex_refusal(q: Tensor, call: Call) -> str:
+    if not q.is_cuda and q.requires_grad and torch.is_grad_enabled():
+        return f"FlexAttention has no backward on {q.device.type}"
+    if q.is_cuda and q.shape[-1] < 16:
+        return f"FlexAttention needs a head_dim of at least 16, got {q.shape[-1]}"
+    return _eager_refusal(q, call)
+
+
+BASELINES = {
+    baseline.name: baseline
+    for baseline in (
+        Baseline("flex", "FlexAttention on residue-major tokens; permuting them is in its time", _flex_refusal, _flex),
+        Baseline(
+            "torchscale",
+            "a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse",
+            _eager_refusal,
+            _Torchscale.apply,
+        ),
+        Baseline("fkodom", "one group of heads a branch: slices, dense attention, zeros", _fkodom_refusal, _fkodom),
+    )
+}

@@ -1,0 +1,298 @@
+"""Figures of notebook 06: speeds, the roofline, what a layout changes, and the documents' ratios beside ours."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from hilbert_lib.figures.record import COLOURS, MARKERS
+
+# Okabe and Ito's colours, a hatch and a marker each: by backend, in the order in which they first appear.
+STYLES = [
+    ("#D55E00", "", "o"),
+    ("#0072B2", "//", "s"),
+    ("#56B4E9", "..", "^"),
+    ("#009E73", "\\\\", "D"),
+    ("#E69F00", "xx", "v"),
+    ("#CC79A7", "--", "P"),
+    ("#000000", "", "x"),
+    ("#999999", "++", "*"),
+]
+EXTRA_LAYOUTS = {"no table": ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
+
+
+def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
+    """Useful TFLOP/s of every backend at one length, with its quartiles; a panel a direction and head size.
+
+    Args:
+        data: `side_table` of the sweep "backends".
+        length: tokens.
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    shown = data[data.length == length]
+    shown = shown.assign(work=shown.pattern + np.where(shown.is_causal, "\ncausal", ""))
+    names, works = _triton_first(shown.name), list(dict.fromkeys(shown.work))
+    sizes = sorted(shown.head_dim.unique(), reverse=True)
+    figure = Figure(figsize=(6 * len(sizes), 7.5), layout="constrained")
+    panels = figure.subplots(2, len(sizes), squeeze=False, sharex=True)
+    width = 0.85 / len(names)
+    for axes_row, direction in zip(panels, ("forward", "backward"), strict=True):
+        for axes, size in zip(axes_row, sizes, strict=True):
+            panel = shown[(shown.direction == direction) & (shown.head_dim == size)]
+            table = panel.pivot(index="work", columns="name", values="tflop_per_s").reindex(works, columns=names)
+            # The bars of a work stand side by side: a backend that cannot serve it leaves no gap.
+            place = table.notna().cumsum(axis=1).sub((table.notna().sum(axis=1) + 1) / 2, axis=0)
+            for name, (colour, hatch, _) in zip(names, STYLES, strict=False):
+                rows = panel[panel.name == name].set_index("work").reindex(works)
+                at = np.arange(len(works)) + place[name] * width
+                axes.bar(at, rows.tflop_per_s, width, label=name, color=colour, hatch=hatch, edgecolor="white")
+                axes.errorbar(at, rows.tflop_per_s, _rate_spread(rows), fmt="none", ecolor="black", lw=1)
+            axes.set(title=f"{direction}, head_dim {size}", xticks=range(len(works)), xticklabels=works)
+            axes.grid(axis="y", color="#DDDDDD")
+            axes.set_axisbelow(True)
+        axes_row[0].set_ylabel("useful work [TFLOP/s]")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.suptitle(f"Speed at {length} tokens (median and quartiles), {source}")
+    return figure
+
+
+def draw_speeds_by_length(data: pd.DataFrame, *, pattern: str, source: str) -> Figure:
+    """Useful TFLOP/s by length, a line a backend, a panel a direction and head size, not causal.
+
+    Args:
+        data: `side_table` of the sweep "backends".
+        pattern: which one.
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    shown = data[(data.pattern == pattern) & ~data.is_causal]
+    names, sizes = _triton_first(shown.name), sorted(shown.head_dim.unique(), reverse=True)
+    figure = Figure(figsize=(5 * len(sizes), 7), layout="constrained")
+    panels = figure.subplots(2, len(sizes), squeeze=False, sharex=True)
+    for axes_row, direction in zip(panels, ("forward", "backward"), strict=True):
+        for axes, size in zip(axes_row, sizes, strict=True):
+            panel = shown[(shown.direction == direction) & (shown.head_dim == size)]
+            for name, (colour, _, marker) in zip(names, STYLES, strict=False):
+                rows = panel[panel.name == name].sort_values("length")
+                style = {"label": name, "color": colour, "marker": marker, "capsize": 2}
+                axes.errorbar(rows.length, rows.tflop_per_s, _rate_spread(rows), **style)
+            axes.set(title=f"{direction}, head_dim {size}", ylim=(0, None))
+            _powers_of_two(axes, panel.length)
+        axes_row[0].set_ylabel("useful work [TFLOP/s]")
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.suptitle(f"Speed by length, pattern {pattern}, not causal, {source}")
+    return figure
+
+
+def draw_roofline(data: pd.DataFrame, *, copy_gb_per_s: float, product_tflop_per_s: float, source: str) -> Figure:
+    """Rate against useful FLOP per useful byte, under the two ceilings of the same run.
+
+    Args:
+        data: name, useful_flop, useful_bytes, median_ms; of any sweeps.
+        copy_gb_per_s: measured rate of a copy, in GB/s.
+        product_tflop_per_s: measured rate of a matrix product, in TFLOP/s.
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    intensity = data.useful_flop / data.useful_bytes
+    rate = data.useful_flop / data.median_ms / 1e9
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    ridge = product_tflop_per_s / copy_gb_per_s * 1e3
+    ends = np.array([min(intensity.min(), ridge) / 2, ridge, max(intensity.max(), ridge) * 2])
+    axes.plot(ends, np.minimum(ends * copy_gb_per_s / 1e3, product_tflop_per_s), color="black", lw=2)
+    for name, (colour, _, marker) in zip(_triton_first(data.name), STYLES, strict=False):
+        rows = data.name == name
+        axes.scatter(intensity[rows], rate[rows], color=colour, marker=marker, s=28, alpha=0.8, label=name)
+    axes.set(
+        xscale="log", yscale="log", xlabel="useful FLOP for each useful byte", ylabel="useful work [TFLOP/s]",
+        title=f"Roofline, {source}\nceilings: copy {copy_gb_per_s / 1e3:.2f} TB/s, "
+        f"matrix product {product_tflop_per_s:.0f} TFLOP/s",
+    )  # fmt: skip
+    axes.grid(color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.legend(ncols=2)
+    return figure
+
+
+def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figure:
+    """Time of linear storage over that of each layout, with its interval, one kernel and one function throughout.
+
+    Args:
+        data: `ratio_table` of the sweep "layouts" or "decoding".
+        x: the column along the axis: "dilation" or "length".
+        panel: the column that has a panel a value: "row_bytes", "dilation" or "length".
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    values = sorted(data[panel].unique())
+    columns = min(3, len(values))
+    figure = Figure(figsize=(4.2 * columns, 3.4 * -(-len(values) // columns) + 0.8), layout="constrained")
+    panels = figure.subplots(-(-len(values) // columns), columns, squeeze=False, sharey=True)
+    for spare in panels.flat[len(values) :]:
+        spare.remove()
+    names = _triton_first(data.b)
+    for axes, value in zip(panels.flat, values, strict=False):
+        part = data[data[panel] == value]
+        for place, name in enumerate(names):
+            rows = part[part.b == name].sort_values(x)
+            colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
+            spread = [rows.ratio - rows.low, rows.high - rows.ratio]
+            # A little apart, so that markers on one value do not hide each other.
+            at = rows[x] * 2 ** (0.08 * (place - len(names) / 2))
+            axes.errorbar(at, rows.ratio, spread, color=colour, marker=marker, label=name, lw=1, capsize=2)
+        axes.axhline(1, color="black", lw=0.8)
+        axes.set(title=f"{_UNITS[panel][0]} {value}{_UNITS[panel][1]}", xlabel=_LABELS[x])
+        _powers_of_two(axes, part[x])
+    for axes in panels[:, 0]:
+        axes.set_ylabel("time, linear over layout")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)))
+    figure.suptitle(f"Above 1 a layout is faster than linear storage read alike, {source}")
+    return figure
+
+
+def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> Figure:
+    """Useful bytes per second of decoding, by layout and dilation, beside the rate of a copy.
+
+    Args:
+        data: `side_table` of the sweep "decoding", of one length and number of queries.
+        copy_gb_per_s: measured rate of a copy, in GB/s.
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    sizes, names = sorted(data.row_bytes.unique()), _triton_first(data.name)
+    figure = Figure(figsize=(4.2 * len(sizes), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        for name in names:
+            rows = data[(data.row_bytes == size) & (data.name == name)].sort_values("dilation")
+            colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
+            axes.plot(rows.dilation, rows.gb_per_s / 1e3, color=colour, marker=marker, label=name, fillstyle="none")
+        axes.axhline(copy_gb_per_s / 1e3, color="black", ls="--", label="copy")
+        axes.set(title=f"rows of {size} B", xlabel=_LABELS["dilation"], ylim=(0, None))
+        _powers_of_two(axes, data.dilation)
+    panels[0].set_ylabel("rows that are needed [TB/s]")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(6, len(names) + 1))
+    figure.suptitle(f"Decoding, {data.queries.iloc[0]} of {data.length.iloc[0]} positions asked, {source}")
+    return figure
+
+
+def draw_claims(data: pd.DataFrame, *, source: str) -> Figure:
+    """The documents' speed-ups beside those seen: of their two functions, and of one function on two layouts.
+
+    Args:
+        data: `claim_table`.
+        source: where it was measured, for the title.
+
+    Returns:
+        The figure.
+    """
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    at = np.arange(len(data))
+    bars = {
+        "claimed": (data.claimed, None, "#999999", "//"),
+        "their two functions": (data.functions, "functions", "#0072B2", ".."),
+        "one function, two layouts": (data.layouts, "layouts", "#D55E00", ""),
+    }
+    for place, (label, (values, prefix, colour, hatch)) in enumerate(bars.items()):
+        spot = at + 0.27 * (place - 1)
+        axes.bar(spot, values, 0.25, label=label, color=colour, hatch=hatch, edgecolor="white")
+        if prefix:
+            spread = [values - data[f"{prefix}_low"], data[f"{prefix}_high"] - values]
+            axes.errorbar(spot, values, spread, fmt="none", ecolor="black", lw=1, capsize=3)
+        for x, value in zip(spot, values, strict=True):
+            if not np.isnan(value):
+                axes.text(x, max(value, 1) * 1.04, f"{value:.2f}", ha="center", fontsize=9)
+    labels = [
+        f"L={row.length}, dilation {row.dilation}\noutputs differ:\n{row.functions_apart:.0%} | {row.layouts_apart:.0%}"
+        for row in data.itertuples()
+    ]
+    axes.axhline(1, color="black", lw=0.8)
+    axes.set(xticks=at, xticklabels=labels, yscale="log", ylabel="time, standard over Hilbert")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_yticks([0.5, 1, 2, 4, 8])
+    axes.legend()
+    axes.set_title(f"Above 1 the Hilbert side is faster: claimed and seen, {source}")
+    return figure
+
+
+def draw_counters(data: pd.DataFrame, *, source: str) -> Figure:
+    """What the hardware counted in one forward by layout: sectors from L2, L2 hits, bytes from memory.
+
+    Args:
+        data: `layout_counters`.
+        source: where it was counted, for the title.
+
+    Returns:
+        The figure.
+    """
+    panels = {
+        "l1_sectors": "sectors from L2 to L1 (linear is 1)",
+        "l2_hit_percent": "L2 hit rate [%]",
+        "dram_read_bytes": "bytes read from memory (linear is 1)",
+    }
+    names = list(dict.fromkeys(data.layout))
+    cases = data.groupby(["row_bytes", "dilation"], sort=True)
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for ((size, rate), rows), (colour, _, marker) in zip(cases, STYLES, strict=False):
+            values = rows.set_index("layout")[column].reindex(names)
+            if not column.endswith("percent"):
+                values /= values["linear"]
+            style = {"color": colour, "marker": marker, "fillstyle": "none", "ls": ":"}
+            axes.plot(values, range(len(names)), label=f"rows of {size} B, dilation {rate}", **style)
+        axes.set(yticks=range(len(names)), yticklabels=names, xlabel=label, xlim=(0, None))
+        axes.invert_yaxis()
+        axes.grid(color="#DDDDDD")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"Hardware counters of one forward, caches empty before it, {source}")
+    return figure
+
+
+_LABELS = {"dilation": "dilation rate [tokens]", "length": "tokens"}
+_UNITS = {"row_bytes": ("rows of", " B"), "dilation": ("dilation", ""), "length": ("", " tokens")}
+
+
+def _triton_first(names: pd.Series) -> list[str]:
+    """Each name once; triton, which all are held against, in front."""
+    return sorted(dict.fromkeys(names), key=lambda name: name != "triton")
+
+
+def _rate_spread(rows: pd.DataFrame) -> list[pd.Series]:
+    """Distance of the quartiles from the median, as rates: the slow quartile is the low one."""
+    return [
+        rows.tflop_per_s * (1 - rows.median_ms / rows.high_ms),
+        rows.tflop_per_s * (rows.median_ms / rows.low_ms - 1),
+    ]
+
+
+def _powers_of_two(axes: Axes, values: pd.Series) -> None:
+    """A logarithmic axis with a tick at every value that was measured."""
+    ticks = sorted(values.unique())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [_short(int(n)) for n in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(color="#DDDDDD")
+
+
+def _short(number: int) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if number % size == 0:
+            return f"{number // size}{unit}"
+    return str(number)

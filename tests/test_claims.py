@@ -1,0 +1,100 @@
+"""The claims that can be timed again: the restated kernels select what the documents say, and a GPU is asked for."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hilbert_lib import claims
+from hilbert_lib.claims import CLAIMS, Claim, Size, claim_pairs, claim_table
+from hilbert_lib.cli import main
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.paired import run_sides
+from hilbert_lib.seeds import seed_key_sets
+
+seed_kernel = pytest.importorskip("hilbert_lib.seed_kernel", reason="triton has no build for this platform")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The pairs of a claim at a size that the interpreter can run, and their records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CLAIMS, "T", Claim("tiny", (Size(36, 3, 2.0), Size(36, 1, None))))
+        pairs = list(claim_pairs(["T"], device=DEVICE, segment_length=12, heads=1, head_dim=16))
+    return pairs, run_sides(pairs, device=DEVICE, repetitions=5)
+
+
+@pytest.mark.parametrize(("segment", "rate"), [(12, 1), (9, 3), (36, 2)])
+def test_the_restated_kernels_read_the_keys_of_the_documents(segment, rate):
+    q, k, v = (torch.randn(1, 36, 1, 16, device=DEVICE) for _ in range(3))
+    snake = Ordering.from_curve("snake", 36).perm.int().to(DEVICE)
+    for order, mask in zip((None, snake), seed_key_sets(36, segment, rate), strict=True):
+        out = seed_kernel.seed_attention(q, k, v, segment_length=segment, dilation_rate=rate, order=order)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2).double() for x in (q, k, v)), mask.to(DEVICE)
+        )
+        torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+def test_two_functions_differ_and_two_layouts_do_not(small):
+    table = claim_table(small[1]).set_index("dilation")
+    assert table.claimed[3] == 2.0
+    assert table.claimed.isna()[1]
+    assert table.functions_apart[3] > 0.5
+    assert (table.layouts_apart == 0).all()
+
+
+def test_every_side_is_held_against_its_own_function(small):
+    pairs, records = small
+    errors = [record[side]["error"] for record in records for side in "ab"]
+    assert 0 < max(errors) < 0.01
+    (standard, hilbert), *_ = pairs
+    assert standard.error(hilbert.run()) > 0.5
+
+
+def test_k3_is_rerun_at_the_sizes_of_the_documents(capsys):
+    shown = CliRunner().invoke(main, ["claims", "--rerun", "K3", "--dry-run"])
+    assert shown.exit_code == 0
+    sizes = {(4096, 64), (2048, 2), (1024, 1), (4096, 1)}
+    assert {
+        tuple(map(int, line.split(":")[0].replace("L=", "").split(" dilation="))) for line in shown.output.splitlines()
+    } == sizes
+    parameters = next(iter(claim_pairs(["K3"], device="cpu")))[0].parameters
+    assert parameters["heads"] * parameters["head_dim"] == 768
+
+
+def test_the_list_names_every_claim_that_can_be_rerun():
+    shown = CliRunner().invoke(main, ["claims"]).output
+    assert [line.split()[0] for line in shown.splitlines()] == list(CLAIMS)
+
+
+def test_without_a_gpu_nothing_is_timed_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(claims.torch.cuda, "is_available", lambda: False)
+    shown = CliRunner().invoke(main, ["claims", "--rerun", "K4"])
+    assert shown.exit_code == 1
+    assert "on a CUDA device" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rerun", "K99"], "claims must be of K3, K4; got 'K99'"),
+        (["--rerun", "K3", "--segment-length", "0"], "segment-length"),
+    ],
+)
+def test_a_wrong_word_is_named(words, message):
+    shown = CliRunner().invoke(main, ["claims", *words])
+    assert shown.exit_code == 2
+    assert message in shown.output
+
+
+def test_a_segment_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="segment_length must divide 4096 and be at least 64, got 1000"):
+        list(claim_pairs(["K3"], device="cpu", segment_length=1000))
+
+
+@pytest.mark.gpu
+def test_a_claim_is_timed():
+    table = claims.rerun(["K3"])
+    assert table.functions_apart[0] > 0.5
+    assert table[["functions", "layouts"]].notna().all(axis=None)

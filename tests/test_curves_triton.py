@@ -1,0 +1,163 @@
+"""The Hilbert kernels give the bits of the torch version; without a GPU they run here in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import curves
+from hilbert_lib.curves import curve_coordinates, curve_index, raster_index
+
+curves_triton = pytest.importorskip("hilbert_lib.curves_triton", reason="triton has no build for this platform")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PLANES = [(1, 1), (2, 1), (1, 50), (50, 1), (3, 3), (8, 8), (13, 21), (21, 13), (17, 17), (32, 32), (2, 97), (41, 3)]
+BOXES = [
+    (1, 1, 1),
+    (1, 9, 1),
+    (30, 1, 1),
+    (8, 8, 8),
+    (5, 6, 7),
+    (7, 7, 7),
+    (3, 3, 3),
+    (2, 3, 40),
+    (61, 5, 4),
+    (1, 9, 8),
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The public functions run the kernels on any device, and small grids have several levels."""
+    monkeypatch.setattr(curves, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(curves_triton, "LEAF_CELLS", 16)
+
+
+def check(shape):
+    """Cells, and places of all cells in raster order, against the torch version on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "_has_kernel", lambda device: False)
+        expected = curve_coordinates("hilbert", shape)
+    cells = curve_coordinates("hilbert", shape, device=DEVICE)
+    assert cells.dtype == torch.int64
+    assert torch.equal(cells.cpu(), expected)
+    raster = curve_coordinates("raster", shape, device=DEVICE)
+    places = curve_index("hilbert", raster, shape)
+    assert places.dtype == torch.int64
+    assert torch.equal(places.cpu(), raster_index(expected, shape).argsort())
+
+
+@pytest.mark.parametrize("shape", [*PLANES, *BOXES], ids=str)
+def test_cells_and_places_are_bit_equal_to_the_torch_version(kernels, monkeypatch, shape):
+    monkeypatch.setattr(curves_triton, "LEAF_CELLS", max(1, prod(shape) // 16))
+    check(shape)
+
+
+@pytest.mark.parametrize("leaf_cells", [1, 2, 3, 7, 1024])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 5)])
+def test_cells_and_places_do_not_depend_on_the_size_of_a_leaf(kernels, monkeypatch, shape, leaf_cells):
+    monkeypatch.setattr(curves_triton, "LEAF_CELLS", leaf_cells)
+    check(shape)
+
+
+SIDES = st.integers(1, 40)
+
+
+@settings(deadline=None, max_examples=20)
+@given(shape=st.one_of(st.tuples(SIDES, SIDES), st.tuples(*[st.integers(1, 12)] * 3)))
+def test_cells_and_places_are_bit_equal_on_any_shape(shape):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "_has_kernel", lambda device: True)
+        patch.setattr(curves_triton, "LEAF_CELLS", max(1, prod(shape) // 8))
+        check(shape)
+
+
+@pytest.mark.parametrize("shape", [(1024, 5), (3, 700), (2, 1, 1500)])
+def test_cells_are_right_where_a_leaf_takes_several_steps(kernels, monkeypatch, shape):
+    monkeypatch.setattr(curves_triton, "LEAF_CELLS", 1024)
+    check(shape)
+
+
+@pytest.mark.parametrize("shape", [(13, 21), (5, 6, 7)])
+def test_tables_of_64_bits_give_the_same(kernels, monkeypatch, shape):
+    rules = curves_triton._rules(shape, 16, DEVICE)
+    long = {name: getattr(rules, name).long() for name in ("nodes", "rows", "before")}
+    monkeypatch.setattr(curves_triton, "_rules", lambda *arguments: rules._replace(**long))
+    check(shape)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2**28, 4), torch.int32), ((2**29 + 1, 3), torch.int64)])
+def test_tables_have_64_bits_where_the_coordinates_of_a_cell_need_them(shape, dtype):
+    rules = curves_triton._rules(shape, 1024, torch.device("cpu"))
+    assert {table.dtype for table in (rules.nodes, rules.rows, rules.before)} == {dtype}
+
+
+def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
+    """The first quarter of a square is the curve of half its side, its axes swapped; the last cell ends a side."""
+    side = 2**21
+    cells = curve_coordinates("raster", (16, 16), device=DEVICE)
+    swapped = cells.flip(-1)  # 17 halvings
+    assert torch.equal(curve_index("hilbert", cells, (side, side)), curve_index("hilbert", swapped, (16, 16)))
+    last = torch.tensor([side - 1, 0], device=DEVICE)
+    assert curve_index("hilbert", last, (side, side)).item() == side**2 - 1
+    with pytest.raises(ValueError, match=r"at most 63 bits.*\(4294967296, 4294967296\)"):
+        curve_index("hilbert", last, (2**32, 2**32))
+
+
+def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels):
+    cells = curve_coordinates("hilbert", (6, 10), device=DEVICE)
+    places = torch.arange(60, device=DEVICE)
+    assert torch.equal(curve_index("hilbert", cells.view(3, 20, 2).mT.contiguous().mT, (6, 10)), places.view(3, 20))
+    assert torch.equal(curve_index("hilbert", cells.flip(0)[::2].to(torch.uint8), (6, 10)), places.flip(0)[::2])
+    assert curve_index("hilbert", cells[7], (6, 10)).shape == ()
+    assert curve_index("hilbert", cells[:0], (6, 10)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cell"), [((4, 8), [0, 8]), ((4, 8), [4, 0]), ((4, 8), [-1, 0]), ((4, 8, 2), [0, 0, 2])], ids=str
+)
+def test_a_cell_outside_is_named_as_the_torch_version_names_it(kernels, monkeypatch, shape, cell):
+    cells = torch.tensor([[0] * len(shape), cell], device=DEVICE)
+    with pytest.raises(ValueError, match="inside the shape") as ours:
+        curve_index("hilbert", cells, shape)
+    monkeypatch.setattr(curves, "_has_kernel", lambda device: False)
+    with pytest.raises(ValueError, match="inside the shape") as theirs:
+        curve_index("hilbert", cells, shape)
+    assert str(ours.value) == str(theirs.value)
+    assert str(cell) in str(ours.value)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "interpreted", "absent"])
+def test_kernels_serve_gpus_and_only_where_they_are_compiled(monkeypatch, mode):
+    monkeypatch.setattr(curves, "kernel_mode", lambda: mode)
+    assert curves._has_kernel(torch.device("cuda")) == (mode == "compiled")
+    assert not curves._has_kernel(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1024, 1024), (300, 4001), (1, 10**5), (64, 64, 64), (101, 67, 83), (3, 2, 50_001)])
+def test_large_grids_are_bit_equal_on_the_gpu(shape):
+    assert curves._has_kernel(DEVICE)
+    check(shape)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
+    """A cell of a plane leaves as one write of 16 bytes, and what encoding reads of a block comes in one read."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script, str(architecture), "curves"], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    accesses = json.loads(done.stdout)
+    assert set(accesses) == {"decode 2", "decode 3", "encode 2", "encode 3"}
+    assert "st.global.v2.b64" in accesses["decode 2"]
+    assert all("ld.global.v4.b32" in accesses[f"encode {ndim}"] for ndim in (2, 3))

@@ -1,0 +1,180 @@
+"""A few queries against many keys: the keys split over programs, equal to the oracle wherever the queries stand."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from allpairspy import AllPairs
+from cases import BRANCHES, ORDERINGS, TOLERANCE, stored
+
+from hilbert_lib import DilatedPattern
+from hilbert_lib.attention import reference
+from hilbert_lib.attention.call import Call
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+
+decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEYS = 71
+WINDOWS = ((0, 1), (0, 5), (21, 1), (29, 4), (46, 3), (KEYS - 1, 1), (KEYS - 5, 5))  # first query, queries
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """`torch.empty` then gives NaN, so that a part that is read and was not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_dim: int = 5, batch: int = 2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, n, h, head_dim) for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def decoded(q, k, v, call: Call):
+    """`decode.forward` on the device of the tests; out and lse on the CPU."""
+    call = replace(call, **{f: x.to(DEVICE) for f, x in vars(call).items() if isinstance(x, torch.Tensor)})
+    out, lse = decode.forward(*(x.to(DEVICE) for x in (q, k, v)), call)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    return out.cpu(), lse.cpu()
+
+
+def is_possible(case: list) -> bool:
+    return len(case) < 4 or case[2] == "softmax" or case[3][1] >= len(BRANCHES[case[0]][0])
+
+
+AXES = [
+    list(BRANCHES),
+    list(OFFSET_RULES),
+    list(MIXING_RULES),
+    [(3, 3), (6, 3), (4, 1)],  # five queries of four heads are more than a tile of the interpreter
+    list(WINDOWS),
+    ["none", "random", "hilbert"],
+    ["bshd", "bhsd", "sliced"],
+    [torch.float32, torch.bfloat16],
+    [False, True],
+    ["causal", "not causal"],
+]
+
+
+@pytest.mark.parametrize(
+    "case", list(AllPairs(AXES, filter_func=is_possible)), ids=lambda case: "-".join(map(str, case))
+)
+def test_output_and_lse_equal_the_oracle_wherever_the_queries_stand(case):
+    branches, offsets, mixing, heads, (first, queries), ordering, layout, dtype, padded, causality = case
+    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
+    q, k, v = (x.to(dtype) for x in drawn(queries, *heads))
+    padding = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) < 0.4 if padded else None
+    options = {"is_causal": causality == "causal", "key_padding_mask": padding, "query_start": first}
+    expected, expected_lse = oracle.attention(q, k, v, pattern, scale=0.7, **options)
+    order = ORDERINGS[ordering](KEYS)
+    inverse = None if order is None else order.inverse.int()
+    kept = (k, v) if order is None else (order.apply(k, dim=1), order.apply(v, dim=1))
+    call = Call(pattern, scale=0.7, inverse=inverse, **options)
+    out, lse = decoded(*(stored(x, layout) for x in (q, *kept)), call)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype][0], rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=TOLERANCE[dtype][1], rtol=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal):
+    q, k, v = drawn(4, 4, 2)
+    seed = torch.tensor([2**40 + 5])
+    pattern = DilatedPattern((16, 64), (2, 3))
+    call = Call(pattern, scale=0.5, is_causal=is_causal, query_start=29, dropout_p=0.3, seed=seed)
+    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(q, k, v, call), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("programs", [1, 20, 10**6])
+def test_the_result_does_not_depend_on_how_the_keys_are_split(programs, monkeypatch):
+    q, k, v = drawn(2, 2, 1, keys=250, head_dim=16, batch=1)
+    call = Call(DilatedPattern((50, 250), (1, 2)), scale=0.3, is_causal=True, query_start=240)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "KEYS_PER_ROW", 1)
+    monkeypatch.setattr(decode, "MERGED_ELEMENTS", 64)  # the merge takes several steps too
+    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(q, k, v, call), atol=2e-5, rtol=0)
+
+
+def test_every_part_of_the_keys_has_one_program_and_no_other_is_started():
+    pattern = DilatedPattern((2048, 4096, 30000), (1, 4, 3))
+    chunk, units, parts = decode.split(pattern, 20000, 9001, 1, batch=1, kv_heads=4, least=16, block=16)
+    heads = [sum(9001 % w % r == g % r for g in range(4)) for w, r in pattern.branches]
+    keys = [2048, 1024, 6667]
+    assert chunk == -(-sum(n * h for n, h in zip(keys, heads, strict=True)) // decode.PROGRAMS // 16) * 16
+    assert parts == sum(-(-n // chunk) for n in keys)
+    assert units == sum(-(-n // chunk) * h for n, h in zip(keys, heads, strict=True))
+
+
+def test_rows_without_keys_give_zero_and_minus_infinity():
+    q, k, v = drawn(5, 2, 2)
+    padding = torch.zeros(2, KEYS, dtype=torch.bool)
+    padding[1] = True
+    call = Call(DilatedPattern((8, 16), (2, 4), offsets="zero"), query_start=31, key_padding_mask=padding)
+    out, lse = decoded(q, k, v, call)
+    sees = torch.zeros(2, 2, 5, dtype=torch.bool)
+    sees[0, :, [1, 3]] = True  # positions 32 and 34: of the first sequence, even
+    assert torch.equal(lse > -torch.inf, sees)
+    assert torch.equal((out != 0).all(-1).transpose(1, 2), sees)
+    nowhere = replace(call, query_start=33, key_padding_mask=None)
+    out, lse = decoded(q[:, :1], k, v, nowhere)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+# NaN in what is masked makes numpy warn where the interpreter multiplies it.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_key_that_is_not_finite_reaches_only_the_queries_that_attend_to_it(bad, which):
+    q, k, v = drawn(5, 2, 1, batch=1)
+    call = Call(DilatedPattern((8, 32), (1, 2)), is_causal=True, query_start=30)
+    clean, _ = decoded(q, k, v, call)
+    for position in (3, 29, 32, 33, 60):
+        spoilt = {"k": k.clone(), "v": v.clone()}
+        spoilt[which][:, position] = bad
+        out, _ = decoded(q, spoilt["k"], spoilt["v"], call)
+        for t in range(5):
+            if position not in call.pattern.keys(30 + t, kv_head=0, kv_heads=1, length=KEYS, is_causal=True):
+                assert torch.equal(out[:, t], clean[:, t])
+            elif which == "v":
+                assert not out[:, t].isfinite().any()
+
+
+def test_two_runs_give_the_same_bits():
+    tensors = drawn(3, 4, 2)
+    call = Call(DilatedPattern((16, 64), (1, 2)), is_causal=True, query_start=46)
+    assert all(map(torch.equal, decoded(*tensors, call), decoded(*tensors, call)))
+
+
+def test_it_serves_few_rows_against_many_keys():
+    pattern = DilatedPattern((64, 4096), (1, 2))
+    k = torch.empty(1, 8192, 2, 64, dtype=torch.bfloat16)
+
+    def serves(queries: int, heads: int, pattern: DilatedPattern = pattern) -> bool:
+        return decode.serves(torch.empty(1, queries, heads, 64, dtype=k.dtype), k, Call(pattern, query_start=0))
+
+    assert serves(1, 2)
+    assert serves(16, 8)
+    assert not serves(17, 8)
+    assert not serves(16, 8, DilatedPattern((64,), (1,)))
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
+    script = Path(__file__).parent / "compile_kernels.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, script, str(architecture), "decode"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    instructions = json.loads(done.stdout)
+    assert all("cp.async.cg" in instructions[rows] for rows in ("16 rows", "32 rows"))  # 16 bytes at a time, ahead
+    assert "ld.global.v4.b32" in instructions["merge"]

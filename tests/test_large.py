@@ -1,0 +1,70 @@
+"""Tensors past 2^31 elements: the fused kernels address both ends of them. Run by `make test-gpu`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import TOLERANCE
+
+from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention import reference
+from hilbert_lib.attention.call import Call
+
+decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
+pytestmark = pytest.mark.gpu
+
+PATTERN = DilatedPattern((1024, 8192), (1, 8))
+LENGTH, HEADS, HEAD_DIM = 2**20 + 2085, 16, 128
+# A segment of the longest branch can be checked alone: the first, and the short last one, which lies past 2^31.
+SEGMENTS = slice(0, 8192), slice(2**20, LENGTH)
+
+
+def dense() -> list[torch.Tensor]:
+    return [torch.randn(1, LENGTH, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def packed() -> list[torch.Tensor]:
+    # A head's stride times its number passes 2^31 as well.
+    heads_first = torch.randn(1, HEADS, 3, LENGTH, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    assert heads_first.stride(1) * (HEADS - 1) > 2**31
+    return [heads_first[:, :, n].transpose(1, 2) for n in range(3)]
+
+
+@pytest.fixture(params=[dense, packed], ids=["dense", "packed"])
+def qkv(request):
+    torch.manual_seed(0)
+    yield request.param()
+    torch.cuda.empty_cache()
+
+
+def assert_equal(got: tuple, expected: tuple, tolerances: tuple[float, ...]) -> None:
+    for mine, theirs, tolerance in zip(got, expected, tolerances, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=tolerance, rtol=0)
+
+
+def test_forward_and_backward_are_exact_at_both_ends(qkv):
+    q, k, v = (x.requires_grad_() for x in qkv)
+    assert min(x.numel() for x in qkv) > 2**31
+    out, lse = dilated_attention(q, k, v, PATTERN, is_causal=True, backend="triton", return_lse=True)
+    dout = torch.randn(out.shape, device=out.device, dtype=out.dtype)
+    gradients = torch.autograd.grad(out, qkv, dout)
+    call = Call(PATTERN, is_causal=True, scale=HEAD_DIM**-0.5)
+    for segment in SEGMENTS:
+        *exact, exact_dout = (x.detach()[:, segment].double() for x in (q, k, v, dout))
+        expected = reference.forward(*exact, call)
+        assert_equal((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
+        expected_gradients = reference.backward(exact_dout, *exact, *expected, call)
+        mine = tuple(x[:, segment] for x in gradients)
+        assert_equal(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decoding_is_exact_at_both_ends(qkv, queries):
+    q, k, v = qkv
+    for segment in SEGMENTS:
+        start = segment.stop - queries
+        asked = q[:, start : segment.stop]
+        call = Call(PATTERN, scale=HEAD_DIM**-0.5, query_start=start)
+        exact = (x.double() for x in (asked, k[:, segment], v[:, segment]))
+        expected = reference.forward(*exact, replace(call, query_start=start - segment.start))
+        assert_equal(decode.forward(asked, k, v, call), expected, TOLERANCE[q.dtype][:2])

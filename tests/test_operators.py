@@ -1,0 +1,256 @@
+"""Dilated attention as torch operators: opcheck, torch.compile, checkpointing, autocast, CUDA graphs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.environment import kernel_mode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTH = 12
+PATTERN = DilatedPattern((6, 12), (3, 3))  # one pass of the fused kernels, which the interpreter runs slowly
+PADDING = torch.zeros(1, LENGTH, dtype=torch.bool, device=DEVICE)
+PADDING[:, 8:] = True
+HILBERT = Ordering.from_curve("hilbert", LENGTH)
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "ordering": {"kv_ordering": HILBERT},
+    "padding": {"key_padding_mask": PADDING},
+    "dropout": {"dropout_p": 0.3},
+    "decoding": {"query_start": 5, "is_causal": True},
+}
+ROWS = {option: 5 if option == "decoding" else LENGTH for option in OPTIONS}
+BACKENDS = ["sdpa", "eager", "reference", "auto"] + ["triton"] * (kernel_mode() != "absent")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code():
+    yield
+    torch.compiler.reset()
+
+
+def qkv(*, rows: int = LENGTH, keys: int = LENGTH, dtype: torch.dtype = torch.float32, head_dim: int = 4):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, rows, 2, head_dim), (1, keys, 1, head_dim), (1, keys, 1, head_dim)
+    return [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]
+
+
+def results(attend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk and dv, with torch's generator at a fixed seed."""
+    torch.manual_seed(3)
+    out, lse = attend(*tensors)
+    assert not lse.requires_grad
+    return out, lse, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+
+def must_serve(backend: str, option: str) -> bool:
+    return backend != "sdpa" or option in ("plain", "causal", "ordering")
+
+
+def attention(backend: str, option: str):
+    return partial(dilated_attention, pattern=PATTERN, backend=backend, return_lse=True, **OPTIONS[option])
+
+
+@pytest.mark.parametrize(("backend", "option"), [(b, o) for b in BACKENDS for o in OPTIONS if must_serve(b, o)])
+def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(backend, option):
+    attend, tensors = attention(backend, option), qkv(rows=ROWS[option])
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, results(compiled, tensors), results(attend, tensors)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("option", ["causal", "ordering", "dropout"])
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
+def test_inductor_compiles_calls_between_other_operators(backend, option):
+    def block(q, k, v):
+        out, lse = attention(backend, option)(q.sin(), k * 2, v.transpose(1, 2).contiguous().transpose(1, 2))
+        return out.cos(), lse
+
+    # By default inductor draws dropout's seed from a generator of its own.
+    compiled = torch.compile(block, fullgraph=True, options={"fallback_random": True})
+    tensors = qkv(rows=ROWS[option])
+    for got, expected in zip(results(compiled, tensors), results(block, tensors), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@needs_compiler
+def test_dropout_under_inductor_repeats_with_manual_seed():
+    compiled = torch.compile(attention("auto", "dropout"), fullgraph=True)
+    tensors = qkv()
+    first = results(compiled, tensors)
+    assert not torch.equal(compiled(*tensors)[0], first[0])
+    assert all(map(torch.equal, results(compiled, tensors), first))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_length_is_not_compiled_again(backend):
+    attend = partial(dilated_attention, pattern=PATTERN, backend=backend, is_causal=True, return_lse=True)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for length, stance in ((12, "default"), (9, "fail_on_recompile"), (7, "fail_on_recompile")):
+        tensors = qkv(rows=length, keys=length)
+        for x in tensors:
+            torch._dynamo.mark_dynamic(x, 1)
+        with torch.compiler.set_stance(stance):
+            got = results(compiled, tensors)
+        assert all(map(torch.equal, got, results(attend, tensors)))
+
+
+def test_another_step_of_decoding_is_not_compiled_again():
+    def step(q, k, v, position):
+        return dilated_attention(q, k, v, PATTERN, query_start=position)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for keys, stance in ((7, "default"), (9, "fail_on_recompile"), (12, "fail_on_recompile")):
+        tensors = [x.detach() for x in qkv(rows=1, keys=keys)]
+        with torch.compiler.set_stance(stance):
+            got = compiled(*tensors, keys - 1)
+        assert torch.equal(got, step(*tensors, keys - 1))
+
+
+CALLS = {  # backend: what the operators are given beside q, k and v
+    "triton": (True, 0.5, 0.3, torch.tensor([5]), PADDING, None, HILBERT.slots(PADDING.device)),
+    "eager": (True, 0.5, 0.3, torch.tensor([5]), PADDING, 5, None),
+    "reference": (False, 0.5, 0.0, None, PADDING, None, None),
+    "sdpa": (True, 0.5, 0.0, None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "auto"])
+def test_the_operators_pass_opcheck(backend, is_empty):
+    *options, seed, padding, query_start, inverse = CALLS[backend]
+    seed = None if seed is None else seed.to(DEVICE)
+    q, k, v = qkv(rows=LENGTH if query_start is None else 5)
+    if is_empty:
+        q, k, v, padding = q[:0], k[:0], v[:0], None if padding is None else padding[:0]
+    pattern = PATTERN.segment_lengths, PATTERN.dilation_rates, PATTERN.offsets, PATTERN.mixing
+    call = *pattern, *options, seed, padding, query_start, inverse, backend
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention, (q, k, v, *call))
+    with torch.no_grad():
+        out, lse = torch.ops.hilbert_lib.dilated_attention(q, k, v, *call)
+        saved = [x.detach() for x in (torch.randn_like(out), q, k, v, out)]
+        torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention_backward, (*saved, lse, *call))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
+def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled):
+    attend, tensors = attention(backend, "dropout"), qkv()
+
+    def block(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    recomputed = torch.compile(block, fullgraph=True, backend="aot_eager") if is_compiled else block
+    assert all(map(torch.equal, results(recomputed, tensors), results(attend, tensors)))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_casts_before_the_operator_and_nothing_inside(backend, is_compiled):
+    attend, tensors = attention(backend, "causal"), qkv()
+
+    def block(q, k, v):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return attend(q, k, v)
+
+    def cast(q, k, v):
+        return attend(*(x.to(torch.bfloat16) for x in (q, k, v)))
+
+    under_autocast = torch.compile(block, fullgraph=True, backend="aot_eager") if is_compiled else block
+    got = results(under_autocast, tensors)
+    assert got[0].dtype == torch.bfloat16
+    assert all(map(torch.equal, got, results(cast, tensors)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_that_kernels_cannot_load_are_copied_inside(backend):
+    def strided(q, k, v):  # the last stride of all three, and of dout, is not 1
+        out, lse = attention(backend, "plain")(*(x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)))
+        return out.transpose(1, 3).contiguous().transpose(1, 3), lse
+
+    tensors = qkv()
+    compiled = torch.compile(strided, fullgraph=True, backend="aot_eager")
+    expected = results(attention(backend, "plain"), tensors)
+    for attend in (strided, compiled):
+        for got, true in zip(results(attend, tensors), expected, strict=True):
+            torch.testing.assert_close(got, true)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
+def test_what_is_not_implemented_raises(backend):
+    tensors = qkv()
+    attend = partial(dilated_attention, pattern=PATTERN, backend=backend)
+    (dq,) = torch.autograd.grad(attend(*tensors).sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="has no rule for torch"):
+        torch.func.vmap(attend)(*(x.detach()[None] for x in tensors))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jvp(attend, tuple(tensors), tuple(tensors))
+
+
+def test_an_exported_call_serves_other_lengths():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return dilated_attention(q, k, v, PATTERN, is_causal=True)
+
+    tensors = [x.detach() for x in qkv()]
+    length = {1: torch.export.Dim("length", min=2)}
+    exported = torch.export.export(Attention(), tuple(tensors), dynamic_shapes=(length,) * 3).module()
+    shorter = [x[:, :7] for x in tensors]
+    assert torch.equal(exported(*shorter), Attention()(*shorter))
+
+
+def test_a_call_imports_neither_torchs_compiler_nor_triton():
+    script = """
+import sys, torch
+from hilbert_lib import DilatedPattern, dilated_attention
+q = torch.ones(1, 4, 1, 2, requires_grad=True)
+dilated_attention(q, q, q, DilatedPattern((4,), (1,))).sum().backward()
+print([name for name in ("torch._dynamo", "triton") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", ["causal", "dropout", "ordering"])
+def test_a_cuda_graph_replays_forward_and_backward(option):
+    attend, tensors = attention("triton", option), qkv(dtype=torch.bfloat16, head_dim=64)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(attend, tensors)  # compiles and fills the caches
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attend(*tensors)
+        grads = torch.autograd.grad(out.float().square().sum(), tensors)
+    for value in (2.0, -1.0):
+        with torch.no_grad():
+            tensors[2].fill_(value)
+        torch.manual_seed(3)
+        graph.replay()
+        expected = results(attend, tensors)
+        assert all(map(torch.equal, (out, *grads), (expected[0], *expected[2:])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cudnn", "flash", "sdpa", "auto"])
+def test_inductor_serves_the_kernels_of_cuda(backend):
+    attend, tensors = attention(backend, "causal"), qkv(dtype=torch.bfloat16, head_dim=64)
+    compiled = torch.compile(attend, fullgraph=True)
+    for got, expected in zip(results(compiled, tensors), results(attend, tensors), strict=True):
+        torch.testing.assert_close(got, expected)
