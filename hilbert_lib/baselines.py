@@ -11,6 +11,7 @@ from math import lcm
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,6 +23,8 @@ from hilbert_lib.pattern import DilatedPattern, rows_in_segment
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
 FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
+# Without cuDNN: over strided segments it ended in an illegal memory access on an H200 (torch 2.11).
+DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -296,9 +299,10 @@ def _fkodom(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
                 return x[:, start : start + shape[0] * shape[1], heads].unflatten(1, shape)[:, :, o::r]
 
             qs, ks, vs = (view(x, some).flatten(0, 1).transpose(1, 2) for x, some in ((q, heads), (k, own), (v, own)))
-            part = scaled_dot_product_attention(
-                qs, ks, vs, is_causal=call.is_causal, scale=call.scale, enable_gqa=group > 1
-            )
+            with sdpa_kernel(DENSE):
+                part = scaled_dot_product_attention(
+                    qs, ks, vs, is_causal=call.is_causal, scale=call.scale, enable_gqa=group > 1
+                )
             view(out, heads).copy_(part.transpose(1, 2).unflatten(0, (-1, segments)))
     return out
 

@@ -1,20 +1,21 @@
 """The Hilbert curve as Triton kernels: its cells in order, and the place of any cell, bit-equal to `curves`.
 
-A grid has millions of cells and few kinds of blocks: on one level of the curve a side takes two or three lengths. So
-`curves.children` is asked once for each kind, which makes a table small enough for the first-level cache, and the
-kernels walk down that table. Blocks of at most LEAF_CELLS cells are leaves: their cells are listed, and one read
-replaces the last levels of the walk.
+A grid has millions of cells and few kinds of blocks: on one level of the curve a side takes two or three lengths, and a
+block lies in one of a few ways. `curves.children` is asked once for each kind, every way a kind lies is a state, and
+the kernels walk a table of states that fits into the caches. As a state knows how its block lies, nothing is turned or
+mirrored on the way. Blocks of at most LEAF_CELLS cells are leaves: their cells are listed, and one read replaces the
+last levels of the walk.
 
 Decoding writes 8 bytes a coordinate and should be bound by that, so few instructions may go into a cell. A program
 takes one leaf: it walks once, on scalars, and a cell then costs one read of the list, one multiply-add an axis and the
-unpacking. Encoding takes cells in any order, so every lane walks by itself. A level costs it some reads of 16 bytes and
-a comparison, a selection and an addition an axis, so that the number of levels binds.
+unpacking. Encoding takes cells in any order, but neighbours in memory are mostly neighbours in the grid: the two ends
+of the box around a program's cells walk first, on scalars, and only from where they part every lane walks by itself.
 
-Inside the kernels a cell is one number, its coordinates side by side in as many bits as the sides need. A step along an
-axis of a block is one number too, a signed power of two, so that a block that lies turned or mirrored is no case apart.
+Inside the kernels a cell is one number, its coordinates side by side in as many bits as the sides need; the first has
+the highest. So is the corner of a block, and one subtraction makes a cell relative to it. A step along an axis of a
+leaf is one number too, a signed power of two.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -25,37 +26,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.curves import block_cells, children, raster_index, split, whole_block
+from hilbert_lib.curves import Child, block_cells, children, raster_index, split, whole_block
 
 LEAF_CELLS = 1024  # at most: a coordinate inside of a leaf has 10 bits
 # A compilation for every divisor of these would be one for most grids.
-NOT_SPECIALIZED = ["count", "turn", "depth", "shift_0", "shift_1", "side_0", "side_1", "side_2"]
+NOT_SPECIALIZED = ["count", "depth", "shift_0", "shift_1", "side_0", "side_1", "side_2"]
+
+Block = tuple[int, int, int]  # sides along its own axes
+
+
+class State(NamedTuple):
+    """A block as it lies in the grid: sides along its own axes, which axes of the grid these are, and their signs."""
+
+    sides: Block
+    axes: tuple[int, int, int]
+    signs: tuple[int, int, int]
 
 
 class Rules(NamedTuple):
     """How one grid falls into blocks and leaves.
 
-    A turn is 7 bits: three that say which of a child's own axes run backwards, and twice two bits for the parent's axes
-    that its a and b are. A leaf is its own only child, so that a walk may be longer than its path.
+    State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1. A leaf is its own
+    only child, so that a walk may be longer than its path.
 
     Attributes:
-        nodes: (blocks, 8): cuts on a, on b in the first and in the second half of a, on c; of a leaf also its sides b
-            and c, its start in the lists and its cells. Block 0 is the grid.
-        rows: (blocks, 8, 8): a child each, at 4, 2 and 1 times its halves of a, c and b: 128 times its block plus its
-            turn, the cells before it, and what its own coordinates a, b and c have more than the turned ones.
-        before: (blocks, 8): leaves before each child in the order of the curve: the Gray code of the halves of a, c, b.
+        cuts: (states, 4): where a block is cut on each axis, packed as a cell is; beyond all cells where it is not.
+        rows: (states, 8, 4): of the child in each half its state, the cells before it and its lowest corner.
+        before: (states, 8): of each child 8 times the leaves before it, plus its halves.
+        layouts: (states, 4): of a leaf where the place of its lowest corner stands in `places`, and a step along each
+            axis.
+        lists: (states, 8): of a leaf its start in `cells`, how many it has, where its curve begins, and the steps
+            along a, b and c.
         cells: the cells of the leaves in order, 10 bits for each of a, b and c.
         places: the place of each cell of a leaf, in raster order.
-        turn: of the grid as a block. depth: levels. leaves: how many the grid has.
+        depth: levels. leaves: how many the grid has.
         shifts: bits to the right of coordinates 0 and 1.
     """
 
-    nodes: Tensor
+    cuts: Tensor
     rows: Tensor
     before: Tensor
+    layouts: Tensor
+    lists: Tensor
     cells: Tensor
     places: Tensor
-    turn: int
     depth: int
     leaves: int
     shifts: tuple[int, int]
@@ -67,8 +81,8 @@ def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
     rules = _rules(sides, LEAF_CELLS, out.device)
     with torch.cuda.device_of(out):
         decode_kernel[(rules.leaves,)](
-            *(out, rules.nodes, rules.rows, rules.before, rules.cells),
-            *(rules.turn, rules.depth, *rules.shifts),
+            *(out, rules.rows, rules.before, rules.lists, rules.cells),
+            *(rules.depth, *rules.shifts),
             NDIM=len(sides),
             STEP=256,
             num_warps=1,
@@ -84,7 +98,7 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
         sides: of the grid.
 
     Returns:
-        (...) int64, without meaning for cells outside; and whether there are none of these.
+        (...) int64, without meaning if a cell lies outside; and whether none does.
     """
     place = torch.empty(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
     outside = torch.zeros(1, dtype=torch.int32, device=coordinates.device)
@@ -93,66 +107,77 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
     if place.numel():
         with torch.cuda.device_of(coordinates):
             encode_kernel[(triton.cdiv(place.numel(), block),)](
-                *(place, outside, coordinates.contiguous(), rules.nodes, rules.rows, rules.places),
-                *(place.numel(), rules.turn, rules.depth, *(*sides, 1)[:3]),
+                *(place, outside, coordinates.contiguous(), rules.cuts, rules.rows, rules.layouts, rules.places),
+                *(place.numel(), rules.depth, *rules.shifts, *(*sides, 1)[:3]),
                 NDIM=len(sides),
                 BLOCK=block,
+                num_warps=1,
             )
     return place, not outside.item()
 
 
 @lru_cache(maxsize=32)
 def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rules:
+    widths = [(side - 1).bit_length() for side in sides]
+    if sum(widths) > 62:  # a step is one bit beyond at most, and then there is the sign
+        raise ValueError(f"shape must have coordinates of at most 62 bits in all, got {sides}")
     axes, grid = whole_block(sides)
     families = {}
     _collect(grid, leaf_cells, families)
-    leaves, depths = {}, {}
+    leaves, depths, starts = {}, {}, {}
+    cells, places, known = [], [], {}
     for block, family in families.items():
         leaves[block] = sum(leaves[child.sides] for child in family) or 1
         depths[block] = max((depths[child.sides] + 1 for child in family), default=0)
-    widths = [(side - 1).bit_length() for side in sides]
-    if sum(widths) > 63:
-        raise ValueError(f"shape must have coordinates of at most 63 bits in all, got {sides}")
-    dtype = np.int32 if prod(sides) < 2**31 and sum(widths) < 32 else np.int64
-    nodes = np.zeros((len(families), 8), dtype)
-    rows = np.zeros((len(families), 8, 8), dtype)
-    before = np.full((len(families), 8), np.iinfo(dtype).max, dtype)
-    numbers = {block: number for number, block in enumerate(reversed(families))}
-    cells, places, listed, known = [], [], 0, {}
-    for block, family in families.items():
-        number, cells_before, leaves_before = numbers[block], 0, 0
-        for child in family:
-            a, b, c = child.halves
-            signs = [child.steps[axis] for axis in child.axes]
-            more = [-sign * child.corner[axis] for sign, axis in zip(signs, child.axes, strict=True)]
-            code = numbers[child.sides] * 128 + _turn(child.axes, signs)
-            rows[number, 4 * a + 2 * c + b, :5] = code, cells_before, *more
-            before[number, 4 * a + 2 * (a ^ c) + (a ^ b ^ c)] = leaves_before
+        if not family:
+            starts[block] = sum(map(len, cells))
+            path = block_cells(block, torch.device("cpu"), known)
+            cells.append(path[0] | path[1] << 10 | path[2] << 20)
+            places.append(raster_index(path.T, block).argsort())
+
+    numbers = _states(State(grid, axes, (1, 1, 1)), families)
+    dtype = np.int32 if sum(widths) <= 30 else np.int64
+    beyond = np.iinfo(dtype).max
+    cuts = np.full((len(numbers), 4), beyond, dtype)
+    rows = np.zeros((len(numbers), 8, 4), dtype)
+    before = np.full((len(numbers), 8), beyond, dtype)
+    layouts = np.zeros((len(numbers), 4), dtype)
+    lists = np.zeros((len(numbers), 8), dtype)
+    shifts = sum(widths[1:]), sum(widths[2:]), 0
+    for state, number in numbers.items():
+        block, axes, signs = state
+        steps = [1 << shifts[axis] for axis in axes]
+        if not families[block]:
+            first = [side - 1 if sign < 0 else 0 for side, sign in zip(block, signs, strict=True)]
+            strides = block[1] * block[2], block[2], 1
+            rows[number, 0, 0], before[number, 0] = number, 0
+            layouts[number, 0] = starts[block] + np.dot(first, strides)
+            layouts[number, 1 + np.array(axes)] = np.multiply(signs, strides)
+            lists[number, :3] = starts[block], prod(block), np.dot(first, steps)
+            lists[number, 3:6] = np.multiply(signs, steps)
+            continue
+        cut_a, cuts_b, cut_c = split(*block)
+        for axis, sign, side, cut in zip(axes, signs, block, (cut_a, cuts_b[0], cut_c), strict=True):
+            low = cut if sign > 0 else side - cut
+            if low < side:
+                cuts[number, axis] = low << shifts[axis]
+        cells_before, leaves_before = 0, 0
+        for child in families[block]:
+            upper = [half == (sign > 0) for half, sign in zip(child.halves, signs, strict=True)]
+            halves = sum(4 >> axis for axis, is_upper in zip(axes, upper, strict=True) if is_upper)
+            corner = np.dot(_lowest(child, state), steps)
+            rows[number, halves, :3] = numbers[_lying(child, state)], cells_before, corner
+            if child.halves[0] and cuts_b[0] < cuts_b[1]:  # whole on b, though b is cut in the first half of a
+                rows[number, halves ^ 4 >> axes[1]] = rows[number, halves]
+            before[number, halves] = leaves_before * 8 + halves
             cells_before += prod(child.sides)
             leaves_before += leaves[child.sides]
-        if family:
-            cut_a, cuts_b, cut_c = split(*block)
-            nodes[number, :4] = cut_a, *cuts_b, cut_c
-            continue
-        m, n, p = block
-        nodes[number] = m, n, n, p, n, p, listed, prod(block)  # cut at the far end: all of it is its first half
-        rows[number, 0, 0] = number * 128 + _turn((0, 1, 2), (1, 1, 1))
-        before[number, 0] = 0
-        path = block_cells(block, torch.device("cpu"), known)
-        cells.append(path[0] | path[1] << 10 | path[2] << 20)
-        places.append(raster_index(path.T, block).argsort())
-        listed += prod(block)
-    tables = *map(torch.from_numpy, (nodes, rows, before)), torch.cat(cells).int(), torch.cat(places).int()
-    return Rules(
-        *(table.to(device) for table in tables),
-        turn=_turn(axes, (1, 1, 1)),
-        depth=depths[grid],
-        leaves=leaves[grid],
-        shifts=(sum(widths[1:]), sum(widths[2:])),
-    )
+    tables = [torch.from_numpy(table) for table in (cuts, rows, before, layouts, lists)]
+    tables += [torch.cat(cells).int(), torch.cat(places).int()]
+    return Rules(*(table.to(device) for table in tables), depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
 
 
-def _collect(block: tuple[int, int, int], leaf_cells: int, families: dict) -> None:
+def _collect(block: Block, leaf_cells: int, families: dict[Block, list[Child]]) -> None:
     """Add the distinct blocks that a block falls into, then itself, each with its children; a leaf has none."""
     if block not in families:
         family = list(children(block)) if prod(block) > leaf_cells else []
@@ -161,24 +186,33 @@ def _collect(block: tuple[int, int, int], leaf_cells: int, families: dict) -> No
         families[block] = family
 
 
-def _turn(axes: Sequence[int], signs: Sequence[int]) -> int:
-    backwards = sum((sign < 0) << n for n, sign in enumerate(signs))
-    return backwards | axes[0] << 3 | axes[1] << 5
+def _states(grid: State, families: dict[Block, list[Child]]) -> dict[State, int]:
+    """The states that a walk from the grid can reach, each with its number."""
+    numbers, found = {grid: 0}, [grid]
+    for state in found:  # grows on the way
+        for child in families[state.sides]:
+            lying = _lying(child, state)
+            if lying not in numbers:
+                numbers[lying] = len(numbers)
+                found.append(lying)
+    return numbers
 
 
-@triton.jit
-def turned(turn, a, b, c, NDIM: tl.constexpr):
-    """Steps or coordinates along the axes of a child, from those along the axes of its parent."""
-    if NDIM == 2:
-        swap = (turn & 8) != 0
-        first, second, third = tl.where(swap, b, a), tl.where(swap, a, b), c
-    else:
-        axis_a, axis_b = turn >> 3 & 3, turn >> 5 & 3
-        first = tl.where(axis_a == 0, a, tl.where(axis_a == 1, b, c))
-        second = tl.where(axis_b == 0, a, tl.where(axis_b == 1, b, c))
-        third = a + b + c - first - second
-        third = tl.where((turn & 4) != 0, -third, third)
-    return tl.where((turn & 1) != 0, -first, first), tl.where((turn & 2) != 0, -second, second), third
+def _lying(child: Child, parent: State) -> State:
+    axes = tuple(parent.axes[n] for n in child.axes)
+    return State(child.sides, axes, tuple(parent.signs[n] * child.steps[n] for n in child.axes))
+
+
+def _lowest(child: Child, parent: State) -> list[int]:
+    """How far the block of a child is, along a, b and c of its parent, from the side where the grid's axis begins."""
+    lowest = []
+    for n, (side, sign, corner, step) in enumerate(
+        zip(parent.sides, parent.signs, child.corner, child.steps, strict=True)
+    ):
+        extent = child.sides[child.axes.index(n)]
+        low = corner if step > 0 else corner - extent + 1
+        lowest.append(low if sign > 0 else side - low - extent)
+    return lowest
 
 
 @triton.jit
@@ -191,31 +225,35 @@ def four(pointers):
     return first, second, third, fourth
 
 
+@triton.jit
+def child_of(state, cell, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM: tl.constexpr):
+    """The row of the child that a cell lies in; the rests are the bits of the coordinates after 0 and after 1."""
+    child = state * 8 + (cell >= cut_0) * 4 + ((cell & rest_0) >= cut_1) * 2
+    if NDIM == 3:
+        child += (cell & rest_1) >= cut_2
+    return child
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def decode_kernel(
-    out, nodes, rows, before, cells, turn, depth, shift_0, shift_1, NDIM: tl.constexpr, STEP: tl.constexpr
-):
+def decode_kernel(out, rows, before, lists, cells, depth, shift_0, shift_1, NDIM: tl.constexpr, STEP: tl.constexpr):
     """The cells of one leaf, whose number is the program's."""
-    dtype: tl.constexpr = nodes.dtype.element_ty
+    dtype: tl.constexpr = rows.dtype.element_ty
     AXES: tl.constexpr = 2 if NDIM == 2 else 4
     one = tl.full((), 1, dtype)
-    a, b, c = turned(turn, one << shift_0, one << shift_1, one, NDIM)
     leaf = tl.program_id(0).to(dtype)
-    node, place, corner = one * 0, one * 0, one * 0
+    state, place, corner = one * 0, one * 0, one * 0
     for _ in range(depth):
-        leaves = tl.load(before + node * 8 + tl.arange(0, 8))
-        rank = tl.max(tl.where(leaves <= leaf, tl.arange(0, 8), 0))
-        leaf -= tl.load(before + node * 8 + rank)
-        row = rows + (node * 8 + (rank ^ rank >> 1)) * 8
-        code = tl.load(row)
-        a, b, c = turned(code, a, b, c, NDIM)
+        starts = tl.load(before + state * 8 + tl.arange(0, 8))
+        start = tl.max(tl.where(starts <= leaf * 8 + 7, starts, 0))
+        leaf -= start >> 3
+        row = rows + (state * 8 + (start & 7)) * 4
+        state = tl.load(row)
         place += tl.load(row + 1)
-        corner -= a * tl.load(row + 2) + b * tl.load(row + 3)
-        if NDIM == 3:
-            corner -= c * tl.load(row + 4)
-        node = code >> 7
-    listed = tl.load(nodes + node * 8 + 6)
-    count = tl.load(nodes + node * 8 + 7)
+        corner += tl.load(row + 2)
+    lists += state * 8
+    listed, count = tl.load(lists), tl.load(lists + 1)
+    corner += tl.load(lists + 2)
+    a, b, c = tl.load(lists + 3), tl.load(lists + 4), tl.load(lists + 5)
     out += place.to(tl.int64) * NDIM
     axis = tl.arange(0, AXES)[None, :]
     low = tl.where(axis == 0, shift_0, tl.where(axis == 1, shift_1, 0)).to(dtype)
@@ -238,12 +276,14 @@ def encode_kernel(
     out,
     outside,
     coordinates,
-    nodes,
+    cuts,
     rows,
+    layouts,
     places,
     count,
-    turn,
     depth,
+    shift_0,
+    shift_1,
     side_0,
     side_1,
     side_2,
@@ -251,34 +291,56 @@ def encode_kernel(
     BLOCK: tl.constexpr,
 ):
     """The places of BLOCK cells."""
-    dtype: tl.constexpr = nodes.dtype.element_ty
-    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = number < count
-    x = tl.load(coordinates + number * NDIM, mask=valid, other=0)
-    y = tl.load(coordinates + number * NDIM + 1, mask=valid, other=0)
-    z = tl.zeros_like(x)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    # Past the end the last cell is repeated, so that it widens no box.
+    number = tl.minimum(tl.arange(0, BLOCK), count - 1 - start).to(tl.int32)
+    coordinates += start * NDIM
+    if NDIM == 2:
+        x, y = tl.split(tl.load(coordinates + number[:, None] * 2 + tl.arange(0, 2)[None, :]))
+        z = tl.zeros_like(x)
+    else:
+        x = tl.load(coordinates + number * 3)
+        y = tl.load(coordinates + number * 3 + 1)
+        z = tl.load(coordinates + number * 3 + 2)
+    # What the tables' type cannot hold is outside.
+    x = tl.where(x.to(dtype) == x, x.to(dtype), -1)
+    y = tl.where(y.to(dtype) == y, y.to(dtype), -1)
+    z = tl.where(z.to(dtype) == z, z.to(dtype), -1)
+    x_low, y_low, z_low = tl.min(x), tl.min(y), tl.min(z)
+    x_high, y_high, z_high = tl.max(x), tl.max(y), tl.max(z)
+    is_below = (x_low < 0) | (y_low < 0) | (z_low < 0)
+    if is_below | (x_high >= side_0) | (y_high >= side_1) | (z_high >= side_2):
+        tl.store(outside, 1)
+        return
+
+    cell = (x << shift_0) + (y << shift_1) + z
+    origin = (x_low << shift_0) + (y_low << shift_1) + z_low
+    low, high = origin, (x_high << shift_0) + (y_high << shift_1) + z_high
+    rest_0, rest_1 = ((origin * 0 + 1) << shift_0) - 1, ((origin * 0 + 1) << shift_1) - 1
+    shared_state, shared_place, level, together = origin * 0, origin * 0, depth * 0, True
+    while together & (level < depth):
+        cut = cuts + shared_state * 4
+        cut_0, cut_1, cut_2 = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
+        child = child_of(shared_state, low, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
+        together = child == child_of(shared_state, high, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
+        if together:
+            row = rows + child * 4
+            shared_state = tl.load(row)
+            shared_place += tl.load(row + 1)
+            corner = tl.load(row + 2)
+            low, high, level = low - corner, high - corner, level + 1
+
+    cell -= origin - low
+    state, place = tl.zeros_like(cell) + shared_state, tl.zeros_like(cell) + shared_place
+    for _ in range(level, depth):
+        cut_0, cut_1, cut_2, _ = four(cuts + state * 4)
+        child = child_of(state, cell, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
+        state, earlier, corner, _ = four(rows + child * 4)
+        place, cell = place + earlier, cell - corner
+    position, step_0, step_1, step_2 = four(layouts + state * 4)
+    position += (cell >> shift_0) * step_0 + ((cell & rest_0) >> shift_1) * step_1
     if NDIM == 3:
-        z = tl.load(coordinates + number * NDIM + 2, mask=valid, other=0)
-    is_outside = (x < 0) | (x >= side_0) | (y < 0) | (y >= side_1) | (z < 0) | (z >= side_2)
-    tl.store(outside + tl.zeros_like(x), 1, mask=is_outside)
-    inside = ~is_outside
-    x, y, z = tl.where(inside, x, 0).to(dtype), tl.where(inside, y, 0).to(dtype), tl.where(inside, z, 0).to(dtype)
-    a, b, c = turned(turn, x, y, z, NDIM)
-    node, place = tl.zeros_like(a), tl.zeros_like(a)
-    for _ in range(depth):
-        cut_a, cut_b, cut_b_beyond, cut_c = four(nodes + node * 8)
-        half_a = a >= cut_a
-        half_b = b >= tl.where(half_a, cut_b_beyond, cut_b)
-        child = node * 8 + half_a * 4 + half_b
-        if NDIM == 3:
-            child += (c >= cut_c) * 2
-        code, earlier, more_a, more_b = four(rows + child * 8)
-        a, b, c = turned(code, a, b, c, NDIM)
-        a, b, place = a + more_a, b + more_b, place + earlier
-        if NDIM == 3:
-            more_c, _, _, _ = four(rows + child * 8 + 4)
-            c += more_c
-        node = code >> 7
-    side_b, side_c, listed, _ = four(nodes + node * 8 + 4)
-    place += tl.load(places + listed + (a * side_b + b) * side_c + c)
-    tl.store(out + number, place.to(tl.int64), mask=valid)
+        position += (cell & rest_1) * step_2
+    place += tl.load(places + position)
+    tl.store(out + start + number, place.to(tl.int64))

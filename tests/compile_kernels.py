@@ -31,7 +31,7 @@ ATTENTION_TYPES = {
 }
 CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
-    **dict.fromkeys(("outside", "nodes", "rows", "before", "cells", "places"), "*i32"),
+    **dict.fromkeys(("outside", "cuts", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
@@ -40,7 +40,8 @@ ATTENTION_FLAGS = {
 
 
 def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource) -> str:
-    """The PTX of one kernel."""
+    """The PTX of one kernel; constants that it does not have are left out."""
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (n,): [["tt.divisibility", 16]]
@@ -57,7 +58,6 @@ def attention(architecture: int) -> dict[str, str]:
     for name, kernel in {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}.items():
         config = CONFIGS[name][2, 64]
         constants = {**ATTENTION_FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-        constants = {flag: value for flag, value in constants.items() if flag in kernel.arg_names}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         ptx[name] = compiled(kernel, ATTENTION_TYPES, constants, options, architecture)
     return ptx
@@ -81,9 +81,9 @@ def curves(architecture: int) -> dict[str, str]:
     """The PTX of the Hilbert curve's kernels, in 2-D and 3-D."""
     ptx = {}
     for ndim in (2, 3):
-        for name, kernel, num_warps in (("decode", decode_kernel, 1), ("encode", encode_kernel, 4)):
+        for name, kernel in (("decode", decode_kernel), ("encode", encode_kernel)):
             constants = {"NDIM": ndim, "STEP" if name == "decode" else "BLOCK": 256}
-            ptx[f"{name} {ndim}"] = compiled(kernel, CURVE_TYPES, constants, {"num_warps": num_warps}, architecture)
+            ptx[f"{name} {ndim}"] = compiled(kernel, CURVE_TYPES, constants, {"num_warps": 1}, architecture)
     return ptx
 
 
@@ -98,7 +98,7 @@ def hopper(architecture: int) -> dict[str, str]:
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
-            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": 5, "CAUSAL": causal}
+            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": 5, "CAUSAL": causal, "CUT": True}
             config = HOPPER_FORWARD[columns]
             keys = described(config.block_n, columns, gl.bfloat16)
             types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}

@@ -41,7 +41,7 @@ def kernels(monkeypatch):
 
 
 def check(shape):
-    """Cells, and places of all cells in raster order, against the torch version on the CPU."""
+    """Cells, and places of all cells in raster order, in that of the curve and at random, against the torch version."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "_has_kernel", lambda device: False)
         expected = curve_coordinates("hilbert", shape)
@@ -52,6 +52,10 @@ def check(shape):
     places = curve_index("hilbert", raster, shape)
     assert places.dtype == torch.int64
     assert torch.equal(places.cpu(), raster_index(expected, shape).argsort())
+    curve = torch.arange(len(cells), device=DEVICE)
+    assert torch.equal(curve_index("hilbert", cells, shape), curve)
+    mixed = torch.randperm(len(cells), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert torch.equal(curve_index("hilbert", cells[mixed], shape), mixed)
 
 
 @pytest.mark.parametrize("shape", [*PLANES, *BOXES], ids=str)
@@ -88,15 +92,17 @@ def test_cells_are_right_where_a_leaf_takes_several_steps(kernels, monkeypatch, 
 @pytest.mark.parametrize("shape", [(13, 21), (5, 6, 7)])
 def test_tables_of_64_bits_give_the_same(kernels, monkeypatch, shape):
     rules = curves_triton._rules(shape, 16, DEVICE)
-    long = {name: getattr(rules, name).long() for name in ("nodes", "rows", "before")}
+    long = {name: getattr(rules, name).long() for name in ("cuts", "rows", "before", "layouts", "lists")}
     monkeypatch.setattr(curves_triton, "_rules", lambda *arguments: rules._replace(**long))
     check(shape)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2**28, 4), torch.int32), ((2**29 + 1, 3), torch.int64)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2**28, 4), torch.int32), ((2**29 + 1, 3), torch.int64), ((1, 2**30 + 1), torch.int64)]
+)
 def test_tables_have_64_bits_where_the_coordinates_of_a_cell_need_them(shape, dtype):
     rules = curves_triton._rules(shape, 1024, torch.device("cpu"))
-    assert {table.dtype for table in (rules.nodes, rules.rows, rules.before)} == {dtype}
+    assert {table.dtype for table in (rules.cuts, rules.rows, rules.before, rules.layouts, rules.lists)} == {dtype}
 
 
 def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
@@ -107,7 +113,8 @@ def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
     assert torch.equal(curve_index("hilbert", cells, (side, side)), curve_index("hilbert", swapped, (16, 16)))
     last = torch.tensor([side - 1, 0], device=DEVICE)
     assert curve_index("hilbert", last, (side, side)).item() == side**2 - 1
-    with pytest.raises(ValueError, match=r"at most 63 bits.*\(4294967296, 4294967296\)"):
+    assert curve_index("hilbert", torch.tensor([0, 2**62 - 1], device=DEVICE), (1, 2**62)).item() == 2**62 - 1
+    with pytest.raises(ValueError, match=r"at most 62 bits.*\(4294967296, 4294967296\)"):
         curve_index("hilbert", last, (2**32, 2**32))
 
 
@@ -121,7 +128,16 @@ def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cell"), [((4, 8), [0, 8]), ((4, 8), [4, 0]), ((4, 8), [-1, 0]), ((4, 8, 2), [0, 0, 2])], ids=str
+    ("shape", "cell"),
+    [
+        ((4, 8), [0, 8]),
+        ((4, 8), [4, 0]),
+        ((4, 8), [-1, 0]),
+        ((4, 8), [0, 2**32]),
+        ((4, 8), [-(2**63), 0]),
+        ((4, 8, 2), [0, 0, 2]),
+    ],
+    ids=str,
 )
 def test_a_cell_outside_is_named_as_the_torch_version_names_it(kernels, monkeypatch, shape, cell):
     cells = torch.tensor([[0] * len(shape), cell], device=DEVICE)

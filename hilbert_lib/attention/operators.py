@@ -76,7 +76,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
     run, _ = BACKENDS[request[-1]].functions(q.device)
-    with _as_given(q.device):
+    with torch.cuda.device_of(q), _as_given(q.device):
         out, lse = run(*map(_as_kernels_load, (q, k, v)), _call(*request[:-1]))
     return out, lse.contiguous()  # one layout for all backends, which the fake one has too
 
@@ -87,7 +87,7 @@ def _run_backward(
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     _, run = BACKENDS[request[-1]].functions(q.device)
-    with _as_given(q.device):
+    with torch.cuda.device_of(q), _as_given(q.device):
         return run(*map(_as_kernels_load, (dout, q, k, v)), out, lse, _call(*request[:-1]))
 
 

@@ -155,11 +155,11 @@ def _offsets(pattern: DilatedPattern, kv_heads: int) -> list[list[int]]:
     ]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # many: a CUDA graph keeps the addresses of what it read
 def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
-    # (branches, kv_heads, 3) int32: segment length, capped to what fits, rate and offset.
+    # (branches, kv_heads, 3) int32: segment length and rate, capped to what no position reaches, and offset.
     rows = [
-        [(min(w, 2**31 - 1), r, o) for o in offsets]
+        [(min(w, 2**30), min(r, 2**30), o) for o in offsets]
         for (w, r), offsets in zip(pattern.branches, _offsets(pattern, kv_heads), strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int32, device=device)

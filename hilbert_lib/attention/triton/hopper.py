@@ -117,6 +117,16 @@ def forward_kernel(
 
 
 @gluon.jit
+def segment_coordinates(position, r, n, length):
+    """Row and residue at which a descriptor of rate r finds n rows from a position on."""
+    row = position // r
+    residue = position % r
+    # Rows past the last multiple of r are reached through the residues past r.
+    late = row + n > length // r
+    return gl.where(late, row - 1, row), gl.where(late, residue + r, residue)
+
+
+@gluon.jit
 def _copy(
     k_descriptors, v_descriptors, branches, offsets, items, classes, k_tiles, v_tiles,
     k_full, k_free, v_full, v_free, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
@@ -135,12 +145,7 @@ def _copy(
         start = first // w * w
         if (size > 0) & (o >= 0) & is_in(first, start, r, o):
             n, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
-            row = (start + o) // r
-            residue = (start + o) % r
-            # Where r does not divide the length, the last rows are reached from the residues past r.
-            late = row + n > keys // r
-            row = gl.where(late, row - 1, row)
-            residue = gl.where(late, residue + r, residue)
+            row, residue = segment_coordinates(start + o, r, n, keys)
             for j in range(0, end, BLOCK_N):
                 stage = block % STAGES
                 turn = (block // STAGES & 1) ^ 1
@@ -216,7 +221,7 @@ def _attend(
         query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
 
         m = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
         acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, OUT)
         first_branch = -1
         for i in range(N_BRANCHES):
@@ -233,7 +238,7 @@ def _attend(
             mbarrier.arrive(k_free.index(0))
             if MASKED:
                 scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
-            weights, _, m, total = _softmax(scores, m, total, scale, MASKED)
+            weights, _, m, total = _softmax(scores, m, total, scale)
             weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
             block = 1
             for i in range(first_branch, N_BRANCHES):
@@ -261,6 +266,7 @@ def _attend(
             acc = warpgroup_mma_wait(
                 0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
             )
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         denominator = gl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
         result_lse = gl.where(total == 0.0, float("-inf"), m * scale + gl.log(denominator))
         inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, OUT))
@@ -293,7 +299,7 @@ def _step(
     mbarrier.arrive(k_free.index(block % STAGES))
     if MASKED:
         scores = _masked(scores, seen)
-    new_weights, decay, m, total = _softmax(scores, m, total, scale, MASKED)
+    new_weights, decay, m, total = _softmax(scores, m, total, scale)
     acc = warpgroup_mma_wait(0, deps=[value_token])
     mbarrier.arrive(v_free.index((block - 1) % STAGES))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -339,12 +345,19 @@ def _masked(scores, seen):
 
 
 @gluon.jit
-def _softmax(scores, m, total, scale, MASKED: gl.constexpr):
-    """Weights, decay of what was before, and the new maximum (before scaling) and sum."""
+def _softmax(scores, m, total, scale):
+    """Weights, decay of what was before, and the new maximum (before scaling) and partial sums."""
     largest = gl.maximum(m, gl.max(scores, 1))
-    base = largest * (scale * LOG2_E)
-    if MASKED:
-        base = gl.where(largest == float("-inf"), 0.0, base)
+    base = gl.where(largest == float("-inf"), 0.0, largest * (scale * LOG2_E))
     weights = gl.exp2(scores * (scale * LOG2_E) - base[:, None])
     decay = gl.exp2(m * (scale * LOG2_E) - base)
-    return weights, decay, largest, total * decay + gl.sum(weights, 1)
+    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
+    return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
+
+
+@gluon.jit
+def _partial_sums(weights):
+    """(rows, 4): what each of the four threads of a row holds, summed without a word between them."""
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([rows, columns // 8, 4, 2]), 3), 1)

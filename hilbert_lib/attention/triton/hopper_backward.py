@@ -19,7 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, is_in, segment_rows, tile_of, tile_positions
-from hilbert_lib.attention.triton.hopper import GROUP_ROWS, LOG2_E, product_layout, row_layout, shared_layout
+from hilbert_lib.attention.triton.hopper import (
+    GROUP_ROWS,
+    LOG2_E,
+    product_layout,
+    row_layout,
+    segment_coordinates,
+    shared_layout,
+)
 
 
 @gluon.constexpr_function
@@ -48,11 +55,13 @@ def backward_kernel(
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
-    q0 to dq5 are descriptors of q, dout and dq as (batch, row, residue, head, dim), three for each branch.
+    q0 to dq5 are descriptors of q, dout and dq as (batch, row, residue, head, dim), three for each branch. CUT says
+    whether any tile has fewer than 128 keys. Past a segment's end stand rows of the next one, with weight 0: a NaN
+    among them does reach the gradients of this segment.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     k_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
@@ -83,13 +92,13 @@ def backward_kernel(
             k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
         )),
         (_second_group, (
             k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
         )),
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, branches, offsets, items, classes,
@@ -132,16 +141,6 @@ def _range(start, w, r, o, lowest, highest, keys, BLOCK_M: gl.constexpr, CAUSAL:
 
 
 @gluon.jit
-def _coordinates(start, r, o, n, keys):
-    """Row and residue at which a descriptor of rate r finds query 0 of a segment."""
-    row = (start + o) // r
-    residue = (start + o) % r
-    # Where r does not divide the length, the last rows are reached from the residues past r.
-    late = row + n > keys // r
-    return gl.where(late, row - 1, row), gl.where(late, residue + r, residue)
-
-
-@gluon.jit
 def _copy(
     q_descriptors, d_descriptors, lse, delta, branches, offsets, items, classes, q_tiles, d_tiles, lse_rows,
     delta_rows, full, free, keys, kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M: gl.constexpr,
@@ -156,7 +155,7 @@ def _copy(
         inside, start, w, r, o = _branch(branches, offsets, i, kv_heads, g, first)
         if (size > 0) & inside:
             begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
-            row, residue = _coordinates(start, r, o, n, keys)
+            row, residue = segment_coordinates(start + o, r, n, keys)
             for member in range(group):
                 h = g * group + member
                 lse_head = lse + (b.to(gl.int64) * kv_heads * group + h) * keys
@@ -173,9 +172,10 @@ def _copy(
                     )
                     number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
                     query = start + o + number * r
-                    # Past the end of the segment: weight 0.
-                    lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf")) * LOG2_E
-                    lse_rows.index(stage).store(lse_row)
+                    # Weight 0 past the end of the segment, and where a query saw no key.
+                    lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf"))
+                    lse_row = gl.where(lse_row == float("-inf"), float("inf"), lse_row)
+                    lse_rows.index(stage).store(lse_row * LOG2_E)
                     delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))
                     mbarrier.arrive(full.index(stage))
                     block += 1
@@ -195,7 +195,7 @@ def _add(
         inside, start, w, r, o = _branch(branches, offsets, i, kv_heads, g, first)
         if (size > 0) & inside:
             begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
-            row, residue = _coordinates(start, r, o, n, keys)
+            row, residue = segment_coordinates(start + o, r, n, keys)
             for member in range(group):
                 for j in range(begin, n, BLOCK_M):
                     mbarrier.wait(dq_full, block & 1)
@@ -216,13 +216,13 @@ def _first_group(
     dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh, stride_vb,
     stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     _differentiate(
         0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
         delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh,
         stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM,
-        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
+        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
     )  # fmt: skip
 
 
@@ -232,13 +232,13 @@ def _second_group(
     dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh, stride_vb,
     stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     _differentiate(
         1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
         delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh,
         stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM,
-        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
+        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _differentiate(
     lse_rows, delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
     stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -277,6 +277,11 @@ def _differentiate(
         key_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
         key_position = tile_positions(chunk_start, members, n_classes, u + key_rows, stride)
 
+        is_there = (key_rows < size) & (key_position < chunk_end)
+        is_full = (size == 2 * GROUP_ROWS) & (
+            tile_positions(chunk_start, members, n_classes, u + 2 * GROUP_ROWS - 1, stride) < chunk_end
+        )
+
         dk_acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
         dv_acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
         block = 0
@@ -285,9 +290,15 @@ def _differentiate(
             if inside:
                 begin, unmasked, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
                 key = start + o
+                if CUT:
+                    unmasked = gl.where(is_full, unmasked, n)
                 for _member in range(group):
-                    if CAUSAL:
-                        sees = (key_position - key + r - 1) // r  # number of the first query that sees each key
+                    if CAUSAL or CUT:
+                        # The number of the first query that sees each key; for a key that is not there, none.
+                        sees = gl.zeros_like(key_position)
+                        if CAUSAL:
+                            sees = (key_position - key + r - 1) // r
+                        sees = gl.where(is_there, sees, n)
                         for j in range(begin, unmasked, BLOCK_M):
                             dk_acc, dv_acc = _step(
                                 NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,

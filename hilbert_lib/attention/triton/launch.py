@@ -73,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
     out = _result(q, todo, call)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    if _on_hopper(q, k, call, todo):
+    if _on_hopper((q, k, v), k.shape[1], call, todo):
         flag = _forward_on_hopper(q, k, v, call, todo[0], out, lse)
         if flag is None:
             return out, lse
@@ -108,9 +108,9 @@ def backward(
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
     todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if call.query_start is None and not deterministic and _on_hopper(q, k, call, todo):
-        return _backward_on_hopper(dout, q, k, v, lse, delta, call, todo)
+    plain = call.query_start is not None or torch.are_deterministic_algorithms_enabled()
+    if not plain and _on_hopper((q, k, v, dout), k.shape[1], call, todo):
+        return _backward_on_hopper(dout, q, k, v, lse, delta, call, todo[0])
 
     config = config_of("dq", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
@@ -156,9 +156,9 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _on_hopper(q: Tensor, k: Tensor, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
-    # Whether the warp-specialised kernels serve a call; the plain ones serve every call.
-    keys = k.shape[1]
+def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
+    # Whether the warp-specialised kernels serve a call with these tensors; the plain ones serve every call.
+    q = tensors[0]
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -171,8 +171,10 @@ def _on_hopper(q: Tensor, k: Tensor, call: Call, todo: tuple[schedule.Pass, ...]
         and len(todo) == 1
         and len(todo[0].branches) <= HOPPER_BRANCHES
         and todo[0].is_aligned
-        # The last rows past a multiple of r are reached from a segment that does not begin at 0.
-        and all(keys % r == 0 or (w < keys and r <= keys) for w, r in call.pattern.branches)
+        # Rows past the last multiple of r are reached from the row before, which segment 0 may not have.
+        and all(min(w, keys) <= keys // r * r for w, r in call.pattern.branches)
+        # The copy engine takes no tensor that is expanded.
+        and all(stride > 0 for x in tensors for stride in x.stride())
     )
 
 
@@ -185,28 +187,24 @@ def _forward_on_hopper(
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_FORWARD[columns]
     branches = [call.pattern.branches[i] for i in one.branches]
-    masked = call.is_causal or any(
-        min(w, keys) % (r * config.block_n) or keys % min(w, keys) for keys in (k.shape[1],) for w, r in branches
-    )
-    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if masked else None
+    keys = k.shape[1]
+    is_masked = call.is_causal or any(min(w, keys) % (r * config.block_n) or keys % min(w, keys) for w, r in branches)
+    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if is_masked else None
     descriptors = [hopper.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
     descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
     grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
-    shared = {name: value for name, value in shared.items() if name in hopper.forward_kernel.arg_names}
-    shared["BLOCK_D"] = columns
     hopper.forward_kernel[grid](
-        q, out, lse, q if flag is None else flag, *descriptors,
-        **shared, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=masked, num_warps=4,
+        q, out, lse, q if flag is None else flag, *descriptors, **_known(hopper.forward_kernel, shared),
+        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=is_masked,
     )  # fmt: skip
     return flag
 
 
 def _backward_on_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call, todo: tuple
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call, one: schedule.Pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     from hilbert_lib.attention.triton import hopper, hopper_backward
 
-    one = todo[0]
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
     branches = [call.pattern.branches[i] for i in one.branches]
@@ -217,15 +215,20 @@ def _backward_on_hopper(
         descriptors += [hopper.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
         descriptors.append(hopper.descriptor(sums, r, *part))
     descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
-    dk, dv = _result(k, todo, call), _result(v, todo, call)
+    dk, dv = _result(k, (one,), call), _result(v, (one,), call)
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
-    shared = {name: value for name, value in shared.items() if name in hopper_backward.backward_kernel.arg_names}
-    shared["BLOCK_D"] = columns
     hopper_backward.backward_kernel[grid](
-        k, v, lse, delta, dk, dv, *descriptors,
-        **shared, STAGES=config.num_stages, N_BRANCHES=len(branches), num_warps=4,
+        k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
+        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
+        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, q.device).cut,
     )  # fmt: skip
     return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype)), dk, dv
+
+
+def _known(kernel, shared: dict) -> dict:
+    # Of the arguments that kernels share, those that this one takes; its own BLOCK_D; four warps a group.
+    own = {name: value for name, value in shared.items() if name in kernel.arg_names and name != "BLOCK_D"}
+    return own | {"num_warps": 4}
 
 
 def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
@@ -246,7 +249,7 @@ def _launch(
     first: bool,
     last: bool,
 ) -> tuple[tuple[int], dict]:
-    # Grid and the arguments that the three kernels share. Where an argument is not used, q stands in for it.
+    # Grid and the arguments that the kernels share. Where an argument is not used, q stands in for it.
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     start, rows_there, block = (

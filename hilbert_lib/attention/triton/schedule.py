@@ -25,7 +25,7 @@ class Pass:
     Attributes:
         branches: indices of the pattern's branches.
         chunk: rows of one tile lie in one stretch of this many positions.
-        stride: every rate divides it.
+        stride: every rate divides it; the chunk, where that is shorter.
         segment_lengths: of the branches; one that ends past the sequence ends with its last chunk.
         covers_all: whether it also visits rows that are in none of its branches.
     """
@@ -47,13 +47,14 @@ class Tables:
     """What a kernel reads of a pass: int32 tensors, and their sizes.
 
     Attributes:
-        branches: (branches, 2), segment length, capped to 2^31 - 1, and rate.
+        branches: (branches, 2), segment length and rate, at most the length of the sequence.
         offsets: (branches, kv_heads), -1 where the head does not use the branch.
         branch_ids: (branches,), indices in the pattern, which key the dropout bits.
-        items: (kv_heads, phases, count, 4), the tiles of a chunk, those in most branches first, so that long programs
-            start first. A tile is (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of
-            a list of n classes is at `chunk start + classes[start + u % n] + stride * (u // n)`.
+        items: (kv_heads, phases, count, 4), the tiles of a chunk, those in most branches, the longest, first. A tile is
+            (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of a list of n classes is
+            at `chunk start + classes[start + u % n] + stride * (u // n)`.
         classes: residues from the start of a chunk, list after list.
+        cut: whether some tile is not full: the end of its list, or of the sequence.
     """
 
     branches: Tensor
@@ -61,9 +62,10 @@ class Tables:
     branch_ids: Tensor
     items: Tensor
     classes: Tensor
+    cut: bool
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]:
     """The launches of one call, the coarsest rates first. Of several, the last visits every row and writes the result.
 
@@ -88,14 +90,15 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
             groups.append([i])
     result = []
     for number, group in reversed(list(enumerate(groups))):
-        chunk = max(1, min(length, *(pattern.segment_lengths[i] for i in group)))
+        lengths = [pattern.segment_lengths[i] for i in group]
+        chunk = max(1, min(length, *lengths))
         end = max(1, ceil(length / chunk)) * chunk
         result.append(
             Pass(
                 branches=tuple(group),
                 chunk=chunk,
-                stride=lcm(*(pattern.dilation_rates[i] for i in group)),
-                segment_lengths=tuple(min(pattern.segment_lengths[i], end) for i in group),
+                stride=min(chunk, lcm(*(pattern.dilation_rates[i] for i in group))),
+                segment_lengths=tuple(end if w >= length else w for w in lengths),
                 covers_all=number == 0 and len(groups) > 1,
             )
         )
@@ -107,7 +110,7 @@ def covers_all(pattern: DilatedPattern) -> bool:
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # many: a CUDA graph keeps the addresses of what it read
 def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, device: torch.device) -> Tables:
     """The tables of one pass.
 
@@ -119,13 +122,16 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
         block: rows of a tile.
         device: where the tensors go.
     """
-    used = [pattern.branches[i] for i in one.branches]
+    # Longer than the sequence is as good as its length, and fits 32 bits.
+    used = [(min(pattern.branches[i][0], length), min(pattern.branches[i][1], length)) for i in one.branches]
     offsets = [
         [pattern.offset(i, g, kv_heads) if g in pattern.branch_heads(i, kv_heads) else -1 for g in range(kv_heads)]
         for i in one.branches
     ]
     chunks = max(1, ceil(length / one.chunk))
-    phases = min(chunks, lcm(*one.segment_lengths) // one.chunk) if one.is_aligned else 1
+    # A segment begins again at residue 0 where its rate divides it; then its length does not matter.
+    periods = [r if w % r == 0 or w >= length else w for w, r in used]
+    phases = min(chunks, lcm(one.chunk, *periods) // one.chunk) if one.is_aligned else 1
     known = one.is_aligned and phases * one.stride <= LARGEST_TABLE
 
     items, lists = [], []
@@ -137,7 +143,7 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
                 position = phase * one.chunk + c
                 inside = tuple(
                     n
-                    for n, (w, (_, r), o) in enumerate(zip(one.segment_lengths, used, head, strict=True))
+                    for n, ((w, r), o) in enumerate(zip(used, head, strict=True))
                     if position % w % r == o or not known
                 )
                 if inside or one.covers_all:
@@ -146,11 +152,11 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
         items.append(by_phase)
     most = max(1, *(len(row) for head in items for row in head))
     items = [[row + [(0, 1, 0, 0)] * (most - len(row)) for row in head] for head in items]
-    branches = [(min(w, 2**31 - 1), r) for w, r in used]
+    cut = bool(length % one.chunk) or any(0 < rows < block for head in items for row in head for *_, rows in row)
     if not known:
         items *= kv_heads  # of an unknown class, every head visits all rows
-    data = (branches, offsets, one.branches, items, lists or [0])
-    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data))
+    data = (used, offsets, one.branches, items, lists or [0])
+    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data), cut)
 
 
 def _tiles(members: dict, one: Pass, block: int, lists: list[int]) -> list[tuple[int, int, int, int]]:
