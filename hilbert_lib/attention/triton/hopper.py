@@ -6,6 +6,8 @@ computing warps; each group multiplies 64 queries, with the product of one block
 while one group is at its softmax the other has the tensor cores.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,16 +37,20 @@ def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescripto
     """
     batch, length, heads, head_dim = x.shape
     stride_b, stride_n, stride_h, _ = x.stride()
-    block = [1, rows, 1, 1, columns]
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
     return TensorDescriptor(
         x,
         # The last length % rate rows have residues past the rate: none lies outside of x.
         [batch, length // rate, rate + length % rate, heads, head_dim],
         [stride_b, rate * stride_n, stride_n, stride_h, 1],
-        block,
-        gl.NVMMASharedLayout.get_default_for(block, dtype),
+        [1, rows, 1, 1, columns],
+        _layout(rows, columns, x.dtype),
     )
+
+
+@lru_cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    name = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, 1, columns], name)
 
 
 @gluon.constexpr_function

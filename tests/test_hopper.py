@@ -1,0 +1,108 @@
+"""The warp-specialised kernels on a Hopper GPU: equal to the float64 reference, and to their plain twins."""
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, dilated_attention
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+# Branches, length, heads, kv_heads, head_dim, causal.
+CASES = {
+    "whole tiles": (((512, 1024, 2048), (1, 2, 4)), 4096, 4, 2, 128, False),
+    "causal": (((512, 1024, 2048), (1, 2, 4)), 4096, 4, 2, 64, True),
+    "rate does not divide": (((1024, 2048), (1, 6)), 4099, 4, 4, 64, False),
+    "rate does not divide, causal": (((1024, 2048), (1, 6)), 4099, 4, 4, 128, True),
+    "padded head_dim": (((256,), (3,)), 300, 2, 2, 40, True),
+    "one segment, longer than the sequence": (((1024, 5000), (1, 4)), 2000, 2, 1, 16, True),
+    "short": (((256,), (1,)), 70, 2, 2, 72, False),
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Calls with the warp-specialised kernels, or with plain ones; a Hopper GPU is needed."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    from hilbert_lib.attention.triton import launch
+
+    original, answers = launch._on_hopper, []
+
+    def run(tensors, pattern, *, plain=False, **options):
+        answers.clear()
+        rule = (lambda *_: False) if plain else lambda *args: answers.append(original(*args)) or answers[-1]
+        monkeypatch.setattr(launch, "_on_hopper", rule)
+        *inputs, dout = tensors
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = dilated_attention(*leaves, pattern, backend="triton", **options)
+        grads = torch.autograd.grad(out, leaves, dout)
+        assert plain or all(answers)
+        return out.detach(), *grads
+
+    return run
+
+
+def drawn(length, heads, kv_heads, head_dim, dtype):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shapes = [(2, length, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_equal_the_reference_and_the_plain_kernels(served, case, dtype):
+    branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
+    pattern = DilatedPattern(*branches)
+    tensors = drawn(length, heads, kv_heads, head_dim, dtype)
+    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
+    expected = out, *torch.autograd.grad(out, exact, tensors[3].double())
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
+    for plain in (False, True):
+        results = served(tensors, pattern, is_causal=is_causal, plain=plain)
+        errors = [(a - b).norm() / b.norm() for a, b in zip(results, expected, strict=True)]
+        assert max(errors) < tolerance, f"plain={plain}: {errors}"
+
+
+def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served):
+    tensors = drawn(1024, 2, 2, 64, torch.bfloat16)
+    pattern = DilatedPattern((512, 1024), (1, 2))
+    assert torch.equal(served(tensors, pattern)[0], served(tensors, pattern)[0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (served(tensors, pattern, is_causal=True) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_nan_reaches_only_the_rows_that_attend_to_it(served, is_causal, which):
+    tensors = drawn(1000, 2, 2, 64, torch.bfloat16)
+    pattern = DilatedPattern((512, 1024), (1, 2))
+    tensors[which][1, 450, 0] = torch.nan
+    out = served(tensors, pattern, is_causal=is_causal)[0]
+    exact = dilated_attention(*(x.double() for x in tensors[:3]), pattern, is_causal=is_causal, backend="reference")
+    assert exact.isnan().any()
+    assert torch.equal(out.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize(("length", "branches"), [(10, ((9,), (4,))), (16385, ((2048, 16384), (1, 6)))])
+def test_last_rows_that_the_copy_engine_cannot_reach_are_left_to_the_plain_kernels(length, branches):
+    from hilbert_lib.attention.call import Call
+    from hilbert_lib.attention.triton import launch, schedule
+
+    pattern = DilatedPattern(*branches)
+    tensors = tuple(drawn(length, 1, 1, 64, torch.bfloat16)[:3])
+    assert not launch._on_hopper(tensors, length, Call(pattern), schedule.passes(pattern, length, 128))
+
+
+def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(served):
+    q = torch.ones(1, 64, 1, 64, device=DEVICE, dtype=torch.float16)
+    k = (torch.randn_like(q) * 0.1 - 18 / 64).half()
+    tensors = [q, k, torch.randn_like(q), torch.randn_like(q)]
+    results = served(tensors, DilatedPattern((64,), (1,)), scale=1.0)
+    assert all(x.isfinite().all() for x in results)
+    for a, b in zip(results, served(tensors, DilatedPattern((64,), (1,)), scale=1.0, plain=True), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
