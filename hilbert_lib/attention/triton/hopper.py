@@ -104,13 +104,13 @@ def forward_kernel(
         mbarrier.init(v_free.index(stage), count=2)
     # Written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
-        (_first_group, (
-            q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+        (_attend, (
+            0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
             v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
             chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
         )),
-        (_second_group, (
-            q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
+        (_attend, (
+            1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
             v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
             chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
         )),
@@ -120,6 +120,16 @@ def forward_kernel(
             count, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def segment_of(branches, offsets, i, kv_heads, g, first):
+    """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
+    w = gl.load(branches + 2 * i)
+    r = gl.load(branches + 2 * i + 1)
+    o = gl.load(offsets + i * kv_heads + g)
+    start = first // w * w
+    return (o >= 0) & is_in(first, start, r, o), start, w, r, o
 
 
 @gluon.jit
@@ -145,11 +155,8 @@ def _copy(
     g = h // group
     block = 0
     for i in gl.static_range(N_BRANCHES):
-        w = gl.load(branches + 2 * i)
-        r = gl.load(branches + 2 * i + 1)
-        o = gl.load(offsets + i * (heads // group) + g)
-        start = first // w * w
-        if (size > 0) & (o >= 0) & is_in(first, start, r, o):
+        inside, start, w, r, o = segment_of(branches, offsets, i, heads // group, g, first)
+        if (size > 0) & inside:
             n, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
             row, residue = segment_coordinates(start + o, r, n, keys)
             for j in range(0, end, BLOCK_N):
@@ -166,34 +173,6 @@ def _copy(
                     v_descriptors[i], [b, row + j, residue, g, 0], v_full.index(stage), v_tiles.index(stage)
                 )
                 block += 1
-
-
-@gluon.jit
-def _first_group(
-    q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full, v_free,
-    scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-    count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    _attend(
-        0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
-        v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
-        chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _second_group(
-    q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full, v_free,
-    scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-    count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    _attend(
-        1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
-        v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
-        chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -231,13 +210,12 @@ def _attend(
         acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, OUT)
         first_branch = -1
         for i in range(N_BRANCHES):
-            w, r, o = _branch(branches, offsets, i, heads // group, g)
-            if (first_branch < 0) & (o >= 0) & is_in(first, first // w * w, r, o):
+            inside, _, _, _, _ = segment_of(branches, offsets, i, heads // group, g, first)
+            if (first_branch < 0) & inside:
                 first_branch = i
         if first_branch >= 0:
             # The first block alone; from then on the product with v of each block runs beside the scores of the next.
-            w, r, o = _branch(branches, offsets, first_branch, heads // group, g)
-            start = first // w * w
+            _, start, w, r, o = segment_of(branches, offsets, first_branch, heads // group, g, first)
             n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
             token = _scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)
             scores = warpgroup_mma_wait(0, deps=[token])
@@ -248,9 +226,8 @@ def _attend(
             weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
             block = 1
             for i in range(first_branch, N_BRANCHES):
-                w, r, o = _branch(branches, offsets, i, heads // group, g)
-                start = first // w * w
-                if (o >= 0) & is_in(first, start, r, o):
+                inside, start, w, r, o = segment_of(branches, offsets, i, heads // group, g, first)
+                if inside:
                     n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
                     if not MASKED:
                         full = end
@@ -285,12 +262,6 @@ def _attend(
         gl.store(lse + lse_rows, result_lse, mask=score_exists)
         out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
         gl.store(out + out_rows[:, None] + dims[None, :], gl.convert_layout(result.to(dtype), ROWS), mask=here)
-
-
-@gluon.jit
-def _branch(branches, offsets, i, kv_heads, g):
-    """Segment length, rate and offset of a branch for a head of k and v."""
-    return gl.load(branches + 2 * i), gl.load(branches + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
 
 
 @gluon.jit

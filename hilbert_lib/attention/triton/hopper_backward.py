@@ -18,13 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, is_in, segment_rows, tile_of, tile_positions
+from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, segment_rows, tile_of, tile_positions
 from hilbert_lib.attention.triton.hopper import (
     GROUP_ROWS,
     LOG2_E,
     product_layout,
     row_layout,
     segment_coordinates,
+    segment_of,
     shared_layout,
 )
 
@@ -88,14 +89,14 @@ def backward_kernel(
         mbarrier.init(free.index(stage), count=2)
     # Written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
-        (_first_group, (
-            k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
+        (_differentiate, (
+            0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
             HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
         )),
-        (_second_group, (
-            k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
+        (_differentiate, (
+            1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
             HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
@@ -110,16 +111,6 @@ def backward_kernel(
             kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M, N_BRANCHES, CAUSAL,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-
-
-@gluon.jit
-def _branch(branches, offsets, i, kv_heads, g, first):
-    """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
-    w = gl.load(branches + 2 * i)
-    r = gl.load(branches + 2 * i + 1)
-    o = gl.load(offsets + i * kv_heads + g)
-    start = first // w * w
-    return (o >= 0) & is_in(first, start, r, o), start, w, r, o
 
 
 @gluon.jit
@@ -152,7 +143,7 @@ def _copy(
     )
     block = 0
     for i in gl.static_range(N_BRANCHES):
-        inside, start, w, r, o = _branch(branches, offsets, i, kv_heads, g, first)
+        inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
         if (size > 0) & inside:
             begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
             row, residue = segment_coordinates(start + o, r, n, keys)
@@ -192,7 +183,7 @@ def _add(
     )
     block = 0
     for i in gl.static_range(N_BRANCHES):
-        inside, start, w, r, o = _branch(branches, offsets, i, kv_heads, g, first)
+        inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
         if (size > 0) & inside:
             begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
             row, residue = segment_coordinates(start + o, r, n, keys)
@@ -208,38 +199,6 @@ def _add(
                     tma.store_wait(0)
                     mbarrier.arrive(dq_free)
                     block += 1
-
-
-@gluon.jit
-def _first_group(
-    k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows, delta_rows,
-    dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh, stride_vb,
-    stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
-    _differentiate(
-        0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
-        delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh,
-        stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM,
-        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _second_group(
-    k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows, delta_rows,
-    dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh, stride_vb,
-    stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
-    CAUSAL: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
-    _differentiate(
-        1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
-        delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh,
-        stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM,
-        BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -286,7 +245,7 @@ def _differentiate(
         dv_acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
         block = 0
         for i in range(N_BRANCHES):
-            inside, start, w, r, o = _branch(branches, offsets, i, kv_heads, g, first)
+            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
             if inside:
                 begin, unmasked, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
                 key = start + o
