@@ -36,7 +36,7 @@ def served(monkeypatch):
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = dilated_attention(*leaves, pattern, backend="triton", **options)
         grads = torch.autograd.grad(out, leaves, dout)
-        assert plain or all(answers)
+        assert plain or (answers and all(answers)), "the plain kernels served"
         return out.detach(), *grads
 
     return run

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton.geometry import dropout_factor, segment_rows
+from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
 
 MOST_ROWS = 64  # query rows of one KV head; beyond, a tile of `forward` is well filled
@@ -137,7 +138,8 @@ def split(
     (64, 128, 64)
     """
     longest, pairs = [], []
-    for (w, r), offsets in zip(pattern.branches, _offsets(pattern, kv_heads), strict=True):
+    for i, (w, r) in enumerate(pattern.branches):
+        offsets = head_offsets(pattern, i, kv_heads)
         longest.append(triton.cdiv(min(w, keys - first // w * w), r))
         pairs.append(sum(offsets.count(o) for o in {p % w % r for p in range(first, first + queries)}))
     work = batch * sum(n * count for n, count in zip(longest, pairs, strict=True))
@@ -146,21 +148,12 @@ def split(
     return chunk, sum(n * count for n, count in zip(splits, pairs, strict=True)), sum(splits)
 
 
-@lru_cache(maxsize=64)
-def _offsets(pattern: DilatedPattern, kv_heads: int) -> list[list[int]]:
-    # Of each branch and KV head; -1 where the head does not use the branch.
-    return [
-        [pattern.offset(i, g, kv_heads) if i in pattern.head_branches(g, kv_heads) else -1 for g in range(kv_heads)]
-        for i in range(len(pattern.branches))
-    ]
-
-
 @lru_cache(maxsize=1024)  # many: a CUDA graph keeps the addresses of what it read
 def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
     # (branches, kv_heads, 3) int32: segment length and rate, capped to what no position reaches, and offset.
     rows = [
-        [(min(w, 2**30), min(r, 2**30), o) for o in offsets]
-        for (w, r), offsets in zip(pattern.branches, _offsets(pattern, kv_heads), strict=True)
+        [(min(w, 2**30), min(r, 2**30), o) for o in head_offsets(pattern, i, kv_heads)]
+        for i, (w, r) in enumerate(pattern.branches)
     ]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 

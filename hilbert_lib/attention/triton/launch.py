@@ -96,7 +96,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. On Hopper dq is summed by atomics, unless torch asks for deterministic algorithms."""
+    """Gradients of q, k and v. On Hopper dq is summed in an order that varies, unless torch asks for determinism."""
     dtype = q.dtype
     q, k, v, dout, out = _as_computed(q, k, v, dout, out)
     batch, queries, heads, head_dim = q.shape

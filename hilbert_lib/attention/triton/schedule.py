@@ -105,6 +105,17 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
     return tuple(result)
 
 
+@lru_cache(maxsize=1024)
+def head_offsets(pattern: DilatedPattern, branch: int, kv_heads: int) -> tuple[int, ...]:
+    """The offset of a branch for each head of k and v, -1 where the head does not use the branch.
+
+    >>> head_offsets(DilatedPattern((4, 8), (1, 2)), 1, 3)
+    (0, 1, 0)
+    """
+    used = pattern.branch_heads(branch, kv_heads)
+    return tuple(pattern.offset(branch, g, kv_heads) if g in used else -1 for g in range(kv_heads))
+
+
 def covers_all(pattern: DilatedPattern) -> bool:
     """Whether every row is in a branch for sure, so that a single pass writes them all."""
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
@@ -124,10 +135,7 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
     """
     # Longer than the sequence is as good as its length, and fits 32 bits.
     used = [(min(pattern.branches[i][0], length), min(pattern.branches[i][1], length)) for i in one.branches]
-    offsets = [
-        [pattern.offset(i, g, kv_heads) if g in pattern.branch_heads(i, kv_heads) else -1 for g in range(kv_heads)]
-        for i in one.branches
-    ]
+    offsets = [head_offsets(pattern, i, kv_heads) for i in one.branches]
     chunks = max(1, ceil(length / one.chunk))
     # A segment begins again at residue 0 where its rate divides it; then its length does not matter.
     periods = [r if w % r == 0 or w >= length else w for w, r in used]
