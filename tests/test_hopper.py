@@ -15,6 +15,8 @@ CASES = {
     "rate does not divide, causal": (((1024, 2048), (1, 6)), 4099, 4, 4, 128, True),
     "padded head_dim": (((256,), (3,)), 300, 2, 2, 40, True),
     "one segment, longer than the sequence": (((1024, 5000), (1, 4)), 2000, 2, 1, 16, True),
+    "half a tile is empty": (((256, 4096), (1, 6)), 4096, 6, 6, 64, False),
+    "half a tile is empty, causal": (((256, 4096), (1, 6)), 4096, 6, 6, 128, True),
     "short": (((256,), (1,)), 70, 2, 2, 72, False),
 }
 

@@ -6,6 +6,7 @@ forward          output and lse
 backward         dq; dk and dv
 hopper           the forward where a Hopper GPU and an aligned pattern allow warp specialisation
 hopper_backward  likewise the backward
+hopper_tiles     what the two share
 decode           a few queries against many keys
 merge            all partial results of dense kernels at once
 launch           tables, grids and the two entry points

@@ -6,10 +6,6 @@ computing warps; each group multiplies 64 queries, with the product of one block
 while one group is at its softmax the other has the tensor cores.
 """
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,56 +15,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, is_in, key_range, tile_of, tile_positions
+from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, key_range, segment_rows, tile_of, tile_positions
+from hilbert_lib.attention.triton.hopper_tiles import (
+    GROUP_ROWS,
+    LOG2_E,
+    product_layout,
+    row_layout,
+    segment_coordinates,
+    segment_of,
+    shared_layout,
+)
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-GROUP_ROWS = gl.constexpr(64)  # queries of one group of four warps: the rows of one wgmma
-
-
-def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
-    """What the copy engine reads (rows, columns) tiles of one residue modulo `rate` by.
-
-    Args:
-        x: (batch, seq, heads, head_dim), rows at 16-byte addresses.
-        rate: positions between two rows of a tile.
-        rows, columns: of a tile; columns past head_dim are filled with zeros.
-    """
-    batch, length, heads, head_dim = x.shape
-    stride_b, stride_n, stride_h, _ = x.stride()
-    return TensorDescriptor(
-        x,
-        # The last length % rate rows have residues past the rate: none lies outside of x.
-        [batch, length // rate, rate + length % rate, heads, head_dim],
-        [stride_b, rate * stride_n, stride_n, stride_h, 1],
-        [1, rows, 1, 1, columns],
-        _layout(rows, columns, x.dtype),
-    )
-
-
-@lru_cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    name = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, 1, columns], name)
-
-
-@gluon.constexpr_function
-def product_layout(columns):
-    """Of a (64, columns) product in the registers of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def row_layout(columns):
-    """Of (64, columns) where whole rows are read or written: 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def shared_layout():
-    """Of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
-    return gl.NVMMASharedLayout(128, 16, 2)
+FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -94,58 +53,65 @@ def forward_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
     # Written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
-            v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
-            chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+            0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
+            stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
         )),
         (_attend, (
-            1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, k_free, v_full,
-            v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride,
-            chunks, phases, count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+            1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
+            stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
         )),
         (_copy, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), branches, offsets, items, classes, k_tiles, v_tiles,
-            k_full, k_free, v_full, v_free, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+            k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
             count, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
-def segment_of(branches, offsets, i, kv_heads, g, first):
-    """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
-    w = gl.load(branches + 2 * i)
-    r = gl.load(branches + 2 * i + 1)
-    o = gl.load(offsets + i * kv_heads + g)
-    start = first // w * w
-    return (o >= 0) & is_in(first, start, r, o), start, w, r, o
+def signal(barrier):
+    """A group arrives at a hardware barrier of 288 threads, both groups and the warp that copies, without waiting.
+
+    `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
+    """
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def segment_coordinates(position, r, n, length):
-    """Row and residue at which a descriptor of rate r finds n rows from a position on."""
-    row = position // r
-    residue = position % r
-    # Rows past the last multiple of r are reached through the residues past r.
-    late = row + n > length // r
-    return gl.where(late, row - 1, row), gl.where(late, residue + r, residue)
+def await_signal(barrier):
+    """The warp that copies waits there for both groups."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def k_free(block, STAGES: gl.constexpr):
+    """Number of the barrier at which the groups say that they need a tile of k no more."""
+    return FIRST_BARRIER + block % STAGES
+
+
+@gluon.jit
+def v_free(block, STAGES: gl.constexpr):
+    """The same of v."""
+    return FIRST_BARRIER + STAGES + block % STAGES
 
 
 @gluon.jit
 def _copy(
     k_descriptors, v_descriptors, branches, offsets, items, classes, k_tiles, v_tiles,
-    k_full, k_free, v_full, v_free, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
+    k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
     count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of k and v into the ring of stages, in the order in which the groups take them."""
@@ -161,13 +127,14 @@ def _copy(
             row, residue = segment_coordinates(start + o, r, n, keys)
             for j in range(0, end, BLOCK_N):
                 stage = block % STAGES
-                turn = (block // STAGES & 1) ^ 1
-                mbarrier.wait(k_free.index(stage), turn)
+                if block >= STAGES:
+                    await_signal(k_free(block, STAGES))
                 mbarrier.expect(k_full.index(stage), k_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     k_descriptors[i], [b, row + j, residue, g, 0], k_full.index(stage), k_tiles.index(stage)
                 )
-                mbarrier.wait(v_free.index(stage), turn)
+                if block >= STAGES:
+                    await_signal(v_free(block, STAGES))
                 mbarrier.expect(v_full.index(stage), v_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     v_descriptors[i], [b, row + j, residue, g, 0], v_full.index(stage), v_tiles.index(stage)
@@ -178,7 +145,7 @@ def _copy(
 @gluon.jit
 def _attend(
     NUMBER: gl.constexpr, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles,
-    k_full, k_free, v_full, v_free, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group,
+    k_full, v_full, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -190,8 +157,8 @@ def _attend(
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
-    if size > 0:
-        g = h // group
+    g = h // group
+    if size > NUMBER * GROUP_ROWS:
         rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
         position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
@@ -204,6 +171,12 @@ def _attend(
         fence_async_shared()
         score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
         query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
+        # A group sees fewer keys than its tile where causal, and more of them without a mask.
+        last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
+        own_lowest = gl.maximum(
+            lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride)
+        )
+        own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
 
         m = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
@@ -216,10 +189,10 @@ def _attend(
         if first_branch >= 0:
             # The first block alone; from then on the product with v of each block runs beside the scores of the next.
             _, start, w, r, o = segment_of(branches, offsets, first_branch, heads // group, g, first)
-            n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+            n = segment_rows(start, w, r, o, keys)
             token = _scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)
             scores = warpgroup_mma_wait(0, deps=[token])
-            mbarrier.arrive(k_free.index(0))
+            signal(k_free(size * 0, STAGES))
             if MASKED:
                 scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
             weights, _, m, total = _softmax(scores, m, total, scale)
@@ -228,13 +201,12 @@ def _attend(
             for i in range(first_branch, N_BRANCHES):
                 inside, start, w, r, o = segment_of(branches, offsets, i, heads // group, g, first)
                 if inside:
-                    n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
-                    if not MASKED:
-                        full = end
+                    n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
+                    full = gl.minimum(full, end) if MASKED else end
                     begin = gl.where(i == first_branch, BLOCK_N, 0)
                     for _j in range(begin, full, BLOCK_N):
                         acc, total, m, weights = _step(
-                            acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block,
+                            acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
                             scale, query, BLOCK_D, BLOCK_N, STAGES, False,
                         )  # fmt: skip
                         block += 1
@@ -242,10 +214,26 @@ def _attend(
                         seen = _seen(n, start + o, r, query, CAUSAL)
                         for j in range(gl.maximum(begin, full), end, BLOCK_N):
                             acc, total, m, weights = _step(
-                                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block,
+                                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
                                 scale, seen - j, BLOCK_D, BLOCK_N, STAGES, True,
                             )  # fmt: skip
                             block += 1
+                    if CAUSAL:
+                        _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                        unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
+                        if unseen > 0:
+                            acc = warpgroup_mma_wait(
+                                0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
+                            )
+                            signal(v_free(block - 1, STAGES))
+                            for _j in range(unseen - 1):
+                                _pass_over(block, k_full, v_full, STAGES)
+                                block += 1
+                            # The last one stays, with weights of zero, as what the next step multiplies with v.
+                            mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
+                            signal(k_free(block, STAGES))
+                            block += 1
+                            weights = gl.zeros([GROUP_ROWS, BLOCK_N], dtype, gl.DotOperandLayout(0, OUT, 2))
             acc = warpgroup_mma_wait(
                 0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
             )
@@ -262,23 +250,42 @@ def _attend(
         gl.store(lse + lse_rows, result_lse, mask=score_exists)
         out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
         gl.store(out + out_rows[:, None] + dims[None, :], gl.convert_layout(result.to(dtype), ROWS), mask=here)
+    elif size > 0:
+        # This group's half of the tile is empty.
+        block = 0
+        for i in range(N_BRANCHES):
+            inside, start, w, r, o = segment_of(branches, offsets, i, heads // group, g, first)
+            if inside:
+                _, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                for _j in range(0, end, BLOCK_N):
+                    _pass_over(block, k_full, v_full, STAGES)
+                    block += 1
+
+
+@gluon.jit
+def _pass_over(block, k_full, v_full, STAGES: gl.constexpr):
+    """Let a block of keys go that this group does not see."""
+    mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
+    signal(k_free(block, STAGES))
+    mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
+    signal(v_free(block, STAGES))
 
 
 @gluon.jit
 def _step(
-    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, k_free, v_full, v_free, block, scale, seen,
+    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a block of keys, beside the product of the block before with its v."""
     score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
     value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
     scores = warpgroup_mma_wait(1, deps=[score_token])
-    mbarrier.arrive(k_free.index(block % STAGES))
+    signal(k_free(block, STAGES))
     if MASKED:
         scores = _masked(scores, seen)
     new_weights, decay, m, total = _softmax(scores, m, total, scale)
     acc = warpgroup_mma_wait(0, deps=[value_token])
-    mbarrier.arrive(v_free.index((block - 1) % STAGES))
+    signal(v_free(block - 1, STAGES))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
     return acc, total, m, weights

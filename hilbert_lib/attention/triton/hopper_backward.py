@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, segment_rows, tile_of, tile_positions
-from hilbert_lib.attention.triton.hopper import (
+from hilbert_lib.attention.triton.hopper_tiles import (
     GROUP_ROWS,
     LOG2_E,
     product_layout,
@@ -218,6 +218,12 @@ def _differentiate(
         gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
     )
     if size > 0:
+        if CUT:
+            is_empty = size <= NUMBER * GROUP_ROWS
+            if is_empty:
+                for half in gl.static_range(2):
+                    nothing = gl.zeros([GROUP_ROWS, BLOCK_M], dtype, SCORES)
+                    s_tiles.index(half).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(nothing)
         rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
         position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
@@ -251,7 +257,17 @@ def _differentiate(
                 key = start + o
                 if CUT:
                     unmasked = gl.where(is_full, unmasked, n)
-                for _member in range(group):
+                members_left = group
+                if CUT:
+                    if is_empty:
+                        for _j in range(group * gl.cdiv(n - begin, BLOCK_M)):
+                            _empty_step(
+                                NUMBER, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
+                                BLOCK_D, BLOCK_M, STAGES,
+                            )  # fmt: skip
+                            block += 1
+                    members_left = gl.where(is_empty, 0, group)
+                for _member in range(members_left):
                     if CAUSAL or CUT:
                         # The number of the first query that sees each key; for a key that is not there, none.
                         sees = gl.zeros_like(key_position)
@@ -316,7 +332,33 @@ def _step(
     mbarrier.arrive(s_full.index(block % 2))
     dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
 
+    dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
+    dv_acc, dk_acc = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
+    mbarrier.arrive(free.index(stage))
+    _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+    return dk_acc, dv_acc
+
+
+@gluon.jit
+def _empty_step(
+    NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A step of a group without keys: its part of the product for dq alone."""
+    mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
+    mbarrier.arrive(free.index(block % STAGES))
+    mbarrier.arrive(s_full.index(block % 2))
+    dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
+    _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+
+
+@gluon.jit
+def _share_of_dq(
+    NUMBER: gl.constexpr, k_tile, s_tiles, s_full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """One group's part of the product of both groups' score gradients with k, once they are there."""
     mbarrier.wait(s_full.index(block % 2), block // 2 & 1)
+    s_tile = s_tiles.index(block % 2)
     if BLOCK_M == GROUP_ROWS:  # each group takes half of the columns
         COLUMNS: gl.constexpr = BLOCK_D // 2
         left = s_tile.permute((1, 0))
@@ -325,15 +367,14 @@ def _step(
         COLUMNS: gl.constexpr = BLOCK_D
         left = s_tile.slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 1).permute((1, 0))
         right = k_tile
-    PART: gl.constexpr = product_layout(COLUMNS)
-    dq_token = warpgroup_mma(
-        left, right, gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, PART), use_acc=False, is_async=True
-    )
-    dv_acc, dk_acc = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
-    mbarrier.arrive(free.index(stage))
-    part = warpgroup_mma_wait(0, deps=[dq_token])
+    zeros = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _hand_over(NUMBER: gl.constexpr, part, dq_tiles, dq_full, dq_free, block):
+    """A group's part of dq to the warp that adds it."""
     mbarrier.wait(dq_free, (block & 1) ^ 1)
-    dq_tiles.index(NUMBER)._reinterpret(gl.float32, [GROUP_ROWS, COLUMNS], float_layout()).store(part)
+    dq_tiles.index(NUMBER)._reinterpret(gl.float32, part.shape, float_layout()).store(part)
     fence_async_shared()
     mbarrier.arrive(dq_full)
-    return dk_acc, dv_acc

@@ -183,7 +183,7 @@ def _forward_on_hopper(
     q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, out: Tensor, lse: Tensor
 ) -> Tensor | None:
     # Writes out and lse; returns the flag of `hopper.forward_kernel`, or None where no tile can be cut off.
-    from hilbert_lib.attention.triton import hopper  # only where it runs: the interpreter knows no Gluon
+    from hilbert_lib.attention.triton import hopper, hopper_tiles  # only where it runs: the interpreter knows no Gluon
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_FORWARD[columns]
@@ -191,7 +191,7 @@ def _forward_on_hopper(
     keys = k.shape[1]
     is_masked = call.is_causal or any(min(w, keys) % (r * config.block_n) or keys % min(w, keys) for w, r in branches)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if is_masked else None
-    descriptors = [hopper.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
+    descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
     descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
     grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
     hopper.forward_kernel[grid](
@@ -204,7 +204,7 @@ def _forward_on_hopper(
 def _backward_on_hopper(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call, one: schedule.Pass
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from hilbert_lib.attention.triton import hopper, hopper_backward
+    from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
@@ -213,8 +213,8 @@ def _backward_on_hopper(
     part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
     descriptors = []
     for _, r in branches:
-        descriptors += [hopper.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
-        descriptors.append(hopper.descriptor(sums, r, *part))
+        descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
+        descriptors.append(hopper_tiles.descriptor(sums, r, *part))
     descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
     dk, dv = _result(k, (one,), call), _result(v, (one,), call)
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)

@@ -1,0 +1,78 @@
+"""What the warp-specialised kernels share: tiles in shared memory and in registers, and where segments lie."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hilbert_lib.attention.triton.geometry import is_in
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
+
+
+def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
+    """What the copy engine reads (rows, columns) tiles of one residue modulo `rate` by.
+
+    Args:
+        x: (batch, seq, heads, head_dim), rows at 16-byte addresses.
+        rate: positions between two rows of a tile.
+        rows, columns: of a tile; columns past head_dim are filled with zeros.
+    """
+    batch, length, heads, head_dim = x.shape
+    stride_b, stride_n, stride_h, _ = x.stride()
+    return TensorDescriptor(
+        x,
+        # The last length % rate rows have residues past the rate: none lies outside of x.
+        [batch, length // rate, rate + length % rate, heads, head_dim],
+        [stride_b, rate * stride_n, stride_n, stride_h, 1],
+        [1, rows, 1, 1, columns],
+        _layout(rows, columns, x.dtype),
+    )
+
+
+@lru_cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    name = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, 1, columns], name)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a (64, columns) product in the registers of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_layout(columns):
+    """Of (64, columns) where whole rows are read or written: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout():
+    """Of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
+    return gl.NVMMASharedLayout(128, 16, 2)
+
+
+@gluon.jit
+def segment_of(branches, offsets, i, kv_heads, g, first):
+    """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
+    w = gl.load(branches + 2 * i)
+    r = gl.load(branches + 2 * i + 1)
+    o = gl.load(offsets + i * kv_heads + g)
+    start = first // w * w
+    return (o >= 0) & is_in(first, start, r, o), start, w, r, o
+
+
+@gluon.jit
+def segment_coordinates(position, r, n, length):
+    """Row and residue at which a descriptor of rate r finds n rows from a position on."""
+    row = position // r
+    residue = position % r
+    # Rows past the last multiple of r are reached through the residues past r.
+    late = row + n > length // r
+    return gl.where(late, row - 1, row), gl.where(late, residue + r, residue)
