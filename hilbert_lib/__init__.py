@@ -8,8 +8,10 @@ ordering    a permutation of positions, and its cache
 pattern     which keys a query sees, and how much work that is
 attention   exact dilated attention, its oracle and its backends
 locality    models of what a cache sees
+safety      limits, memory predicted, a watch, isolated benchmarks
 samples     the text and the image that the notebooks use
 environment what machine and which code this is
+hardware    what GPU this is
 seeds       what the documents under examination published
 timers      the clocks of CPU and GPU
 bench       timing, statistics and records
@@ -17,8 +19,11 @@ baselines   other people's ways, restated: what the kernels are measured against
 exact_rows  float64 results of some rows, at any length
 workload    the inputs of a benchmark, what they cost and how wrong a result is
 paired      sides that run in turns, recorded as they go
+selection   a backend by measurement, and what the choice is worth
 seed_kernel the documents' pair of kernels, restated
 kernel_benchmarks the sweeps of notebook 06
+graph_benchmarks modules called and replayed as CUDA graphs
+memory_benchmarks memory pools and caches of patterns, measured
 claims      the documents' claims, and what measures them again
 figures     every plot
 suite       papermill runs, manifests and reports
@@ -26,7 +31,32 @@ cli         the `hilbert` command
 """
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.hardware import GpuInfo, get_gpu_info
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.estimate import estimate_memory
+from hilbert_lib.safety.memory import MemorySafetyChecker
+from hilbert_lib.safety.progressive import ProgressiveTester
+from hilbert_lib.safety.runner import SafeBenchmarkRunner
+from hilbert_lib.safety.watch import Watcher
+from hilbert_lib.selection import select_attention_backend
 
-__all__ = ["DilatedPattern", "Ordering", "dilated_attention", "explain_backend"]
+__all__ = [
+    "DilatedAttention",
+    "DilatedPattern",
+    "GpuInfo",
+    "MemorySafetyChecker",
+    "MultiheadDilatedAttention",
+    "Ordering",
+    "ProgressiveTester",
+    "SafeBenchmarkRunner",
+    "SafetyConfig",
+    "Watcher",
+    "dilated_attention",
+    "estimate_memory",
+    "explain_backend",
+    "get_gpu_info",
+    "select_attention_backend",
+]

@@ -6,23 +6,19 @@ packages in eager mode; where a package computes something else, the restatement
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from math import lcm
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from hilbert_lib.attention import flex
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.dense import CpuFlash, Flash, Problem
-from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, rows_in_segment
 
-FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
-FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
 # Without cuDNN: over strided segments it ended in an illegal memory access on an H200 (torch 2.11).
 DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -42,141 +38,6 @@ class Baseline:
     note: str
     refusal: Callable[[Tensor, Call], str]
     run: Callable[[Tensor, Tensor, Tensor, Call], Tensor]
-
-
-def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
-    """The layout in which `flex_stored` takes tokens: rows of one residue modulo every rate lie side by side.
-
-    >>> residue_order(DilatedPattern((4, 8), (1, 2)), 6).perm.tolist()
-    [0, 2, 4, 1, 3, 5]
-    """
-    return Ordering.residue(length, lcm(*pattern.dilation_rates))
-
-
-def flex_stored(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """FlexAttention where q, k, v and the output are stored in `residue_order`: no permutation is in its time.
-
-    Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
-    """
-    heads, kv_heads = q.shape[2], k.shape[2]
-    count, block_mask = _flex_masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
-
-    def add_log_count(score, b, h, query, key):
-        return score + count(h, query, key).log()
-
-    once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
-    attend = _compiled_flex() if q.is_cuda else flex_attention
-    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
-        out = attend(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            score_mod=None if once else add_log_count,
-            block_mask=block_mask,
-            scale=call.scale,
-            enable_gqa=heads != kv_heads,
-        )
-    return out.transpose(1, 2)
-
-
-def flex_block_mask(
-    pattern: DilatedPattern, length: int, *, heads: int, kv_heads: int, is_causal: bool, device: torch.device
-) -> BlockMask:
-    """Which blocks of tokens in `residue_order` attend to which, found without a table of length squared.
-
-    Returns:
-        A mask of blocks of FLEX_BLOCK. In its full blocks every pair attends, through one branch or more.
-    """
-    return _flex_masks(pattern, is_causal, length, heads, kv_heads, device)[1]
-
-
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-@lru_cache(maxsize=4)
-def _flex_masks(
-    pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
-) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
-    # How many branches a query finds a key through, of slots, as FlexAttention traces it; and the mask.
-    position = residue_order(pattern, length).to(device).perm.int()
-    branches = [(min(w, length), r) for w, r in pattern.branches]
-    used = [tuple(_offset(pattern, i, g, kv_heads) for i in range(len(branches))) for g in range(kv_heads)]
-    offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
-
-    def count(h, query, key):
-        at_query, at_key = position[query], position[key]
-        total = 0.0
-        for i, (w, r) in enumerate(branches):
-            # Rows outside of the branch are in segments that meet none.
-            query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
-            key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
-            total = total + (query_segment == key_segment).float()
-        return total
-
-    def attends(b, h, query, key):
-        found = count(h, query, key) > 0.0
-        return found & (position[key] <= position[query]) if is_causal else found
-
-    lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
-    per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
-    partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
-    mask = BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
-    )
-    return count, mask
-
-
-def _offset(pattern: DilatedPattern, branch: int, kv_head: int, kv_heads: int) -> int:
-    return pattern.offset(branch, kv_head, kv_heads) if branch in pattern.head_branches(kv_head, kv_heads) else -1
-
-
-def _block_lists(
-    position: Tensor, branches: list[tuple[int, int]], offsets: tuple[int, ...], is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # For one head: how many blocks each block of queries sees in part, which, how many it sees whole, and which.
-    length, device = len(position), position.device
-    blocks = -(-length // FLEX_BLOCK)
-    block = torch.arange(length, device=device) // FLEX_BLOCK
-    some = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
-    full = some.clone()
-    for (w, r), offset in zip(branches, offsets, strict=True):
-        inside = position % w % r == offset
-        holds = torch.zeros(blocks, -(-length // w), device=device)  # whether a block has rows of a segment
-        holds[block[inside], position[inside] // w] = 1.0
-        meets = holds @ holds.T > 0.0
-        whole = (block[~inside].bincount(minlength=blocks) == 0) & (holds.sum(1) == 1.0)
-        some |= meets
-        full |= meets & whole[:, None] & whole
-    if is_causal:
-        first = position.new_full((blocks,), length).scatter_reduce(0, block, position, "amin")
-        last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
-        some &= first <= last[:, None]
-        full &= last <= first[:, None]
-    listed = []
-    for mask in (some & ~full, full):
-        listed += [mask.sum(1).int(), mask.byte().argsort(dim=1, descending=True, stable=True).int()]
-    return tuple(listed)
-
-
-class _Permuted(torch.autograd.Function):
-    # A gather both ways: the gradient of index_select would add row by row.
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return x.index_select(1, index)
-
-    @staticmethod
-    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx.index_select(1, ctx.inverse), None, None
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    order = residue_order(call.pattern, q.shape[1]).to(q.device)
-    stored = (_Permuted.apply(x, order.perm, order.inverse) for x in (q, k, v))
-    return _Permuted.apply(flex_stored(*stored, call), order.inverse, order.perm)
 
 
 class _Torchscale(torch.autograd.Function):
@@ -320,18 +181,25 @@ def _fkodom_refusal(q: Tensor, call: Call) -> str:
     return _eager_refusal(q, call)
 
 
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    return flex.attend(q, k, v, call)[0]
+
+
 def _flex_refusal(q: Tensor, call: Call) -> str:
     if not q.is_cuda and q.requires_grad and torch.is_grad_enabled():
         return f"FlexAttention has no backward on {q.device.type}"
-    if q.is_cuda and q.shape[-1] < 16:
-        return f"FlexAttention needs a head_dim of at least 16, got {q.shape[-1]}"
-    return _eager_refusal(q, call)
+    return _eager_refusal(q, call) or (BACKENDS["flex"].refusal(q, call) if q.is_cuda else "")
 
 
 BASELINES = {
     baseline.name: baseline
     for baseline in (
-        Baseline("flex", "FlexAttention on residue-major tokens; permuting them is in its time", _flex_refusal, _flex),
+        Baseline(
+            "flex",
+            "FlexAttention under autograd: unlike the backend, its backward runs no second forward",
+            _flex_refusal,
+            _flex,
+        ),
         Baseline(
             "torchscale",
             "a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from hilbert_lib.cli_bench import bench
+
 Pairs = tuple[tuple[str, str], ...]
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -67,6 +69,9 @@ def main() -> None:
     All of them, with a report to read:  hilbert run
     What there is to turn:               hilbert list
     """
+
+
+main.add_command(bench)
 
 
 @main.command("list")

@@ -203,13 +203,16 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
     yield (Side("matrix product", {**parameters, "n": n}, lambda: (matrices()[0] @ matrices()[1],), error, 2 * n**3),)
 
 
-def committed_records() -> list[dict]:
-    """The records of the newest run of notebook 06 that is committed for an H200; empty where there is none.
+def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
+    """The records of the newest run of a notebook that is committed for an H200; empty where there is none.
+
+    Args:
+        notebook: its name.
 
     >>> all("environment" in record for record in committed_records())
     True
     """
-    runs = [read_records(path) for path in REPORTS.glob(f"h200/*/06_kernel_benchmarks*/{RESULTS}")]
+    runs = [read_records(path) for path in REPORTS.glob(f"h200/*/{notebook}*/{RESULTS}")]
     return max(runs, key=lambda records: records[-1]["environment"]["utc"], default=[])
 
 
@@ -221,11 +224,12 @@ def _counted_sides(**options) -> Iterator[Side]:
         linear = pair[0]
 
 
-def records_to_draw(records: list[dict]) -> tuple[list[dict], str]:
+def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:
     """These records where they hold times, otherwise the committed ones, and where they come from, for a title.
 
     Args:
         records: of `paired.run_sides`.
+        notebook: whose committed records.
 
     Returns:
         Records, empty where nothing was timed and nothing is committed; and their source.
@@ -235,7 +239,7 @@ def records_to_draw(records: list[dict]) -> tuple[list[dict], str]:
     """
     if any(record["kind"] != "check" for record in records):
         return records, records[0]["environment"]["hardware"]
-    committed = committed_records()
+    committed = committed_records(notebook)
     return committed, f"committed record, {committed[0]['environment']['hardware']}" if committed else ""
 
 

@@ -1,11 +1,15 @@
 """What all tests share."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 
 from hilbert_lib.environment import prepare_kernels
 
 prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
+os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
 torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much where the cores are busy
 
 

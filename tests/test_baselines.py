@@ -7,7 +7,8 @@ from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, expected, stored
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.call import Call
-from hilbert_lib.baselines import BASELINES, FLEX_BLOCK, flex_block_mask, residue_order
+from hilbert_lib.attention.flex import FLEX_BLOCK, flex_block_mask, residue_order
+from hilbert_lib.baselines import BASELINES
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 AXES = [

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.backends import BACKENDS, Explanation, choose, explain
+from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.choice import Explanation, choose, choose_ordering, explain
 from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -29,7 +30,7 @@ def dilated_attention(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     query_start: int | None = None,
-    kv_ordering: Ordering | None = None,
+    kv_ordering: Ordering | str | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -50,7 +51,9 @@ def dilated_attention(
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
             by default q, k and v cover the same positions and their lengths match.
-        kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always.
+        kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always. With
+            "auto" they come in sequence order, and the call stores them in another where measurements say that this
+            is faster; `explain_backend` says what it chose.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
@@ -69,9 +72,15 @@ def dilated_attention(
     q, k, v, call = _validated(
         q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
     )
-    chosen = choose(q, call, backend)
+    gradient = _needs_gradient(q, k, v)
+    chosen = choose(q, call, backend, gradient=gradient)
     if not chosen:
-        raise ValueError(f"backend={backend!r} {explain(q, call, backend).reasons[backend]}; see explain_backend")
+        reasons = explain(q, call, backend, gradient=gradient).reasons
+        raise ValueError(f"backend={backend!r} {reasons[backend]}; see explain_backend")
+    if kv_ordering == "auto":
+        kv_ordering, _ = choose_ordering(q, k, call) if BACKENDS[chosen].reads_orderings else (None, "")
+        if kv_ordering is not None:
+            k, v = kv_ordering.apply(k, dim=1), kv_ordering.apply(v, dim=1)
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
     if kv_ordering is not None and BACKENDS[chosen].reads_orderings:
@@ -93,7 +102,7 @@ def explain_backend(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     query_start: int | None = None,
-    kv_ordering: Ordering | None = None,
+    kv_ordering: Ordering | str | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Explanation:
@@ -103,10 +112,15 @@ def explain_backend(
     >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
     'sdpa'
     """
-    q, _, _, call = _validated(
+    q, k, v, call = _validated(
         q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
     )
-    return explain(q, call, backend)
+    ordering = choose_ordering(q, k, call)[1] if kv_ordering == "auto" else ""
+    return explain(q, call, backend, gradient=_needs_gradient(q, k, v), ordering=ordering)
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _validated(
@@ -127,9 +141,10 @@ def _validated(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     query_start = _checked_query_start(q, k, query_start)
     _check_padding(k, key_padding_mask)
-    if kv_ordering is not None:
+    if kv_ordering is not None and kv_ordering != "auto":
         if not isinstance(kv_ordering, Ordering):
-            raise TypeError(f"kv_ordering must be an Ordering or None, got {type(kv_ordering).__name__}")
+            got = f"{type(kv_ordering).__name__}; of names, only 'auto' is one"
+            raise TypeError(f"kv_ordering must be an Ordering or None, got {got}")
         if kv_ordering.length != k.shape[1]:
             raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
     if not isinstance(backend, str):

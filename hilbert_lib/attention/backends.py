@@ -1,4 +1,4 @@
-"""The implementations that exist, whether each can serve a call, and how one is chosen."""
+"""The implementations that exist, and whether each can serve a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,16 +7,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention import reference, strided
+from hilbert_lib.attention import flex, packages, reference, strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel
 from hilbert_lib.environment import kernel_mode
+from hilbert_lib.hardware import get_gpu_info
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
 
-
 TRITON_SHARED_BYTES = 163 * 1024  # what an A100 gives a block: its tile shapes are compiled for that and for more
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+FROM_AMPERE = range(8, 1000)  # majors
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Backend:
         refusal: gives the reason why it cannot serve a call, or "" where it can.
         functions: gives forward and backward for tensors on a device.
         reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
+        package: key of `packages.absence` and `packages.state`, or "" for what torch or this library brings.
     """
 
     name: str
@@ -36,23 +39,7 @@ class Backend:
     refusal: Callable[[Tensor, Call], str]
     functions: Callable[[torch.device], tuple[Forward, Backward]]
     reads_orderings: bool = False
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend serves a call, and why the others were passed over. `print` shows it as a table.
-
-    Attributes:
-        chosen: the backend's name; "" where none can serve.
-        reasons: for every backend by name, "chosen" and its note, or why it was passed over.
-    """
-
-    chosen: str
-    reasons: dict[str, str]
-
-    def __str__(self) -> str:
-        width = max(map(len, self.reasons))
-        return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in self.reasons.items())
+    package: str = ""
 
 
 def _serves_all(q: Tensor, call: Call) -> str:
@@ -75,25 +62,55 @@ def _sdpa_refusal(q: Tensor, call: Call) -> str:
         return f"no lse on device {q.device.type}: serves cpu and cuda"
     if q.is_cuda and q.dtype == torch.float64:
         return "no float64 on cuda"
+    if q.is_cuda and q.dtype == torch.bfloat16 and _capability(q.device) < AMPERE:
+        return "no bfloat16 below compute capability 8.0"
+    return _unaligned(q) or _dense_refusal(q, call)
+
+
+def _unaligned(q: Tensor) -> str:
     if q.is_cuda and q.shape[-1] * q.element_size() % 16:
         return f"head_dim * {q.element_size()} bytes must be a multiple of 16 on cuda, got head_dim {q.shape[-1]}"
-    return _dense_refusal(q, call)
+    return ""
 
 
-def _cuda_absence(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"needs a CUDA device, got {device.type}"
-    return "" if torch.cuda.get_device_capability(device) >= (8, 0) else "needs compute capability 8.0 or later"
-
-
-def _cuda_refusal(q: Tensor, call: Call, *, largest_head_dim: int) -> str:
-    if absence := _cuda_absence(q.device):
-        return absence
+def _half_refusal(
+    q: Tensor, call: Call, *, largest_head_dim: int, majors: range = FROM_AMPERE, package: str = ""
+) -> str:
+    # Of the dense kernels in half precision: torch's own, and those of a package.
+    if package and (absent := _package_absence(package)):
+        return absent
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}"
+    if _capability(q.device)[0] not in majors:
+        allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
+        return f"needs compute capability {allowed}"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+        return f"serves float16 and bfloat16, got {_name(q.dtype)}"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
         return f"head_dim must be a multiple of 8 up to {largest_head_dim}, got {q.shape[-1]}"
     return _dense_refusal(q, call)
+
+
+def _xformers_refusal(q: Tensor, call: Call) -> str:
+    if absent := _package_absence("xformers"):
+        return absent
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}"
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    if q.dtype == torch.float32 and _capability(q.device) > HOPPER:
+        return "no float32 above compute capability 9.0"
+    return _sdpa_refusal(q, call)
+
+
+def _flex_refusal(q: Tensor, call: Call) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
+    if _kernel_mode() != "compiled":
+        return "needs triton, and not its interpreter"
+    if q.shape[-1] < 16:
+        return f"needs a head_dim of at least 16, got {q.shape[-1]}"
+    return _half_refusal(q, call, largest_head_dim=256)
 
 
 def _over_views(kernel: Kernel) -> Callable[[torch.device], tuple[Forward, Backward]]:
@@ -124,8 +141,21 @@ def _triton_absence(device: torch.device) -> str:
     return ""
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    return get_gpu_info(device).capability
+
+
+def _package_absence(package: str) -> str:
+    return packages.absence(package)
+
+
+def _kernel_mode() -> str:
+    return kernel_mode()
+
+
 # torch.compile cannot trace questions to the machine: it takes their answers as constants (said as in ordering.py).
-_cuda_absence._dynamo_marked_constant = _triton_absence._dynamo_marked_constant = True
+for _question in (_capability, _package_absence, _kernel_mode, _triton_absence):
+    _question._dynamo_marked_constant = True
 
 
 def _triton_functions(device: torch.device) -> tuple[Forward, Backward]:
@@ -138,55 +168,48 @@ def _reference_functions(device: torch.device) -> tuple[Forward, Backward]:
     return reference.forward, reference.backward
 
 
+def _flex_functions(device: torch.device) -> tuple[Forward, Backward]:
+    return flex.forward, flex.backward
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _half(
+    name: str, note: str, kernel: Kernel, largest_head_dim: int = 256, majors: range = FROM_AMPERE, package: str = ""
+) -> Backend:
+    serves = partial(_half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
+    return Backend(name, f"{note} over strided views; {_SPREADS}", serves, _over_views(kernel), package=package)
+
+
 _SPREADS = "a NaN in a masked key reaches other rows of its segment"
-_CUDNN_SERVES = partial(_cuda_refusal, largest_head_dim=128)
-_FLASH_SERVES = partial(_cuda_refusal, largest_head_dim=256)
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("triton", "one fused pass over all branches", _triton_refusal, _triton_functions, reads_orderings=True),
-        Backend("cudnn", f"cuDNN over strided views; {_SPREADS}", _CUDNN_SERVES, _over_views(CuDnn)),
-        Backend("flash", f"FlashAttention-2 over strided views; {_SPREADS}", _FLASH_SERVES, _over_views(Flash)),
+        _half("cudnn", "cuDNN", CuDnn, largest_head_dim=128),
+        _half("flash", "torch's FlashAttention-2", Flash),
+        # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
+        _half("flash_attn_4", "flash-attn-4", packages.FlashAttn4, 128, range(9, 13), "flash_attn_4"),
+        _half("flash_attn_3", "FlashAttention-3", packages.FlashAttn3, 256, range(9, 10), "flash_attn_3"),
+        _half("flash_attn_2", "flash-attn", packages.FlashAttn2, package="flash_attn_2"),
+        Backend(
+            "xformers",
+            f"xformers over strided views; {_SPREADS}",
+            _xformers_refusal,
+            _over_views(packages.Xformers),
+            package="xformers",
+        ),
+        Backend(
+            "flex", "compiled FlexAttention; its backward runs the forward once more", _flex_refusal, _flex_functions
+        ),
         Backend("sdpa", f"torch's fused kernel over strided views; {_SPREADS}", _sdpa_refusal, _sdpa_functions),
         Backend("eager", f"matrix products over strided views; {_SPREADS}", _serves_all, _over_views(Eager)),
         Backend("reference", "dense masks: memory grows with length squared", _serves_all, _reference_functions),
     )
 }
-
-
-# The order in which "auto" tries them. In float32 the fused kernels use no matrix instructions, and compile for long.
-AUTOMATIC_HALF_ON_CUDA = ("triton", "cudnn", "flash", "sdpa", "eager")
-AUTOMATIC = ("sdpa", "eager")
-
-
-def _automatic(q: Tensor) -> tuple[str, ...]:
-    return AUTOMATIC_HALF_ON_CUDA if q.is_cuda and q.element_size() == 2 else AUTOMATIC
-
-
-def choose(q: Tensor, call: Call, name: str) -> str:
-    """The name of the backend that serves a validated call, or "" where none can; arguments as for `explain`."""
-    asked = _automatic(q) if name == "auto" else (name,)
-    return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
-
-
-def explain(q: Tensor, call: Call, name: str) -> Explanation:
-    """The backend for a validated call, and why not the others.
-
-    Args:
-        q: queries, (batch, queries, heads, head_dim).
-        call: the rest of the request.
-        name: a backend's name, or "auto" for the first that can serve.
-    """
-    refusals = {backend.name: backend.refusal(q, call) for backend in BACKENDS.values()}
-    chosen, automatic = choose(q, call, name), _automatic(q)
-    reasons = {}
-    for candidate, refusal in refusals.items():
-        if candidate == chosen:
-            reasons[candidate] = f"chosen: {BACKENDS[candidate].note}"
-        elif refusal:
-            reasons[candidate] = f"cannot serve: {refusal}"
-        else:
-            passed_over = f"after {chosen!r}" if candidate in automatic else "when asked for by name"
-            reasons[candidate] = f"not asked for: {name!r} was" if name != "auto" else f"can serve, {passed_over}"
-    return Explanation(chosen, reasons)
+WITHOUT_BUILD = {
+    "flash_attn_1": "no build of FlashAttention 1 exists for a current torch; on Turing and Volta sdpa serves instead"
+}

@@ -30,14 +30,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tupl
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
         parts = []
-        for step in _steps(call, [q], [k, v]):
+        for step in steps(call, [q], [k, v]):
             out, lse = kernel.forward(*step.queries, *step.keys, step.problem)
             parts.append(step.query_part(out.to(q.dtype), lse))
         return merge_parts(parts, q)
     dtype = working_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
-    for step in _steps(call, [q, out, lse], [k, v]):
+    for step in steps(call, [q, out, lse], [k, v]):
         qs, outs, lses = step.queries
         merged, merged_lse = merge(outs, lses[..., 0], *kernel.forward(qs, *step.keys, step.problem))
         outs.copy_(merged)
@@ -60,19 +60,19 @@ def backward(
         from hilbert_lib.attention.triton.merge import sum_parts
 
         parts = [], [], []
-        for step in _steps(call, query_side, [k, v]):
+        for step in steps(call, query_side, [k, v]):
             dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step))
             for some, part in zip(parts, (step.query_part(dq), step.key_part(dk), step.key_part(dv)), strict=True):
                 some.append(part)
         return tuple(sum_parts(some, x) for some, x in zip(parts, (q, k, v), strict=True))
     dq, dk, dv = (torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v))
-    for step in _steps(call, [*query_side, dq], [k, v, dk, dv]):
+    for step in steps(call, [*query_side, dq], [k, v, dk, dv]):
         for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
             total += part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _gradients(kernel: Kernel, step: "_Step") -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
     q, dout, out, lse = step.queries[:4]
     return kernel.backward(dout, q, *step.keys[:2], out, lse[..., 0], step.problem)
 
@@ -131,7 +131,7 @@ def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Blo
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One dense attention, with (batch, heads, rows, ...) views of the tensors on either side."""
 
     problem: Problem
@@ -157,7 +157,14 @@ class _Step:
         return Part(tensors, batch, heads, start, self.block.segment_length, self.block.rate)
 
 
-def _steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[_Step]:
+def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
+    """The dense attentions that one call falls into, each over views.
+
+    Args:
+        call: the request.
+        query_side: q and what has its rows, (batch, queries, heads, ...).
+        key_side: k, v and what has their rows, (batch, keys, kv_heads, ...).
+    """
     batch, queries, heads, _ = query_side[0].shape
     _, keys, kv_heads, _ = key_side[0].shape
     group = heads // kv_heads
@@ -169,7 +176,7 @@ def _steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iter
             query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
             kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0])
             for fold in _folds([*query_views, *key_views]):
-                yield _Step(
+                yield Step(
                     Problem(
                         call.scale,
                         call.is_causal,

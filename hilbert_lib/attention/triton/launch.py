@@ -157,13 +157,17 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
-    # Whether the warp-specialised kernels serve a call with these tensors; the plain ones serve every call.
-    q = tensors[0]
+def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
+    """Whether the warp-specialised kernels can serve a call, on a GPU that runs them; the plain ones serve every call.
+
+    Args:
+        q: queries; shape and dtype count.
+        keys: rows of k and v.
+        call: the rest of the request.
+        todo: its passes.
+    """
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.element_size() == 2
+        q.element_size() == 2
         and q.shape[-1] <= 128
         and q.shape[-1] % 8 == 0
         and call.inverse is None
@@ -174,6 +178,16 @@ def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[s
         and todo[0].is_aligned
         # Rows past the last multiple of r are reached from the row before, which segment 0 may not have.
         and all(min(w, keys) <= keys // r * r for w, r in call.pattern.branches)
+    )
+
+
+def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
+    # Whether the warp-specialised kernels serve a call with these tensors.
+    q = tensors[0]
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and hopper_serves(q, keys, call, todo)
         # The copy engine takes no tensor that is expanded.
         and all(stride > 0 for x in tensors for stride in x.stride())
     )

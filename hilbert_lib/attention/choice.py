@@ -1,0 +1,151 @@
+"""Which backend serves a call, and whether k and v are worth storing in another order: by rule, with its reasons."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention import packages
+from hilbert_lib.attention.backends import BACKENDS, WITHOUT_BUILD
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.remembered import MEASURED, pattern_key, remembered_rules
+from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, ORDERING_RULES, OrderingRule, Rule
+from hilbert_lib.hardware import get_gpu_info
+from hilbert_lib.ordering import Ordering
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why the others were passed over. `print` shows it as a table.
+
+    Attributes:
+        chosen: the backend's name; "" where none can serve.
+        reasons: for every backend by name, "chosen" and its note, or why it was passed over.
+        rule: where the order comes from in which "auto" tries them.
+        ordering: of what kv_ordering="auto" chose, and why; "" where it was not asked for.
+    """
+
+    chosen: str
+    reasons: dict[str, str]
+    rule: str
+    ordering: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rule was measured on this machine, by `select_attention_backend` or `hilbert bench backends`."""
+        return self.rule.startswith(MEASURED)
+
+    def __str__(self) -> str:
+        rows = {**self.reasons, "auto goes by": self.rule}
+        if self.ordering:
+            rows["kv_ordering"] = self.ordering
+        width = max(map(len, rows))
+        return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
+
+
+def rule_for(q: Tensor, call: Call, *, gradient: bool) -> Rule:
+    """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's.
+
+    Args:
+        q: queries, (batch, queries, heads, head_dim).
+        call: the rest of the request.
+        gradient: whether the backward will run.
+    """
+    batch, length, heads, head_dim = q.shape
+    pattern = pattern_key(call.pattern)
+    for rule in _rules(q.device, q.dtype):
+        if rule.asks_for_length and _is_exporting():
+            continue  # an exported program serves all lengths, so that none may decide
+        if rule.fits(head_dim, length, batch * heads, call.is_causal, gradient, pattern):
+            return rule
+    raise AssertionError("the last rule of every table fits all calls")
+
+
+def _is_exporting() -> bool:
+    # torch 2.11 says "exporting" to every program that torch.compile traces.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
+    """The name of the backend that serves a validated call, or "" where none can; arguments as for `explain`."""
+    asked = rule_for(q, call, gradient=gradient).order if name == "auto" else (name,)
+    return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
+
+
+def explain(q: Tensor, call: Call, name: str, *, gradient: bool, ordering: str = "") -> Explanation:
+    """The backend for a validated call, and why not the others.
+
+    Args:
+        q: queries, (batch, queries, heads, head_dim).
+        call: the rest of the request.
+        name: a backend's name, or "auto" for the first that can serve.
+        gradient: whether the backward will run.
+        ordering: what was said of kv_ordering="auto".
+    """
+    chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
+    reasons = {}
+    for candidate, backend in BACKENDS.items():
+        refusal = backend.refusal(q, call)
+        found = f" ({packages.state(backend.package)})" if backend.package and not refusal else ""
+        if candidate == chosen:
+            reasons[candidate] = f"chosen: {backend.note}{found}"
+        elif refusal:
+            absent = refusal.startswith(packages.ABSENT)
+            reasons[candidate] = refusal if absent else f"cannot serve: {refusal}"
+        elif name != "auto":
+            reasons[candidate] = f"not asked for: {name!r} was"
+        else:
+            passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
+            reasons[candidate] = f"can serve, {passed_over}{found}"
+    return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record, ordering)
+
+
+def choose_ordering(q: Tensor, k: Tensor, call: Call) -> tuple[Ordering | None, str]:
+    """The ordering in which one call had better store k and v before it reads them, and why; None for as they are.
+
+    Args:
+        q: (batch, queries, heads, head_dim). k: (batch, keys, kv_heads, head_dim), in sequence order.
+        call: the rest of the request.
+    """
+    architecture = _architecture(k.device)
+    for rule in ORDERING_RULES:
+        if not _reads_faster(rule, architecture, q, k, call):
+            continue
+        if rule.calls > 1:
+            return None, (
+                f"none: {rule.kind} order reads faster here, but the copy that stores k and v in it is repaid after "
+                f"{rule.calls} calls on the same k and v ({rule.record})"
+            )
+        ((_, rate),) = call.pattern.branches
+        return Ordering.residue(k.shape[1], rate), f"{rule.kind}, stored by the call ({rule.record})"
+    measured = any(rule.architecture == architecture for rule in ORDERING_RULES)
+    known = "no order reads such rows faster than the order of the sequence" if measured else "nothing was measured"
+    return None, f"none: {known} on {architecture if architecture != 'none' else 'a CPU'}"
+
+
+def _reads_faster(rule: OrderingRule, architecture: str, q: Tensor, k: Tensor, call: Call) -> bool:
+    branches = call.pattern.branches
+    return (
+        rule.architecture == architecture
+        and len(branches) == 1
+        and branches[0][1] >= rule.rate
+        and q.shape[1] <= rule.queries
+        and k.shape[3] * k.element_size() <= rule.row_bytes
+    )
+
+
+def _rules(device: torch.device, dtype: torch.dtype) -> tuple[Rule, ...]:
+    if device.type != "cuda":
+        known = CPU_RULES
+    else:
+        known = HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULES
+    return (*remembered_rules(device.type, dtype), *known)
+
+
+def _architecture(device: torch.device) -> str:
+    return get_gpu_info(device).architecture
+
+
+# torch.compile cannot trace questions to the machine: it takes their answers as constants (said as in ordering.py).
+for _question in (_rules, _architecture):
+    _question._dynamo_marked_constant = True

@@ -1,0 +1,166 @@
+"""FlexAttention, compiled, on tokens in residue-major order: a mask of blocks says what the pattern lets attend.
+
+FlexAttention differentiates itself, from its own forward; the `backward` that every backend has therefore runs the
+forward once more, and needs neither out nor lse.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import lcm
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
+FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    return attend(q, k, v, call)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; on CUDA alone."""
+    # The operator that calls this runs below autograd, which has to record the forward here.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves, call)[0], leaves, dout)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse, as `forward`; on CUDA out is differentiable by autograd, through FlexAttention's own backward.
+
+    Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
+    """
+    order = residue_order(call.pattern, q.shape[1]).to(q.device)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
+
+    def add_log_count(score, b, h, query, key):
+        return score + count(h, query, key).log()
+
+    once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
+    run = _compiled() if q.is_cuda else flex_attention
+    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
+        out, more = run(
+            *(_Permuted.apply(x, order.perm, order.inverse).transpose(1, 2) for x in (q, k, v)),
+            score_mod=None if once else add_log_count,
+            block_mask=block_mask,
+            scale=call.scale,
+            enable_gqa=heads != kv_heads,
+            return_aux=AuxRequest(lse=True),
+        )
+    lse = more.lse.detach().to(working_dtype(q.dtype)).index_select(2, order.inverse)
+    return _Permuted.apply(out.transpose(1, 2), order.inverse, order.perm), lse
+
+
+def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
+    """The layout in which FlexAttention takes tokens: rows of one residue modulo every rate lie side by side.
+
+    >>> residue_order(DilatedPattern((4, 8), (1, 2)), 6).perm.tolist()
+    [0, 2, 4, 1, 3, 5]
+    """
+    return Ordering.residue(length, lcm(*pattern.dilation_rates))
+
+
+def flex_block_mask(
+    pattern: DilatedPattern, length: int, *, heads: int, kv_heads: int, is_causal: bool, device: torch.device
+) -> BlockMask:
+    """Which blocks of tokens in `residue_order` attend to which, found without a table of length squared.
+
+    Returns:
+        A mask of blocks of FLEX_BLOCK. In its full blocks every pair attends, through one branch or more.
+    """
+    return _masks(pattern, is_causal, length, heads, kv_heads, device)[1]
+
+
+@cache
+def _compiled() -> Callable[..., tuple]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@lru_cache(maxsize=4)
+def _masks(
+    pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
+    # How many branches a query finds a key through, of slots, as FlexAttention traces it; and the mask.
+    position = residue_order(pattern, length).to(device).perm.int()
+    branches = [(min(w, length), r) for w, r in pattern.branches]
+    used = [tuple(_offset(pattern, i, g, kv_heads) for i in range(len(branches))) for g in range(kv_heads)]
+    offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
+
+    def count(h, query, key):
+        at_query, at_key = position[query], position[key]
+        total = 0.0
+        for i, (w, r) in enumerate(branches):
+            # Rows outside of the branch are in segments that meet none.
+            query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
+            key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
+            total = total + (query_segment == key_segment).float()
+        return total
+
+    def attends(b, h, query, key):
+        found = count(h, query, key) > 0.0
+        return found & (position[key] <= position[query]) if is_causal else found
+
+    lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
+    per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
+    partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
+    mask = BlockMask.from_kv_blocks(
+        partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+    )
+    return count, mask
+
+
+def _offset(pattern: DilatedPattern, branch: int, kv_head: int, kv_heads: int) -> int:
+    return pattern.offset(branch, kv_head, kv_heads) if branch in pattern.head_branches(kv_head, kv_heads) else -1
+
+
+def _block_lists(
+    position: Tensor, branches: list[tuple[int, int]], offsets: tuple[int, ...], is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # For one head: how many blocks each block of queries sees in part, which, how many it sees whole, and which.
+    length, device = len(position), position.device
+    blocks = -(-length // FLEX_BLOCK)
+    block = torch.arange(length, device=device) // FLEX_BLOCK
+    some = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+    full = some.clone()
+    for (w, r), offset in zip(branches, offsets, strict=True):
+        inside = position % w % r == offset
+        holds = torch.zeros(blocks, -(-length // w), device=device)  # whether a block has rows of a segment
+        holds[block[inside], position[inside] // w] = 1.0
+        meets = holds @ holds.T > 0.0
+        whole = (block[~inside].bincount(minlength=blocks) == 0) & (holds.sum(1) == 1.0)
+        some |= meets
+        full |= meets & whole[:, None] & whole
+    if is_causal:
+        first = position.new_full((blocks,), length).scatter_reduce(0, block, position, "amin")
+        last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
+        some &= first <= last[:, None]
+        full &= last <= first[:, None]
+    listed = []
+    for mask in (some & ~full, full):
+        listed += [mask.sum(1).int(), mask.byte().argsort(dim=1, descending=True, stable=True).int()]
+    return tuple(listed)
+
+
+class _Permuted(torch.autograd.Function):
+    # A gather both ways: the gradient of index_select would add row by row.
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.index_select(1, ctx.inverse), None, None

@@ -1,0 +1,255 @@
+"""Dilated attention as `torch.nn` modules: of q, k and v, and with projections in the place of MultiheadAttention."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.checks import integer
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+KvOrdering = Ordering | Callable[[int], Ordering] | str | None
+
+
+class DilatedAttention(nn.Module):
+    """Exact dilated attention (LongNet, arXiv 2307.02486) of q, k and v, without parameters.
+
+    Train and eval differ only by dropout, and `kv_ordering` never changes the output: it is where k and v lie.
+
+    Args:
+        pattern: which keys a query sees.
+        dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
+        scale: factor of the scores; by default head_dim ** -0.5.
+        kv_ordering: how the module stores k and v, which it is given in sequence order: an `Ordering`, for sequences of
+            its length alone; a function from a length to one, such as `partial(Ordering.from_curve, "hilbert")`; or
+            "auto", as `dilated_attention` takes it. By default they stay as they are.
+        backend: as in `dilated_attention`.
+
+    Raises:
+        TypeError: if pattern is no DilatedPattern.
+        ValueError: if dropout is not in [0, 1).
+
+    >>> q = k = v = torch.ones(1, 8, 2, 4)
+    >>> DilatedAttention(DilatedPattern((4, 8), (1, 2)))(q, k, v, is_causal=True).shape
+    torch.Size([1, 8, 2, 4])
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        kv_ordering: KvOrdering = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        if not 0.0 <= dropout < 1.0:  # eval would never tell
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        self.pattern = pattern
+        self.dropout = dropout
+        self.scale = scale
+        self.kv_ordering = kv_ordering
+        self.backend = backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        query_start: int | None = None,
+    ) -> Tensor:
+        """The output of `dilated_attention` for the same arguments.
+
+        Args:
+            q: (batch, queries, heads, head_dim).
+            k, v: (batch, keys, kv_heads, head_dim), in sequence order.
+            key_padding_mask: (batch, keys) bool, True = no weight.
+            is_causal: whether keys after the query are excluded.
+            query_start: position of q's first row, for decoding.
+
+        Returns:
+            (batch, queries, heads, head_dim).
+
+        Raises:
+            TypeError, ValueError: as `dilated_attention`.
+        """
+        ordering = self.kv_ordering(k.shape[1]) if callable(self.kv_ordering) else self.kv_ordering
+        if isinstance(ordering, Ordering):
+            if ordering.length != k.shape[1]:
+                raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
+            k, v = ordering.apply(k, dim=1), ordering.apply(v, dim=1)
+        return dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            query_start=query_start,
+            kv_ordering=ordering,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        own = {name: getattr(self, name) for name in ("pattern", "dropout", "scale", "kv_ordering", "backend")}
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Self-attention with projections, to put where a `torch.nn.MultiheadAttention` stands, layers of torch included.
+
+    Parameters have the names, shapes and first values of nn.MultiheadAttention's, so that each loads the other's state
+    dict; with one branch (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
+
+    Args:
+        embed_dim: size of a token.
+        num_heads: query heads, a divisor of embed_dim.
+        pattern: which keys a query sees.
+        dropout, kv_ordering, backend: as in `DilatedAttention`.
+        bias: whether the projections have one.
+        batch_first: whether tokens are (batch, seq, embed_dim) rather than (seq, batch, embed_dim).
+        kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: if a size is no integer, below 1, or divides no other; if the pattern's mixing needs more
+            kv_heads; as `DilatedAttention`.
+
+    >>> attention = MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 2)), batch_first=True)
+    >>> out, weights = attention(torch.ones(2, 8, 16))
+    >>> out.shape, weights
+    (torch.Size([2, 8, 16]), None)
+    """
+
+    # torch's encoder layers read it: where it is True and no gradient is asked for, they do not call this module but
+    # compute dense attention from its weights.
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        kv_heads: int | None = None,
+        kv_ordering: KvOrdering = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.embed_dim = integer("embed_dim", embed_dim, least=1)
+        self.num_heads = integer("num_heads", num_heads, least=1)
+        self.kv_heads = self.num_heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads must divide embed_dim {self.embed_dim}, got {self.num_heads}")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
+        self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
+        pattern.check_heads(self.kv_heads)
+        self.head_dim = self.embed_dim // self.num_heads
+        self.batch_first = batch_first
+        rows = sum(self._projected())
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
+        self.register_parameter(
+            "in_proj_bias", nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
+        )
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Project, attend and project back.
+
+        Args:
+            query: tokens, (batch, seq, embed_dim) with batch_first, otherwise (seq, batch, embed_dim), or (seq,
+                embed_dim).
+            key, value: tensors of query's shape, such as query itself, which both are by default.
+            key_padding_mask: (batch, seq), or (seq,) for one sequence: bool, True = no weight; or, as torch's layers
+                give it, floating with -inf for no weight and 0 otherwise, whose values are checked: the host then waits
+                for the device, so that such a mask can be neither captured nor compiled into one graph. Tokens left
+                without keys give the output projection's bias.
+            need_weights: False; the weights are never all in memory.
+            attn_mask: None, or with is_causal the causal mask: trusted to be it, as nn.MultiheadAttention does.
+            is_causal: whether keys after the query are excluded.
+
+        Returns:
+            The output, shaped like query, and None in the place of the weights.
+
+        Raises:
+            TypeError, ValueError: where an argument is not one of these; as `dilated_attention`.
+        """
+        if need_weights:
+            raise ValueError(f"need_weights must be False: the weights are never all in memory; got {need_weights!r}")
+        if attn_mask is not None and not is_causal:
+            raise ValueError("attn_mask must be None unless is_causal=True: the pattern says which keys are seen")
+        key, value = query if key is None else key, query if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.is_nested:  # of nn.TransformerEncoder, unless it was built with enable_nested_tensor=False
+                raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one: pad it and pass a mask")
+            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
+                raise ValueError(
+                    f"{name} must be tokens of size {self.embed_dim} in 2 or 3 dimensions, shaped like query "
+                    f"{tuple(query.shape)}, got shape {tuple(x.shape)}"
+                )
+        padding = _as_bool(key_padding_mask)
+        if query.dim() == 2:
+            batched = (x[None] for x in self._project(query, key, value))
+            padding = None if padding is None else padding[None]
+        else:
+            batched = (x if self.batch_first else x.transpose(0, 1) for x in self._project(query, key, value))
+        q, k, v = (x.unflatten(2, (-1, self.head_dim)) for x in batched)
+        out = self.out_proj(self.attention(q, k, v, padding, is_causal=is_causal).flatten(2))
+        if query.dim() == 2:
+            return out[0], None
+        return out if self.batch_first else out.transpose(0, 1), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        sizes = self._projected()
+        if key is query and value is query:
+            return linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, dim=-1)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        parts = zip((query, key, value), self.in_proj_weight.split(sizes), biases, strict=True)
+        return tuple(linear(*part) for part in parts)
+
+    def _projected(self) -> list[int]:
+        # Rows of in_proj for q, k and v.
+        return [heads * self.head_dim for heads in (self.num_heads, self.kv_heads, self.kv_heads)]
+
+    def extra_repr(self) -> str:
+        own = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "kv_heads", "batch_first")}
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return mask
+    padded = mask == -torch.inf
+    if not torch.all(padded | (mask == 0)):
+        raise ValueError("key_padding_mask must be bool, or hold 0 and -inf alone; got other values")
+    return padded

@@ -1,0 +1,244 @@
+"""Other packages' dense kernels under the signature of `dense.Kernel`, and whether each package can be used here.
+
+Nothing is imported before a kernel runs: whether a package can be used is read from its files and its metadata. All
+take (batch, rows, heads, head_dim), of which the views here are transpositions, and any strides with a last one of 1.
+Their backwards are given the merged out and lse, as every kernel's is.
+"""
+
+import importlib.util
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hilbert_lib.attention.dense import Problem
+
+# What flash-attn-4 loads when it first compiles a kernel: distributions, by the names that pip takes.
+CUTE_STACK = ("nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "torch-c-dlpack-ext", "einops")
+ABSENT = "absent"  # how a reason begins where nothing is installed
+FLASH_ATTN_2_SINCE = "2.7"  # before it, the functions called here return other things
+
+
+def absence(package: str) -> str:
+    """Why the package behind a backend cannot be used in this process, or "" where it can.
+
+    Args:
+        package: "flash_attn_2", "flash_attn_3", "flash_attn_4" or "xformers".
+
+    >>> absence("xformers") == "" or "xformers" in absence("xformers")
+    True
+    """
+    return _ABSENCE[package]()
+
+
+def state(package: str) -> str:
+    """What is installed of a package that can be used: name and version, and for xformers whether its kernels load.
+
+    Args:
+        package: as in `absence`.
+    """
+    distribution = package.removesuffix("_2").replace("_", "-")
+    found = f"{distribution} {_installed(distribution) or 'of unknown version'}"
+    return found + _xformers_build() if package == "xformers" else found
+
+
+@cache
+def _xformers_build() -> str:
+    build = _folder("xformers") / "cpp_lib.json"
+    if not build.exists():
+        return " without a compiled part: torch's kernels run beneath it"
+    built_for = json.loads(build.read_text())["version"]["torch"]
+    if Version(built_for).release[:2] == Version(torch.__version__).release[:2]:
+        return f" compiled for torch {built_for}"
+    return (
+        f" compiled for torch {built_for}, which does not load in {torch.__version__}: torch's kernels run beneath it"
+    )
+
+
+def _folder(module: str) -> Path | None:
+    # Where a package lies; find_spec of a top-level name imports nothing.
+    spec = importlib.util.find_spec(module)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _has(module: str, file: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    places = spec.submodule_search_locations or () if spec else ()
+    return any((Path(place) / file).exists() for place in places)
+
+
+@cache
+def _flash_attn_2_absence() -> str:
+    if not _has("flash_attn", "flash_attn_interface.py"):
+        return f"{ABSENT}: pip install 'hilbert-lib[flash-attn]' builds flash-attn from source, with the CUDA compiler"
+    found = _installed("flash-attn")
+    if found is None or Version(found) < Version(FLASH_ATTN_2_SINCE):
+        return f"flash-attn {found or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
+    if importlib.util.find_spec("flash_attn_2_cuda") is None:
+        return f"flash-attn {found} is installed without its compiled part flash_attn_2_cuda"
+    return ""
+
+
+@cache
+def _flash_attn_3_absence() -> str:
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return (
+            f"{ABSENT}: there is no module flash_attn_interface; it is built from the folder hopper of "
+            "FlashAttention's repository"
+        )
+    if _folder("flash_attn_3") is None:
+        return "flash_attn_interface is there without its compiled part flash_attn_3"
+    return ""
+
+
+@cache
+def _flash_attn_4_absence() -> str:
+    if not _has("flash_attn", "cute/interface.py"):
+        return f"{ABSENT}: pip install 'hilbert-lib[flash-attn-4]'"
+    missing = [name for name in CUTE_STACK if _installed(name) is None]
+    if missing:
+        return f"flash-attn-4 {_installed('flash-attn-4')} is installed without {', '.join(missing)}"
+    return ""
+
+
+@cache
+def _xformers_absence() -> str:
+    if _folder("xformers") is None:
+        return f"{ABSENT}: pip install 'hilbert-lib[xformers]'"
+    if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
+        return (
+            f"xformers {_installed('xformers')} cannot be imported: it takes flash_attn for FlashAttention-2, "
+            "and flash-attn-4 alone is there, without flash_attn_interface"
+        )
+    return ""
+
+
+_ABSENCE = {
+    "flash_attn_2": _flash_attn_2_absence,
+    "flash_attn_3": _flash_attn_3_absence,
+    "flash_attn_4": _flash_attn_4_absence,
+    "xformers": _xformers_absence,
+}
+
+
+def _rows_first(*tensors: Tensor) -> list[Tensor]:
+    """(batch, heads, rows, head_dim) <-> (batch, rows, heads, head_dim), as views."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+class FlashAttn2:
+    """flash-attn."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+
+        options = FlashAttn2._options(problem)
+        out, lse, *_ = _flash_attn_forward(*_rows_first(q, k, v), return_softmax=False, **options)
+        return out.transpose(1, 2), lse
+
+    @staticmethod
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.flash_attn_interface import _flash_attn_backward
+
+        dout, q, k, v, out = _rows_first(dout, q, k, v, out)
+        grads = [x.new_empty(x.shape) for x in (q, k, v)]
+        options = FlashAttn2._options(problem) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        _flash_attn_backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
+        return tuple(_rows_first(*grads))
+
+    @staticmethod
+    def _options(problem: Problem) -> dict:
+        windows = {"window_size_left": -1, "window_size_right": -1}
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal, "softcap": 0.0, "alibi_slopes": None}
+        return {"dropout_p": 0.0, **options, **windows}
+
+
+class FlashAttn3:
+    """FlashAttention-3."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        from flash_attn_interface import _flash_attn_forward
+
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
+        out, lse, *_ = _flash_attn_forward(*_rows_first(q, k, v), **options)
+        return out.transpose(1, 2), lse
+
+    @staticmethod
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn_interface import _flash_attn_backward
+
+        dout, q, k, v, out = _rows_first(dout, q, k, v, out)
+        grads = [x.new_empty(x.shape) for x in (q, k, v)]
+        # By place: releases name some of these differently. The six are lengths of packed sequences, of which none.
+        given = dout, q, k, v, out, lse.contiguous(), *[None] * 6, *grads, problem.scale, problem.is_causal
+        _flash_attn_backward(*given, deterministic=torch.are_deterministic_algorithms_enabled())
+        return tuple(_rows_first(*grads))
+
+
+class FlashAttn4:
+    """FlashAttention-4, written in CuTe: a kernel is compiled when it is first used."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
+        out, lse, *_ = _flash_attn_fwd(*_rows_first(q, k, v), return_lse=True, **options)
+        return out.transpose(1, 2), lse
+
+    @staticmethod
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dout, q, k, v, out = _rows_first(dout, q, k, v, out)
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        grads = _flash_attn_bwd(q, k, v, out, dout, lse.contiguous(), **options)
+        return tuple(_rows_first(*grads[:3]))
+
+
+class Xformers:
+    """xformers: it takes the fastest of its own kernels that load. Its lse can be padded with rows."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        from xformers.ops import fmha
+
+        mask = fmha.attn_bias.LowerTriangularMask() if problem.is_causal else None
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
+            *_rows_first(q, k, v), attn_bias=mask, scale=problem.scale
+        )
+        return out.transpose(1, 2), lse[..., : q.shape[2]]
+
+    @staticmethod
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from xformers.ops import fmha
+
+        mask = fmha.attn_bias.LowerTriangularMask() if problem.is_causal else None
+        dout, q, k, v, out = _rows_first(dout, q, k, v, out)
+        # Dense: torch's memory-efficient kernel may run beneath, which reads a strided out wrongly (dense.Efficient).
+        grads = fmha.memory_efficient_attention_backward(
+            dout, out.contiguous(), lse.contiguous(), q, k, v, attn_bias=mask, scale=problem.scale
+        )
+        return tuple(_rows_first(*grads))

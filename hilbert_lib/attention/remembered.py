@@ -1,0 +1,165 @@
+"""Measured orders of backends, kept in the user's cache folder: one file for a machine, its software and a shape class.
+
+Files are replaced whole: processes that write at once lose nothing of each other's, and a reader sees no half file.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from hilbert_lib.attention import packages
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.rules import Rule
+from hilbert_lib.environment import environment
+from hilbert_lib.pattern import DilatedPattern
+
+VARIABLE = "HILBERT_CACHE"  # names another folder
+MEASURED = "measured on this machine"  # how the record of such a rule begins
+MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads")
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """The calls that one measurement speaks for: length and heads up to the next power of two, the rest as it is.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: name of a torch dtype.
+        length: of the sequences.
+        heads: of all sequences of the batch.
+        head_dim: size of a head.
+        is_causal, gradient: as in `Rule`.
+        pattern: which keys a query sees.
+    """
+
+    device: str
+    dtype: str
+    length: int
+    heads: int
+    head_dim: int
+    is_causal: bool
+    gradient: bool
+    pattern: DilatedPattern
+
+    def rule(self, order: tuple[str, ...], record: str) -> Rule:
+        """The order for this class."""
+        ranges = (self.head_dim, self.head_dim), _octave(self.length), _octave(self.heads)
+        return Rule(order, record, *ranges, self.is_causal, self.gradient, pattern_key(self.pattern))
+
+
+def pattern_key(pattern: DilatedPattern) -> tuple:
+    """A pattern as `Rule.pattern` holds it."""
+    return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
+
+
+def folder() -> Path:
+    """Where measurements are kept: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hilbert_lib"
+
+
+def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, float]) -> Path:
+    """Keep a measured order; from now on "auto" goes by it, in this process and in later ones.
+
+    Args:
+        shape: what was measured.
+        order: names of backends, the fastest first.
+        times_ms: their median times, for a reader.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    machine = _machine()
+    rule = shape.rule(order, f"{MEASURED}, {environment()['utc']}")
+    held = {
+        "machine": machine,
+        "device": shape.device,
+        "dtype": shape.dtype,
+        "times_ms": times_ms,
+        "rule": rule._asdict(),
+    }
+    key = _digest([shape.device, shape.dtype, *rule[2:]])
+    path = folder() / f"{_digest(machine)}-{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(held, file, indent=1)
+    os.replace(file.name, path)
+    _rules_in.cache_clear()
+    return path
+
+
+def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
+    """The rules measured on this machine with this software; files that hold none are ignored with a warning.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: of q, k and v.
+    """
+    return _rules_in(folder()).get((device, str(dtype).removeprefix("torch.")), ())
+
+
+@cache
+def _rules_in(place: Path) -> dict[tuple[str, str], tuple[Rule, ...]]:
+    if not place.is_dir():
+        return {}
+    machine = _machine()
+    rules: dict[tuple[str, str], tuple[Rule, ...]] = {}
+    for path in sorted(place.glob(f"{_digest(machine)}-*.json")):
+        try:
+            held = json.loads(path.read_text())
+            rule = _parsed(held, machine)
+            kind = held["device"], held["dtype"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"{path} is ignored, it holds no measured order of backends: {error!r}", stacklevel=2)
+            continue
+        rules[kind] = (*rules.get(kind, ()), rule)
+    return rules
+
+
+def _parsed(held: dict, machine: dict) -> Rule:
+    if held["machine"] != machine:
+        raise ValueError("it is of another machine or of other software")
+    rule = Rule(**{name: _tupled(value) for name, value in held["rule"].items()})
+    if not rule.order or not set(rule.order) <= set(BACKENDS):
+        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {rule.order!r}")
+    for least, most in (rule.head_dims, rule.lengths, rule.heads):
+        if not isinstance(least, int) or not isinstance(most, int):
+            raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")
+    pattern_key(DilatedPattern(*rule.pattern))
+    return rule
+
+
+def _machine() -> dict:
+    facts = environment()
+    names = [backend.package for backend in BACKENDS.values() if backend.package]
+    found = {name: packages.absence(name) or packages.state(name) for name in names}
+    return {**{name: facts[name] for name in MACHINE}, "packages": found}
+
+
+def _octave(number: int) -> tuple[int, int]:
+    """The least and the most number with the same next power of two.
+
+    >>> _octave(5), _octave(8), _octave(9), _octave(1)
+    ((5, 8), (5, 8), (9, 16), (1, 1))
+    """
+    most = 1 << (number - 1).bit_length()
+    return most // 2 + 1, most
+
+
+def _tupled(value: object) -> object:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,94 @@
+"""What "auto" goes by, as data: orders of backends and worth of orderings, each with the record that it comes from."""
+
+from typing import NamedTuple
+
+HOPPER_RECORD = "notebook 06 on an H200, reports/h200"
+NOT_MEASURED = "not measured: the order of general knowledge"
+ANY = (0, None)
+
+
+class Rule(NamedTuple):
+    """An order of backends for a class of calls. Of the rules that fit a call the first one holds.
+
+    Attributes:
+        order: names of backends, the fastest first. A name that is missing is taken only when asked for.
+        record: where the order comes from.
+        head_dims, lengths, heads: the least and the most, or None for no most; heads are those of the whole batch.
+        is_causal: of the call, or None for both.
+        gradient: whether its backward will run, or None for both.
+        pattern: segment_lengths, dilation_rates, offsets and mixing, or None for all.
+    """
+
+    order: tuple[str, ...]
+    record: str
+    head_dims: tuple[int, int] = (1, 256)
+    lengths: tuple[int, int | None] = ANY
+    heads: tuple[int, int | None] = ANY
+    is_causal: bool | None = None
+    gradient: bool | None = None
+    pattern: tuple | None = None
+
+    @property
+    def asks_for_length(self) -> bool:
+        """Whether it holds for some lengths alone."""
+        # Number by number: torch.compile in torch 2.11 compares no two tuples for being different.
+        return self.lengths[0] > 0 or self.lengths[1] is not None
+
+    def fits(self, head_dim, length, heads, is_causal, gradient, pattern) -> bool:
+        """Whether a call is of the class. Compared number by number, so that torch.compile compiles no length anew."""
+        for (least, most), value in ((self.head_dims, head_dim), (self.lengths, length), (self.heads, heads)):
+            if value < least or (most is not None and value > most):
+                return False
+        if self.is_causal not in (None, is_causal) or self.gradient not in (None, gradient):
+            return False
+        return self.pattern in (None, pattern)
+
+
+# On Hopper one pass over all branches is the fastest but for dense cuDNN calls with one merge in long causal forwards
+# of small heads, where the pass spends more on the diagonal. Gains under 3 % are left to the pass, which needs no room
+# for partial results. The packages are not in the record; they stand behind cuDNN, and the newer ones before torch's
+# FlashAttention-2, by what their dense kernels reach.
+_HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
+_CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
+_AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
+_BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
+_OLDER = ("sdpa", "xformers", "eager")
+HALF_RULES = {
+    "Hopper": (
+        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), (2**18, None), is_causal=True, gradient=False),
+        Rule(_HOPPER, HOPPER_RECORD),
+    ),
+    **dict.fromkeys(("Ampere", "Ada"), (Rule(_AMPERE, NOT_MEASURED),)),
+    **dict.fromkeys(("Blackwell", "newer"), (Rule(_BLACKWELL, NOT_MEASURED),)),
+    **dict.fromkeys(("older", "Pascal", "Volta", "Turing"), (Rule(_OLDER, NOT_MEASURED),)),
+}
+# In float32 the fused kernels use no matrix instructions and compile for long; float64 has eager alone on a GPU.
+FULL_RULES = (Rule(("sdpa", "eager"), NOT_MEASURED),)
+CPU_RULES = (Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs"),)
+
+
+class OrderingRule(NamedTuple):
+    """A class of calls in which reading k and v from another order is faster.
+
+    Attributes:
+        architecture: name in `hardware.ARCHITECTURES`.
+        row_bytes: most bytes of one head's row.
+        rate: least dilation rate of the pattern's only branch.
+        queries: most rows of q.
+        kind: of the ordering; "residue" is residue-major for the rate.
+        calls: how many calls must read the same k and v before the copy that stores them is repaid.
+        record: where it was measured.
+    """
+
+    architecture: str
+    row_bytes: int
+    rate: int
+    queries: int
+    kind: str
+    calls: int
+    record: str
+
+
+# One query over 1,048,576 keys, 8 heads, heads stored first: residue-major saves 4.8 us of 42; to read and write k and
+# v once takes at least 252 us at the rate of a copy.
+ORDERING_RULES = (OrderingRule("Hopper", 32, 16, 4, "residue", 52, HOPPER_RECORD),)

@@ -1,0 +1,264 @@
+"""What an isolated process can measure: attention, side by side. A point is plain JSON; its sides are backends."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.api import DTYPES, dilated_attention
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.bench import Case, compare_paired, measure, read_records
+from hilbert_lib.checks import integer
+from hilbert_lib.environment import environment, kernel_mode
+from hilbert_lib.kernel_benchmarks import REPORTS
+from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.safety.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
+from hilbert_lib.safety.memory import measure_peak
+from hilbert_lib.workload import Workload
+
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+SWEEP = "attention"
+POINTS = "points.jsonl"  # the file of notebook 04
+SAMPLES, LEAST_SAMPLES, SECONDS = 20, 5, 2.0  # of a side; slow calls take fewer samples, to stay near so many seconds
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `SafeBenchmarkRunner` runs: one function in a process of its own, and what is known before it is tried.
+
+    Attributes:
+        target: "module:function". It is called with a point whose "sides" are those to measure together, the first one
+            beside each other, and yields a record of `bench` (a dictionary) as soon as it has one.
+        refusal: of a point and one of its sides: why it cannot serve, or "".
+        estimate: of a point and one of its sides: the memory that it takes.
+    """
+
+    target: str
+    refusal: Callable[[dict, str], str] = lambda point, side: ""
+    estimate: Callable[[dict, str], MemoryEstimate] = lambda point, side: MemoryEstimate({}, 0, 0, 0)
+
+
+def attention_points(
+    pattern: DilatedPattern,
+    *,
+    lengths: Sequence[int],
+    backends: Sequence[str],
+    directions: Sequence[str] = ("forward",),
+    heads: int = 8,
+    head_dim: int = 64,
+    dtype: str = "float32",
+    is_causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[dict]:
+    """Points of the attention benchmark: one for each length and direction, with all backends as its sides.
+
+    Args:
+        pattern: which keys a query sees.
+        lengths: tokens.
+        backends: names of backends; the others are compared with the first.
+        directions: of "forward" and "backward"; in the backward's time there is no forward.
+        heads, head_dim: of q, k and v; one sequence.
+        dtype: name of a floating torch dtype.
+        is_causal: whether keys after the query are excluded.
+        device: where to compute.
+
+    Returns:
+        The points, by direction and then by length as they are given.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> points = attention_points(DilatedPattern((4,), (1,)), lengths=[8, 16], backends=["eager"])
+    >>> [point["length"] for point in points]
+    [8, 16]
+    """
+    for name in backends:
+        if name not in BACKENDS:
+            raise ValueError(f"backends must be of {', '.join(BACKENDS)}; got {name!r}")
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"directions must be of {', '.join(DIRECTIONS)}; got {direction!r}")
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
+    pattern.check_heads(integer("heads", heads, least=1))
+    shared = {
+        "pattern": {
+            "segment_lengths": pattern.segment_lengths,
+            "dilation_rates": pattern.dilation_rates,
+            "offsets": pattern.offsets,
+            "mixing": pattern.mixing,
+        },
+        "heads": heads,
+        "head_dim": integer("head_dim", head_dim, least=1),
+        "dtype": dtype,
+        "is_causal": is_causal,
+        "device": str(device),
+        "sides": list(dict.fromkeys(backends)),
+    }
+    return [
+        {**shared, "length": integer("lengths", length, least=1), "direction": direction}
+        for direction, length in product(directions, lengths)
+    ]
+
+
+def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
+    """The sides of a point, ready to be timed.
+
+    Args:
+        point: one of `attention_points`.
+
+    Yields:
+        A side with its error; bytes of a call at its highest point, its inputs apart; about the seconds of a call.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> [case.name for case, peak, seconds in attention_cases(point)]
+    ['eager']
+    """
+    work = _work(point)
+    parameters = {"sweep": SWEEP, "direction": point["direction"], **work.parameters}
+    backward = point["direction"] == "backward"
+    flop, moved = work.flop_and_bytes[2:] if backward else work.flop_and_bytes[:2]
+    for name in point["sides"]:
+        run = _backward(work, name) if backward else _forward(work, name)
+        error = work.error(run())  # this call compiles, and keeps its tables
+        start = time.perf_counter()
+        peak = measure_peak(run, work.device)
+        seconds = time.perf_counter() - start
+        yield Case(name, run, parameters, error, flop, moved), peak, seconds
+
+
+def measure_attention(point: dict) -> Iterator[dict]:
+    """Time the sides of a point in turn, the first beside each other; or the only one alone.
+
+    Args:
+        point: one of `attention_points`.
+
+    Yields:
+        Records as `bench.append_records` writes them, with peak_bytes of each side.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> [record["kind"] for record in measure_attention(point)]
+    ['measurement']
+    """
+    how = {"device": point["device"], "warmup": 2}
+    if torch.device(point["device"]).type == "cuda":
+        how["min_sample_ms"] = MIN_SAMPLE_MS
+    cases = attention_cases(point)
+    first, first_peak, first_seconds = next(cases)
+    if len(point["sides"]) == 1:
+        measured = measure(first, repetitions=_samples(first_seconds), **how)
+        yield {**Recorded(measured, (first_peak,), None).record(), "environment": environment()}
+    for other, peak, seconds in cases:
+        measured = compare_paired(first, other, repetitions=_samples(first_seconds + seconds), **how)
+        yield {**Recorded(measured, (first_peak, peak), None).record(), "environment": environment()}
+
+
+def attention_refusal(point: dict, side: str) -> str:
+    """Why a backend cannot serve a point, or why its time would mean nothing; "" where it can.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["flash"])
+    >>> attention_refusal(point, "flash")
+    'needs a CUDA device, got cpu'
+    """
+    work = _work(point)
+    if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
+        return "its kernels are interpreted here: their times mean nothing"
+    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))  # stands in for q without its memory
+    q = one.requires_grad_(point["direction"] == "backward").expand(1, work.length, work.heads, work.head_dim)
+    return BACKENDS[side].refusal(q, work.call)
+
+
+def attention_estimate(point: dict, side: str) -> MemoryEstimate:
+    """What memory one side of a point takes, as `estimate_memory` predicts it.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> attention_estimate(point, "eager").inputs  # q, k and v in float32
+    384
+    """
+    return estimate_memory(
+        DilatedPattern(**point["pattern"]),
+        length=point["length"],
+        heads=point["heads"],
+        head_dim=point["head_dim"],
+        dtype=getattr(torch, point["dtype"]),
+        backend=side,
+        direction=point["direction"],
+        is_causal=point["is_causal"],
+        device=point["device"],
+    )
+
+
+ATTENTION = Benchmark("hilbert_lib.safety.benchmarks:measure_attention", attention_refusal, attention_estimate)
+
+
+def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
+    """Every side of every point once, with its speed or what became of it.
+
+    Args:
+        lines: of `SafeBenchmarkRunner.run`, or of its file.
+
+    Returns:
+        length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
+        ratio (time of the first backend over its own: above 1 it is faster) with its interval low to high, error,
+        peak_bytes and predicted_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
+    """
+    rows = []
+    for line in lines:
+        point, records = line["point"], line["records"]
+        speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
+        pairs = [record for record in records if "a" in record]
+        ratios = ratio_table(pairs, SWEEP).set_index("b") if pairs else pd.DataFrame()
+        for side, outcome in line["outcomes"].items():
+            row = {"length": point["length"], "direction": point["direction"], "backend": side}
+            row |= {name: outcome[name] for name in ("status", "paired")}
+            if side in speeds.index:
+                speed = speeds.loc[side]
+                row |= {"median_ms": speed.median_ms, "iqr_ms": speed.high_ms - speed.low_ms}
+                row |= {"error": speed.error, "peak_bytes": speed.peak_bytes}
+                row["predicted_bytes"] = attention_estimate(point, side).peak
+            if side in ratios.index:
+                row |= ratios.loc[side, ["ratio", "low", "high"]].to_dict()
+            rows.append({**row, "cause": outcome["cause"]})
+    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
+    return pd.DataFrame(rows, columns=[*columns, "error", "peak_bytes", "predicted_bytes", "cause"])
+
+
+def committed_lines() -> list[dict]:
+    """The points of the newest run of notebook 04 that is committed for an H200; empty where there is none.
+
+    >>> all(line["kind"] == "point" for line in committed_lines())
+    True
+    """
+    runs = [read_records(path) for path in REPORTS.glob(f"h200/*/04_safe_benchmarking*/{POINTS}")]
+    return max(runs, key=lambda lines: lines[-1]["utc"], default=[])
+
+
+def _work(point: dict) -> Workload:
+    sizes = {name: point[name] for name in ("length", "heads", "head_dim", "is_causal", "dtype")}
+    return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
+
+
+def _forward(work: Workload, name: str) -> Callable[[], Results]:
+    def run() -> Results:
+        with torch.no_grad():
+            return (_attend(work, name, work.tensors[:3]),)
+
+    return run
+
+
+def _backward(work: Workload, name: str) -> Callable[[], Results]:
+    out = _attend(work, name, work.leaves)
+    return lambda: torch.autograd.grad(out, work.leaves, work.tensors[3], retain_graph=True)
+
+
+def _attend(work: Workload, name: str, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return dilated_attention(*qkv, work.pattern, is_causal=work.is_causal, backend=name)
+
+
+def _samples(took: float) -> int:
+    return max(LEAST_SAMPLES, min(SAMPLES, int(SECONDS / (2 * took))))  # a pair's sample follows an untimed call

@@ -1,0 +1,104 @@
+"""The limits that a benchmark keeps, from arguments, the environment, a file and defaults, in this order."""
+
+import math
+import os
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from numbers import Real
+from pathlib import Path
+
+PREFIX = "HILBERT_SAFETY_"
+
+
+@dataclass(frozen=True)
+class SafetyConfig:
+    """Limits of memory, time and temperature. A GB is 2^30 bytes.
+
+    Attributes:
+        max_memory_share: share of a device's memory (of the host's, for the CPU) that may be in use, by anyone,
+            above 0 and at most 1.
+        min_free_gpu_gb: memory of the GPU that stays free, in GB, at least 0.
+        min_free_host_gb: memory of the host that stays free, in GB, at least 0; also while a GPU computes.
+        max_seconds: longest run, in seconds, above 0.
+        growth_factor: from one length of a progressive test to the next, above 1.
+        max_temperature_c: hottest GPU allowed, in degrees Celsius, above 0.
+
+    Raises:
+        TypeError, ValueError: naming the value and what is allowed.
+
+    >>> SafetyConfig(max_memory_share=0.5).max_memory_share
+    0.5
+    """
+
+    max_memory_share: float = 0.9
+    min_free_gpu_gb: float = 1.0
+    min_free_host_gb: float = 1.0
+    max_seconds: float = 600.0
+    growth_factor: float = 2.0
+    max_temperature_c: float = 90.0  # a GPU near its own limit lowers its clocks: times taken there say little
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{field.name} must be a number, got {value!r}")
+            least, includes_least, most = _ALLOWED[field.name]
+            if not (least <= value <= most if includes_least else least < value <= most) or value == math.inf:
+                low = "at least" if includes_least else "above"
+                high = f" and at most {most}" if most < math.inf else " and finite"
+                raise ValueError(f"{field.name} must be {low} {least}{high}, got {value}")
+            object.__setattr__(self, field.name, float(value))
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, **overrides: float) -> "SafetyConfig":
+        """The limits as they are set: arguments over HILBERT_SAFETY_... variables over a file over defaults.
+
+        Args:
+            path: of a TOML file whose keys are the attributes, or None for no file.
+            **overrides: attributes. None is not set.
+
+        Returns:
+            The limits.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: for a key that is no attribute, naming the nearest, or a file that is no TOML.
+            TypeError, ValueError: for a value that is not allowed.
+
+        >>> SafetyConfig.load(growth_factor=4).growth_factor
+        4.0
+        """
+        in_file = {} if path is None else tomllib.loads(Path(path).read_text())
+        variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+        _check_names(in_file, list(_ALLOWED), f"keys of {path}")
+        _check_names(variables, [PREFIX + name.upper() for name in _ALLOWED], "variables")
+        _check_names(overrides, list(_ALLOWED), "arguments")
+        in_environment = {name.removeprefix(PREFIX).lower(): _number(name, text) for name, text in variables.items()}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return cls(**in_file | in_environment | given)
+
+
+_ALLOWED = {  # least, whether it is allowed itself, most
+    "max_memory_share": (0, False, 1),
+    "min_free_gpu_gb": (0, True, math.inf),
+    "min_free_host_gb": (0, True, math.inf),
+    "max_seconds": (0, False, math.inf),
+    "growth_factor": (1, False, math.inf),
+    "max_temperature_c": (0, False, math.inf),
+}
+
+
+def _check_names(found: Iterable[str], allowed: list[str], what: str) -> None:
+    for name in found:
+        if name not in allowed:
+            (nearest,) = get_close_matches(name, allowed, n=1, cutoff=0.0)
+            raise ValueError(f"{what} must be of {', '.join(allowed)}; got {name!r}: did you mean {nearest!r}?")
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {text!r}") from None

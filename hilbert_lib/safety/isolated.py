@@ -1,0 +1,216 @@
+"""One call in a process of its own, which no fault of it outlives: ended at a limit, and told by its cause."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TextIO
+
+import psutil
+
+from hilbert_lib.safety.watch import Watcher
+
+CHILD = Path(__file__).with_name("child.py")
+MARK = "HILBERT_ISOLATED"  # environment variable that the process and all that it starts carry
+LAST_LINES = 30  # of the output that an ending keeps
+POLL_SECONDS = 0.05
+DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes where it hangs
+EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
+
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What torch, CUDA and C++ say of memory that they did not get.
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an isolated call ended.
+
+    Attributes:
+        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" or,
+            of any other exception, "failed".
+        cause: one line; empty where status is "ok".
+        output: the last lines that it printed.
+        left: processes that did not end though they were killed.
+        seconds: from its start until nothing was left of it.
+        peaks: the highest values that its watcher saw, by the names of `watch.Peaks`.
+    """
+
+    status: str
+    cause: str
+    output: tuple[str, ...]
+    left: tuple[int, ...]
+    seconds: float
+    peaks: dict
+
+
+def run_isolated(
+    target: str,
+    arguments: Sequence,
+    *,
+    seconds: float,
+    on_record: Callable[[dict], object] = lambda record: None,
+    watch: Callable[[int], Watcher] | None = None,
+    host_bytes: int | None = None,
+    gpu_share: float | None = None,
+) -> Ending:
+    """Call a function in a process and a session of its own, and leave nothing of it behind.
+
+    Args:
+        target: "module:function"; what it returns or yields are records, dictionaries that JSON can hold, or None.
+        arguments: of the call; values that JSON can hold.
+        seconds: the process is ended after this time.
+        on_record: is given each record as soon as it comes.
+        watch: makes the `Watcher` of a process's number; the process is ended as soon as its `cause` says why.
+        host_bytes: address space that the call may take beyond what its imports have; None sets no limit. CUDA reserves
+            terabytes of it: where that is used, `watch` has to do.
+        gpu_share: share of the GPU's memory that torch may allocate; None sets no limit.
+
+    Returns:
+        How it ended. An exception in this process (KeyboardInterrupt) goes on after all is ended.
+
+    >>> run_isolated("signal:raise_signal", [11], seconds=10).cause
+    'by SIGSEGV'
+    """
+    start = time.monotonic()
+    mark = uuid.uuid4().hex
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths, MARK: mark},
+    )
+    lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
+    readers = [
+        Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
+        Thread(target=_read, args=(process.stderr, last.append), daemon=True),
+    ]
+    order = {"target": target, "arguments": list(arguments), "seconds": seconds}
+    order |= {"host_bytes": host_bytes, "gpu_share": gpu_share}
+    try:
+        for reader in readers:
+            reader.start()
+        with suppress(BrokenPipeError):  # it is dead already: `_diagnosis` says of what
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        with nullcontext() if watch is None else watch(process.pid) as watcher:
+            stopped, error = _follow(process, lines, start + seconds + DUMP_SECONDS, on_record, watcher)
+    finally:
+        left = _end_all(process, mark)
+    for reader in readers:
+        reader.join(EXIT_SECONDS)
+    output = tuple(_without_paths(line) for line in last)
+    if stopped == "timed out":
+        status, cause = stopped, f"longer than {seconds:g} s"
+    elif stopped:
+        status, cause = "over a limit", stopped
+    else:
+        status, cause = _diagnosis(error, process.returncode, output)
+    peaks = {} if watcher is None else vars(watcher.peaks)
+    return Ending(status, cause, output, left, time.monotonic() - start, peaks)
+
+
+def _read(stream: TextIO, take: Callable[[str], object]) -> None:
+    with stream:
+        for line in stream:
+            take(line)
+
+
+def _without_paths(line: str) -> str:
+    # Records are public; where this machine keeps its files is not.
+    for folder in sorted({os.path.abspath(path) for path in sys.path}, key=len, reverse=True):
+        line = line.replace(folder + os.sep, "")
+    return line.rstrip()
+
+
+def _follow(
+    process: subprocess.Popen,
+    lines: SimpleQueue,
+    deadline: float,
+    on_record: Callable[[dict], object],
+    watcher: Watcher | None,
+) -> tuple[str, dict | None]:
+    """Until the process ends, by itself or because it has to: why it has to, and the error that it told."""
+    error = None
+    while True:
+        ended = process.poll() is not None  # asked before the queue is: then an empty queue is all there was
+        try:
+            line = lines.get(timeout=POLL_SECONDS)
+        except Empty:
+            if ended:
+                return "", error
+        else:
+            told = json.loads(line) if line.endswith("\n") else {}  # it died while it wrote
+            error = told.get("error")
+            if "record" in told:
+                on_record(told["record"])
+        if watcher is not None and watcher.cause:
+            return watcher.cause, error
+        if time.monotonic() > deadline:
+            return "timed out", error
+
+
+def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
+    # By the mark in their environment, which those carry too that left the session or lost their parent.
+    deadline = time.monotonic() + EXIT_SECONDS
+    while (left := [each for each in psutil.process_iter() if _carries(each, mark)]) and time.monotonic() < deadline:
+        for each in left:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.poll()
+        psutil.wait_procs(left, timeout=0.1)
+    with suppress(BrokenPipeError):  # what a dead process did not read
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):  # left behind: in a call of a driver that does not return
+        process.wait(EXIT_SECONDS)
+    return tuple(each.pid for each in left)
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:  # it has just ended, or is another user's
+        return False
+
+
+def _diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> tuple[str, str]:
+    """Status and cause of a process that ended by itself, from the error it told or else from its exit status."""
+    if error is None and returncode == 0:
+        return "ok", ""
+    if error is None:
+        number = -returncode if returncode < 0 else None
+        if any(words in line for line in output for words in NO_MEMORY):
+            return "out of memory", next(line for line in output if any(words in line for words in NO_MEMORY))
+        if number is None:
+            return "failed", f"exit status {returncode}" + (f": {output[-1]}" if output else "")
+        name = signal.Signals(number).name
+        if number in CRASHES:
+            return "crashed", f"by {name}"
+        hint = ": from outside, or by the kernel for want of memory" if number == signal.SIGKILL else ""
+        return "killed", f"by {name}{hint}"
+    kind, message = error["type"], error["message"].strip().split("\n")[0]
+    cause = f"{kind}: {message}" if message else kind
+    if kind in ("MemoryError", "OutOfMemoryError") or any(words in message for words in NO_MEMORY):
+        return "out of memory", cause
+    if kind == "AcceleratorError" or "CUDA error" in message:
+        return "CUDA error", cause
+    if error["errno"] in FULL_DISK or os.strerror(errno.ENOSPC) in message:
+        return "disk full", cause
+    return "failed", cause

@@ -1,0 +1,200 @@
+"""What memory is free, whether a need fits, and what a call took at its peak."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import psutil
+import torch
+
+from hilbert_lib import checks
+from hilbert_lib.safety.config import SafetyConfig
+
+GB = 2**30
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one device, or of the host, in bytes.
+
+    Attributes:
+        name: "cuda:0", "host".
+        total: what there is, or what a container is allowed.
+        available: what can still be taken without ending another's run.
+    """
+
+    name: str
+    total: int
+    available: int
+
+    def room(self, share: float, min_free_gb: float) -> tuple[int, str]:
+        """How much more may be taken under two limits, and the words of the one that binds; below 0 where passed.
+
+        >>> Memory("host", 100 * GB, 40 * GB).room(share=0.9, min_free_gb=1.0)
+        (32212254720, '90 % of the 100.0 GB of host may be in use')
+        """
+        by_share = int(share * self.total) - (self.total - self.available)
+        by_rest = self.available - int(min_free_gb * GB)
+        if by_share <= by_rest:
+            return by_share, f"{100 * share:g} % of the {_gb(self.total)} of {self.name} may be in use"
+        return by_rest, f"{min_free_gb:.1f} GB of {self.name} must stay free"
+
+    def in_use(self) -> str:
+        """How much is in use, in words."""
+        return f"{_gb(self.total - self.available)} of {self.name} in use"
+
+
+class MemorySafetyChecker:
+    """Says whether memory can be taken without passing a limit.
+
+    Args:
+        config: the limits; by default as `SafetyConfig.load` finds them.
+        device: whose memory is asked for, a CUDA device or the CPU; by default torch's current CUDA device, and the
+            CPU where there is none.
+
+    >>> MemorySafetyChecker(device="cpu").check_memory_available(0.001)[0]
+    True
+    """
+
+    def __init__(self, config: SafetyConfig | None = None, device: object = None):
+        self.config = SafetyConfig.load() if config is None else config
+        self.device = device_or_default(device)
+
+    def check_memory_available(self, required_gb: float) -> tuple[bool, str]:
+        """Whether so much more may be taken on the device, and why not. The host's limits count on a GPU too.
+
+        Args:
+            required_gb: in units of 2^30 bytes, at least 0.
+
+        Returns:
+            Whether it fits; and a sentence with what is required, what is available and the limit that decides.
+
+        Raises:
+            ValueError: if required_gb is below 0.
+        """
+        if not required_gb >= 0:
+            raise ValueError(f"required_gb must be at least 0, got {required_gb}")
+        config, host = self.config, (host_memory(), self.config.min_free_host_gb)
+        needs = [(*host, required_gb)]
+        if self.device.type == "cuda":
+            needs = [(gpu_memory(self.device), config.min_free_gpu_gb, required_gb), (*host, 0.0)]
+        reasons = []
+        for memory, min_free_gb, required in needs:
+            room, limit = memory.room(config.max_memory_share, min_free_gb)
+            reasons.append(f"{required:.3f} GB required, {_gb(memory.available)} of {memory.name} available; {limit}")
+            if required * GB > room:
+                return False, f"does not fit: {reasons[-1]}"
+        return True, f"fits: {reasons[0]}"
+
+
+def device_or_default(device: object) -> torch.device:
+    """A device as torch names it; None is the current CUDA device, and the CPU where there is none."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return checks.device(device)
+
+
+def gpu_memory(device: torch.device) -> Memory:
+    """Memory of a CUDA device; what torch's caching allocator holds and does not use counts as available."""
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Memory(str(device), total, free + cached)
+
+
+def host_memory() -> Memory:
+    """Memory of the host, or of the container where its limit is lower.
+
+    What the system says it has in all is not trusted alone: on some virtual machines it grows with what is used.
+    """
+    system = psutil.virtual_memory()
+    bounds = [(system.total, system.available), *_cgroup_bounds()]
+    return Memory("host", min(total for total, _ in bounds), min(available for _, available in bounds))
+
+
+def measure_peak(run: Callable[[], object], device: object = None) -> int:
+    """Bytes that a call takes at its highest point, beyond what was taken before it.
+
+    Args:
+        run: the call; what it returns is dropped after it was counted.
+        device: whose memory is counted, a CUDA device or the CPU; by default as for `MemorySafetyChecker`.
+
+    Returns:
+        Bytes, as torch's allocator counts them.
+
+    >>> measure_peak(lambda: torch.zeros(1000, device="cpu") + 1, "cpu") // 1000
+    8
+    """
+    device = device_or_default(device)
+    if device.type != "cuda":
+        return _measure_cpu_peak(run)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_cpu_peak(run: Callable[[], object]) -> int:
+    # The profiler alone hears of every allocation, those inside of operators among them.
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():  # torch 2.13's profiler prints a line at its start, and one at its end
+        profiler.start()
+    try:
+        run()
+    finally:
+        with _silent_stderr():
+            profiler.stop()
+    taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(0, *accumulate(taken), 0)
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    # Of the process, not of Python: it is C++ that prints.
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _cgroup_bounds() -> Iterator[tuple[int, int]]:
+    """(total, available) under the memory limit of each cgroup that this process is in, of version 1 or 2."""
+    if not OWN_CGROUPS.exists():  # not Linux
+        return
+    for line in OWN_CGROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's; what is mounted at the root is then the container's own group.
+        folder = root / path.lstrip("/")
+        for group in [folder, *folder.parents]:
+            if group.is_relative_to(root):
+                yield from _bound(group, *names)
+
+
+def _bound(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
+    limit_file = group / limit_name
+    if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
+        return
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / usage_name).read_text()) - int(stat.get(cache_name, 0))  # files' pages are given back at need
+    yield int(limit), max(0, int(limit) - used)
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f} GB"

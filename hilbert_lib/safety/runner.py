@@ -1,0 +1,184 @@
+"""Benchmarks that cannot take the machine down: each point in a process of its own, recorded before the next begins."""
+
+import errno
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from hilbert_lib.bench import read_records
+from hilbert_lib.environment import environment
+from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.isolated import Ending, run_isolated
+from hilbert_lib.safety.memory import MemorySafetyChecker, host_memory
+from hilbert_lib.safety.watch import Watcher
+
+# How a side can end beside "ok" and the faults of `isolated.Ending`. None of these is a fault, and none is remembered:
+# a rerun asks again.
+CANNOT_SERVE, NOT_TRIED, INTERRUPTED = "cannot serve", "not tried", "interrupted"
+
+
+class SafeBenchmarkRunner:
+    """Measures points one after another; whatever happens to one costs no other, no process and no memory.
+
+    A point is first held against what memory is free: a side that would not fit is not tried. The others are measured
+    together in one process, under a cap on its memory and a limit on its time. After a fault, those without a record
+    are tried alone, each in its own process, and marked unpaired.
+
+    Args:
+        path: JSONL file to which a line is added for each point as soon as it has ended, safe on the disk; None keeps
+            no file. Points that stand in it, measured by this code on this hardware, are not measured again.
+        benchmark: what to run.
+        config: the limits; by default as `SafetyConfig.load` finds them.
+        device: whose memory is guarded; by default the first CUDA device that there is, otherwise the CPU.
+
+    >>> from hilbert_lib import DilatedPattern
+    >>> from hilbert_lib.safety.benchmarks import attention_points
+    >>> too_long = attention_points(DilatedPattern((4,), (1,)), lengths=[2**22], backends=["reference"])
+    >>> SafeBenchmarkRunner(device="cpu").run(too_long)[0]["outcomes"]["reference"]["status"]
+    'not tried'
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        benchmark: Benchmark = ATTENTION,
+        config: SafetyConfig | None = None,
+        device: torch.device | str | None = None,
+    ):
+        self.path = None if path is None else Path(path)
+        self.benchmark = benchmark
+        self._checker = MemorySafetyChecker(config, device)
+        self.config, self.device = self._checker.config, self._checker.device
+
+    def why_not(self, point: dict) -> dict[str, dict]:
+        """The sides of a point that will not be tried: each with its outcome, which says why."""
+        refused = {}
+        for side in point["sides"]:
+            if reason := self.benchmark.refusal(point, side):
+                refused[side] = _outcome(CANNOT_SERVE, reason)
+                continue
+            fits, reason = self._checker.check_memory_available(self.benchmark.estimate(point, side).total_gb)
+            if not fits:
+                refused[side] = _outcome(NOT_TRIED, reason)
+        return refused
+
+    def run(
+        self,
+        points: Iterable[dict],
+        *,
+        retry_failed: bool = False,
+        on_point: Callable[[dict, bool], object] = lambda line, reused: None,
+    ) -> list[dict]:
+        """Measure the points that the file does not hold.
+
+        Args:
+            points: each a dictionary that JSON can hold, with the names of its "sides".
+            retry_failed: try those again in which a side failed.
+            on_point: called with each point's line, and whether it was found in the file.
+
+        Returns:
+            A line a point: "point", "outcomes" (side to "status", "cause" and whether it was "paired"), "records" (as
+            `bench` writes them), "attempts" (of each process its "sides" and what `Ending` says), "key", "utc".
+
+        Raises:
+            OSError: if the file cannot be written.
+            KeyboardInterrupt: when it is interrupted, after the running process is ended and what it had measured is
+                in the file.
+        """
+        facts = environment()
+        known = {line["key"]: line for line in read_records(self.path)} if self.path and self.path.exists() else {}
+        lines = []
+        for point in points:
+            refused = self.why_not(point)
+            tried = [side for side in point["sides"] if side not in refused]
+            identity = [self.benchmark.target, point, tried, facts["code_hash"], facts["hardware"]]
+            key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+            line = known.get(key)
+            reused = line is not None and _is_finished(line, tried, retry_failed)
+            if not reused:
+                line = self._measure(point, tried, {"kind": "point", "key": key, "outcomes": refused})
+            lines.append(line)
+            on_point(line, reused)
+        return lines
+
+    def _measure(self, point: dict, tried: list[str], line: dict) -> dict:
+        line |= {"point": point, "records": [], "attempts": []}
+        endings = {}
+        try:
+            if tried:
+                ending = self._attempt(point, tried, line)
+                missing = [side for side in tried if side not in _paired(line["records"])]
+                for side in missing:
+                    endings[side] = ending if len(tried) == 1 else self._attempt(point, [side], line)
+        finally:  # an interrupted point is recorded too
+            line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings)
+            line["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
+            self._append(line)
+        return line
+
+    def _attempt(self, point: dict, sides: list[str], line: dict) -> Ending:
+        on_gpu = self.device.type == "cuda"
+        capped = sys.platform == "linux" and not on_gpu  # elsewhere the watch has to do
+        host_room, _ = host_memory().room(self.config.max_memory_share, self.config.min_free_host_gb)
+        # The process's own time limit comes first: it shows where the process hung.
+        watched = replace(self.config, max_seconds=2 * self.config.max_seconds + 60)
+        ending = run_isolated(
+            self.benchmark.target,
+            [{**point, "sides": sides}],
+            seconds=self.config.max_seconds,
+            on_record=line["records"].append,
+            watch=lambda pid: Watcher(watched, self.device, pid=pid, on_limit=lambda cause: None),
+            host_bytes=host_room if capped else None,
+            gpu_share=self.config.max_memory_share if on_gpu else None,
+        )
+        if ending.status == "ok" and not _paired(line["records"]).keys() >= set(sides):
+            ending = replace(ending, status="failed", cause="it ended without a record")
+        line["attempts"].append({"sides": sides, **vars(ending)})
+        return ending
+
+    def _append(self, line: dict) -> None:
+        if self.path is None:
+            return
+        text = (json.dumps(line) + "\n").encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    text = b"\n" + text  # half a line that a killed run or a full disk left stays a line of its own
+            if file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(file.fileno())
+
+
+def _paired(records: list[dict]) -> dict[str, bool]:
+    """Of each side that was measured, whether beside another."""
+    paired = {}
+    for record in records:
+        sides = (record["a"], record["b"]) if "a" in record else (record,)
+        paired |= {side["name"]: len(sides) > 1 for side in sides}
+    return paired
+
+
+def _outcomes(tried: list[str], paired: dict[str, bool], endings: dict[str, Ending]) -> dict[str, dict]:
+    outcomes = dict.fromkeys(tried, _outcome(INTERRUPTED))
+    outcomes |= {side: _outcome(ending.status, ending.cause) for side, ending in endings.items()}
+    return outcomes | {side: _outcome("ok", paired=beside) for side, beside in paired.items()}
+
+
+def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
+    return {"status": status, "cause": cause, "paired": paired}
+
+
+def _is_finished(line: dict, tried: list[str], retry_failed: bool) -> bool:
+    statuses = [line["outcomes"][side]["status"] for side in tried]
+    return INTERRUPTED not in statuses and (not retry_failed or all(status == "ok" for status in statuses))

@@ -1,0 +1,309 @@
+"""Choosing a backend by measurement: each candidate beside what "auto" takes, and what the choice is worth."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.choice import rule_for
+from hilbert_lib.attention.remembered import ShapeClass, remember
+from hilbert_lib.bench import Case, append_records, compare_paired
+from hilbert_lib.environment import environment, kernel_mode
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.paired import Recorded, Results, Side, ratio_table, relative_difference, run_sides
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.workload import Workload
+
+SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
+FORWARD, BOTH = "forward", "forward and backward"
+
+
+def candidates(work: Workload, *, gradient: bool) -> list[str]:
+    """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
+    q = _stand_in(work, gradient=gradient)
+    names = [name for name, backend in BACKENDS.items() if not backend.refusal(q, work.call)]
+    passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
+    return [name for name in names if name not in passed_over]
+
+
+def chosen(work: Workload, *, gradient: bool) -> str:
+    """What "auto" takes for this work."""
+    q = _stand_in(work, gradient=gradient)
+    return explain_backend(q, q, q, work.pattern, is_causal=work.is_causal).chosen
+
+
+def works(
+    patterns: Mapping[str, DilatedPattern],
+    *,
+    lengths: Sequence[int],
+    heads: int,
+    head_dims: Sequence[int],
+    dtype: str,
+    device: torch.device,
+) -> Iterator[tuple[str, Workload]]:
+    """A grid of works, causal and not, each with the name of its pattern."""
+    for length, (name, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
+        yield name, Workload(pattern, length, heads, head_dim, device, is_causal, dtype=dtype)
+
+
+def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> Iterator[tuple[Side, Side]]:
+    """Each candidate beside what "auto" takes, on the same work: the forward, then forward and backward as one.
+
+    Args:
+        grid: of `works`.
+        names: what to compare with; by default all of `candidates`. Those that cannot serve are left out.
+
+    Yields:
+        (candidate, automatic choice).
+    """
+    for (label, work), gradient in product(grid, (False, True)):
+        yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
+
+
+def orderings(
+    *, lengths: Sequence[int], rates: Sequence[int], row_bytes: Sequence[int], queries: int, heads: int, device: str
+) -> Iterator[tuple[Side, Side]]:
+    """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
+
+    The first partner stores k and v itself, in its time; the second finds them stored, as the later calls on one cache
+    do. k and v lie heads first, where an order can matter.
+
+    Args:
+        lengths: keys. rates: dilation rates of the one branch. row_bytes: bytes of one head's row, in bfloat16.
+        queries: rows of q near the end of the sequence; 0 is all of it, in segments of 2048 keys.
+        heads: heads.
+        device: where to compute.
+
+    Yields:
+        ("in sequence order", "stored by the call"), ("in sequence order", "stored before").
+    """
+    for length, rate, size in product(lengths, rates, row_bytes):
+        segment = length if queries else min(length, 2048 * rate)
+        asked = ((length - queries) // rate * rate, queries) if queries else None
+        pattern = DilatedPattern((segment,), (rate,), offsets="zero")
+        work = Workload(pattern, length, heads, size // 2, torch.device(device), queries=asked, heads_first=True)
+        base = _ordering_side(work, "in sequence order", None, stored=False)
+        order = Ordering.residue(length, rate)
+        yield base, _ordering_side(work, "stored by the call", order, stored=False)
+        yield base, _ordering_side(work, "stored before", order, stored=True)
+
+
+def timed(cases: Iterable[tuple[Side, Side]], *, device: torch.device, output_dir: str = "", **how) -> list[dict]:
+    """Records of `paired.run_sides`, with times also on the CPU: no kernel among the candidates is interpreted there.
+
+    Args:
+        cases: pairs.
+        device: where the sides compute.
+        output_dir, repetitions, seconds: as in `run_sides`.
+    """
+    if device.type == "cuda":
+        return run_sides(cases, device=device, output_dir=output_dir, **how)
+    facts = environment()
+    return [{**_timed_on_cpu(case, output_dir, **how), "environment": facts} for case in cases]
+
+
+def choice_table(records: list[dict]) -> pd.DataFrame:
+    """What the automatic choice was worth, work by work.
+
+    Args:
+        records: of `timed` on `pairs`.
+
+    Returns:
+        direction and the parameters of a work, automatic (its choice), best, worst, over_best (its time over the best
+        one's: 1 where it chose the best), over_worst (the worst one's time over its own), and for each backend its time
+        over the automatic choice's (NaN where it cannot serve).
+    """
+    ratios = ratio_table(records, SWEEP)
+    work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
+    rows = []
+    for key, group in ratios.groupby(work, sort=False):
+        times = {group.b.iloc[0]: 1.0, **dict(zip(group.a, group.ratio, strict=True))}
+        best, worst = min(times, key=times.get), max(times, key=times.get)
+        summary = {"automatic": group.b.iloc[0], "best": best, "worst": worst}
+        summary |= {"over_best": 1 / times[best], "over_worst": times[worst]}
+        rows.append({**dict(zip(work, key, strict=True)), **summary, **times})
+    return pd.DataFrame(rows)
+
+
+def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
+    """What one backend for all works would cost: those that serve every work, beside the automatic choice.
+
+    Args:
+        choices: `choice_table`.
+
+    Returns:
+        backend, served (how many works), slower (geometric mean of its time over the automatic choice's, on those),
+        worst (the largest).
+    """
+    rows = []
+    for name in (name for name in BACKENDS if name in choices):
+        ratios = choices[name].dropna().astype(float)
+        mean = float(ratios.pow(1 / len(ratios)).prod())
+        rows.append({"backend": name, "served": len(ratios), "slower": mean, "worst": float(ratios.max())})
+    return pd.DataFrame(rows)
+
+
+def ordering_table(records: list[dict]) -> pd.DataFrame:
+    """After how many calls on the same k and v the copy that stores them in another order is repaid.
+
+    Args:
+        records: of `timed` on `orderings`.
+
+    Returns:
+        length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
+        (over that of a call that finds them stored), repaid (calls; inf where reading is no faster).
+    """
+    ratios = ratio_table(records, ORDERING_SWEEP)
+    rows = ["length", "dilation", "row_bytes", "queries"]
+    table = ratios.pivot(index=rows, columns="b", values="ratio").reset_index().rename_axis(columns=None)
+    table = table.rename(columns={"stored by the call": "one_call", "stored before": "later"})
+    saved, storing = 1 - 1 / table.later, 1 / table.one_call - 1 / table.later
+    table["repaid"] = (storing / saved).where(saved > 0, float("inf"))
+    return table
+
+
+def measure_and_remember(
+    work: Workload, *, gradient: bool, repetitions: int = 20, seconds: float = 1.0
+) -> tuple[dict[str, float], Path]:
+    """Time all candidates on a work and keep their order; "auto" goes by it from then on.
+
+    Args:
+        work: what to compute.
+        gradient: whether to time the forward alone, or forward and backward.
+        repetitions, seconds: as in `timed`.
+
+    Returns:
+        Each candidate's time over that of the choice before, the fastest first; and the file that keeps the order.
+    """
+    sides = _beside_choice("", work, gradient, candidates(work, gradient=gradient))
+    records = timed(sides, device=work.device, repetitions=repetitions, seconds=seconds)
+    times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: record["ratio"] for record in records}
+    times = dict(sorted(times.items(), key=itemgetter(1)))
+    known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
+    order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
+    medians = {side["name"]: side["median_ms"] for record in records for side in (record["b"], record["a"])}
+    return times, remember(shape_class(work, gradient=gradient), order, medians)
+
+
+def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
+    """The class of calls that a measurement of this work speaks for."""
+    sizes = work.length, work.heads, work.head_dim
+    return ShapeClass(work.device.type, work.dtype, *sizes, work.is_causal, gradient, work.pattern)
+
+
+def select_attention_backend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, benchmark_backends: bool = False, **options
+) -> str:
+    """The name of the backend that `dilated_attention` would run for the same arguments.
+
+    Args:
+        q, k, v, pattern: as `dilated_attention` takes them.
+        benchmark_backends: whether to time the candidates first, where this machine has not done so for calls of this
+            class, and to remember what came out. It takes seconds, and random tensors of the size of q; k and v are
+            timed with as many heads as q.
+        **options: as `explain_backend` takes them.
+
+    Returns:
+        The name.
+
+    Raises:
+        TypeError, ValueError: as `dilated_attention`; also where benchmark_backends is asked of a call with dropout, a
+            key_padding_mask or a query_start: for those no measurement is kept.
+
+    >>> q = torch.ones(1, 8, 2, 4)
+    >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
+    'sdpa'
+    """
+    explain = partial(explain_backend, q, k, v, pattern, **options)
+    explanation = explain()
+    if benchmark_backends:
+        special = [name for name in ("key_padding_mask", "query_start") if options.get(name) is not None]
+        special += ["dropout_p"] if options.get("dropout_p", 0.0) > 0.0 else []
+        if special:
+            raise ValueError(f"benchmark_backends must be False where {special[0]} is given, got True")
+        if not explanation.is_measured:
+            gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            measure_and_remember(_like(q, pattern, options.get("is_causal", False)), gradient=gradient)
+            explanation = explain()
+    if not explanation.chosen:
+        name = options["backend"]
+        raise ValueError(f"backend={name!r} {explanation.reasons[name]}; see explain_backend")
+    return explanation.chosen
+
+
+def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
+    # The sequences of a batch count as heads.
+    batch, length, heads, head_dim = q.shape
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Workload(pattern, length, batch * heads, head_dim, q.device, is_causal, dtype=dtype)
+
+
+def _beside_choice(label: str, work: Workload, gradient: bool, names: Sequence[str]) -> Iterator[tuple[Side, Side]]:
+    q, base = _stand_in(work, gradient=gradient), chosen(work, gradient=gradient)
+    for name in names:
+        if name != base and not BACKENDS[name].refusal(q, work.call):
+            yield _side(label, work, name, gradient), _side(label, work, base, gradient)
+
+
+def _side(label: str, work: Workload, name: str, gradient: bool) -> Side:
+    flop_forward, bytes_forward, flop_backward, bytes_backward = work.flop_and_bytes
+    direction = BOTH if gradient else FORWARD
+    parameters = {"sweep": SWEEP, "pattern": label, "direction": direction, **work.parameters}
+    attend = partial(dilated_attention, pattern=work.pattern, is_causal=work.is_causal, backend=name)
+
+    def forward() -> Results:
+        with torch.no_grad():
+            return (attend(*work.tensors[:3]),)
+
+    def both() -> Results:
+        return torch.autograd.grad(attend(*work.leaves), work.leaves, work.tensors[3])
+
+    if not gradient:
+        return Side(name, parameters, forward, work.error, flop_forward, bytes_forward)
+    return Side(name, parameters, both, work.error, flop_forward + flop_backward, bytes_forward + bytes_backward)
+
+
+def _ordering_side(work: Workload, name: str, ordering: Ordering | None, *, stored: bool) -> Side:
+    flop, moved, *_ = work.flop_and_bytes
+    start, count = work.queries or (None, 0)
+    ((_, rate),) = work.pattern.branches
+    parameters = {"sweep": ORDERING_SWEEP, "queries": count, **work.parameters}
+    parameters |= {"dilation": rate, "row_bytes": 2 * work.head_dim}
+    kept = cache(lambda: work.stored(ordering) if stored else work.tensors[1:3])
+
+    def forward() -> Results:
+        k, v = kept() if stored or ordering is None else work.stored(ordering)
+        return (dilated_attention(work.tensors[0], k, v, work.pattern, query_start=start, kv_ordering=ordering),)
+
+    return Side(name, parameters, forward, work.error, flop, moved)
+
+
+def _stand_in(work: Workload, *, gradient: bool) -> Tensor:
+    # q without its memory.
+    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype), requires_grad=gradient)
+    return one.expand(1, work.length, work.heads, work.head_dim)
+
+
+def _timed_on_cpu(sides: tuple[Side, Side], output_dir: str, repetitions: int = 20, seconds: float = 1.0) -> dict:
+    results = [side.run() for side in sides]
+    start = time.perf_counter()
+    for side in sides:
+        side.run()
+    took = time.perf_counter() - start
+    cases = [
+        Case(side.name, side.run, side.parameters, side.error(result), side.useful_flop, side.useful_bytes)
+        for side, result in zip(sides, results, strict=True)
+    ]
+    samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
+    comparison = compare_paired(*cases, device="cpu", repetitions=samples, warmup=1)
+    recorded = Recorded(comparison, (0, 0), relative_difference(results[1], results[0]))
+    append_records([recorded], output_dir)
+    return recorded.record()

@@ -1,0 +1,78 @@
+"""Sides that break in every way a benchmark can, for tests of the runner. Without torch, a process starts at once."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named and worded like torch's."""
+
+
+def measure(point: dict) -> Iterator[dict]:
+    """The first side beside each other, as the attention benchmark does it; a side's name is what it does."""
+    first, *others = point["sides"]
+    run(first)
+    if not others:
+        yield {"kind": "measurement", **record(first, point)}
+    for other in others:
+        run(other)
+        yield {"kind": "comparison", "a": record(first, point), "b": record(other, point)}
+
+
+def record(side: str, point: dict) -> dict:
+    return {"name": side, "parameters": {"length": point["length"]}, "error": 0.0, "pid": os.getpid()}
+
+
+def run(side: str) -> None:
+    print(f"running {side}", flush=True)
+    FAULTS.get(side, lambda: None)()
+
+
+def use_all_memory() -> None:
+    bytearray(2**50)
+
+
+def get_no_gpu_memory() -> None:
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 has ...")
+
+
+def read_illegally() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...")
+
+
+def fill_the_disk() -> None:
+    with open("/dev/full", "w") as file:
+        file.write("more than it holds")
+
+
+def start_others_and_hang() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True)
+    if os.fork() == 0:  # a daemon: no parent that lives, no session in common
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(0)
+    time.sleep(60)
+
+
+FAULTS = {
+    "uses all memory": use_all_memory,
+    "gets no GPU memory": get_no_gpu_memory,
+    "hangs": lambda: time.sleep(60),
+    "aborts": os.abort,
+    "segfaults": lambda: ctypes.string_at(0),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "reads illegally": read_illegally,
+    "fills the disk": fill_the_disk,
+    "starts others and hangs": start_others_and_hang,
+    "exits": lambda: os._exit(7),
+    "ends early": lambda: os._exit(0),
+    "is wrong": lambda: [][1],
+}

@@ -1,0 +1,370 @@
+"""Each backend says honestly whether it can serve a call; the adapters of packages compute the function."""
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from cases import TOLERANCE, expected, stored
+
+from hilbert_lib import DilatedPattern, explain_backend
+from hilbert_lib.attention import backends, flex, packages, strided
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dense import Eager, Problem
+
+PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
+NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
+PATTERN = DilatedPattern((8, 16), (1, 2))
+
+
+def test_the_registry_has_every_backend_and_the_table_says_that_flash_attention_1_has_no_build():
+    assert list(BACKENDS) == NAMES
+    q = torch.zeros(1, 16, 2, 16)
+    explanation = explain_backend(q, q, q, PATTERN)
+    assert set(explanation.reasons) == {*NAMES, "flash_attn_1"}
+    assert "no build" in explanation.reasons["flash_attn_1"]
+    assert "sdpa" in explanation.reasons["flash_attn_1"]
+
+
+def on_gpu(dtype=torch.bfloat16, head_dim=64):
+    """What a refusal asks of q, on a GPU that is not here."""
+    device = SimpleNamespace(type="cuda")
+    shape = torch.Size((1, 16, 2, head_dim))
+    return SimpleNamespace(
+        device=device, dtype=dtype, is_cuda=True, shape=shape, element_size=lambda: dtype.itemsize, requires_grad=False
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets the capability of that GPU, and says that all packages are there."""
+
+    def set_capability(*capability):
+        monkeypatch.setattr(backends, "_capability", lambda device: capability)
+        monkeypatch.setattr(backends, "_package_absence", lambda package: "")
+        monkeypatch.setattr(backends, "_triton_absence", lambda device: "")
+        monkeypatch.setattr(backends, "_kernel_mode", lambda: "compiled")
+
+    return set_capability
+
+
+HALVES = {"cudnn", "flash", "flash_attn_2", "flex"}
+SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and reference
+    ((6, 1), torch.float32, 64, {"sdpa", "xformers"}),
+    ((7, 0), torch.float16, 64, {"sdpa", "xformers"}),
+    ((7, 5), torch.float16, 64, {"sdpa", "xformers"}),
+    ((7, 5), torch.bfloat16, 64, set()),
+    ((8, 0), torch.bfloat16, 64, HALVES | {"sdpa", "xformers"}),
+    ((8, 9), torch.float16, 128, HALVES | {"sdpa", "xformers"}),
+    ((9, 0), torch.bfloat16, 128, HALVES | {"sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
+    ((9, 0), torch.bfloat16, 256, HALVES - {"cudnn"} | {"sdpa", "xformers", "flash_attn_3"}),
+    ((9, 0), torch.bfloat16, 20, set()),
+    ((9, 0), torch.bfloat16, 8, HALVES - {"flex"} | {"sdpa", "xformers", "flash_attn_3", "flash_attn_4"}),
+    ((9, 0), torch.float32, 64, {"sdpa", "xformers"}),
+    ((9, 0), torch.float64, 64, set()),
+    ((10, 0), torch.bfloat16, 64, HALVES | {"sdpa", "xformers", "flash_attn_4"}),
+    ((12, 0), torch.float32, 64, {"sdpa"}),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "head_dim", "served"), SERVED, ids=str)
+def test_which_backends_serve_a_plain_call_by_architecture_dtype_and_head_dim(gpu, capability, dtype, head_dim, served):
+    gpu(*capability)
+    q = on_gpu(dtype, head_dim)
+    serving = {name for name, backend in BACKENDS.items() if not backend.refusal(q, Call(PATTERN))}
+    assert serving - {"triton"} == served | {"eager", "reference"}
+    assert ("triton" in serving) == (dtype != torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"key_padding_mask": torch.zeros(1, 16, dtype=torch.bool)}, "no key_padding_mask"),
+        ({"query_start": 3}, "no query_start"),
+    ],
+    ids=lambda x: "",
+)
+def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(gpu, option, reason):
+    gpu(9, 0)
+    for name in set(NAMES) - {"triton", "eager", "reference"}:
+        assert BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option)).startswith(reason), name
+    for name in ("triton", "eager", "reference"):
+        assert not BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option))
+
+
+# What is installed: files below a folder of packages, and the versions that their metadata names.
+FA2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "", "flash_attn_2_cuda.py": ""}
+FA4 = {"flash_attn/cute/interface.py": ""}
+STACK = dict.fromkeys(packages.CUTE_STACK, "1.0")
+XFORMERS = {
+    "xformers/__init__.py": "",
+    "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128"}}),
+}
+STATES = {
+    "nothing": ({}, {}, "flash_attn_2", "absent: pip install 'hilbert-lib[flash-attn]'"),
+    "nothing of 3": ({}, {}, "flash_attn_3", "absent: there is no module flash_attn_interface"),
+    "nothing of 4": (FA2, {"flash-attn": "2.8.3"}, "flash_attn_4", "absent: pip install 'hilbert-lib[flash-attn-4]'"),
+    "nothing of xformers": ({}, {}, "xformers", "absent: pip install 'hilbert-lib[xformers]'"),
+    "2": (FA2, {"flash-attn": "2.8.3"}, "flash_attn_2", ""),
+    "2, old": (FA2, {"flash-attn": "2.6.1"}, "flash_attn_2", "flash-attn 2.6.1 is too old: needs 2.7 or later"),
+    "2, not compiled": (
+        {name: text for name, text in FA2.items() if name != "flash_attn_2_cuda.py"},
+        {"flash-attn": "2.8.3"},
+        "flash_attn_2",
+        "flash-attn 2.8.3 is installed without its compiled part flash_attn_2_cuda",
+    ),
+    "4 is no 2": (FA4, {"flash-attn-4": "4.0.0b36"}, "flash_attn_2", "absent: pip"),
+    "3": ({"flash_attn_interface.py": "", "flash_attn_3/__init__.py": ""}, {}, "flash_attn_3", ""),
+    "3, not compiled": ({"flash_attn_interface.py": ""}, {}, "flash_attn_3", "without its compiled part flash_attn_3"),
+    "4": (FA4, {"flash-attn-4": "4.0.0b36", **STACK}, "flash_attn_4", ""),
+    "4 beside 2": ({**FA2, **FA4}, {"flash-attn": "2.8.3", "flash-attn-4": "4", **STACK}, "flash_attn_4", ""),
+    "4 without its stack": (
+        FA4,
+        {"flash-attn-4": "4.0.0b36", **STACK} | {"quack-kernels": None, "apache-tvm-ffi": None},
+        "flash_attn_4",
+        "flash-attn-4 4.0.0b36 is installed without quack-kernels, apache-tvm-ffi",
+    ),
+    "xformers": (XFORMERS, {"xformers": "0.0.35"}, "xformers", ""),
+    "xformers beside 2": ({**XFORMERS, **FA2}, {"xformers": "0.0.35"}, "xformers", ""),
+    "xformers beside 4": (
+        {**XFORMERS, **FA4},
+        {"xformers": "0.0.35"},
+        "xformers",
+        "xformers 0.0.35 cannot be imported",
+    ),
+}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Makes a machine of files and versions, of which nothing can be imported."""
+
+    def install(files, versions):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text or "raise AssertionError('imported')\n")
+
+        def version(name):
+            if versions.get(name) is None:
+                raise PackageNotFoundError(name)
+            return versions[name]
+
+        find = partial(importlib.machinery.PathFinder.find_spec, path=[str(tmp_path)])
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+        monkeypatch.setattr(packages, "version", version)
+        forget()
+
+    yield install
+    forget()
+
+
+def forget():
+    for question in (*packages._ABSENCE.values(), packages._xformers_build):
+        question.cache_clear()
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_the_state_of_a_package_is_told_in_words_and_nothing_is_imported(installed, case):
+    files, versions, package, reason = STATES[case]
+    installed(files, versions)
+    got = packages.absence(package)
+    assert reason in got if reason else got == ""
+
+
+@pytest.mark.parametrize(
+    ("built_for", "said"),
+    [
+        ("2.10.0+cu128", "compiled for torch 2.10.0+cu128, which does not load in"),
+        ("2.11.0", "compiled for torch 2.11"),
+    ],
+)
+def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, built_for, said):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    build = json.dumps({"version": {"torch": built_for}})
+    installed({**XFORMERS, "xformers/cpp_lib.json": build}, {"xformers": "0.0.35"})
+    assert packages.absence("xformers") == ""
+    assert packages.state("xformers").startswith(f"xformers 0.0.35 {said}")
+    assert ("torch's kernels run beneath" in packages.state("xformers")) == (built_for != "2.11.0")
+
+
+def dense(q, k, v, scale, causal):
+    """(batch, rows, heads, head_dim) -> out, lse (batch, heads, rows), by plain products."""
+    out, lse = Eager.forward(*(x.transpose(1, 2) for x in (q, k, v)), Problem(scale, causal))
+    return out.transpose(1, 2).to(q.dtype), lse
+
+
+def dense_backward(dout, q, k, v, out, lse, scale, causal):
+    problem = Problem(scale, causal)
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    assert lse.is_contiguous()
+    return [x.transpose(1, 2).to(q.dtype) for x in Eager.backward(dout, q, k, v, out, lse, problem)]
+
+
+def fake_2():
+    """flash_attn.flash_attn_interface, by the signatures of flash-attn 2.8."""
+
+    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                return_softmax):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+        return *dense(q, k, v, softmax_scale, causal), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    return {"flash_attn.flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
+
+
+def fake_3():
+    """flash_attn_interface, by the signatures of FlashAttention-3."""
+
+    def forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False):
+        return *dense(q, k, v, softmax_scale, causal), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+                 max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+                 window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
+        assert cu_seqlens_q is max_seqlen_k is None
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    return {"flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
+
+
+def fake_4():
+    """flash_attn.cute.interface, by the signatures of flash-attn-4 4.0.0b36."""
+
+    def forward(q, k, v, qv=None, softmax_scale=None, causal=False, return_lse=False):
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        return out, lse if return_lse else None, None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False):
+        return dense_backward(dout, q, k, v, out, lse, softmax_scale, causal)
+
+    return {"flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}}
+
+
+def fake_xformers():
+    """xformers.ops.fmha of 0.0.35, with an lse padded as its CUTLASS kernel pads it."""
+
+    class LowerTriangularMask:
+        pass
+
+    def forward(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+        out, lse = dense(query, key, value, scale, isinstance(attn_bias, LowerTriangularMask))
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+
+    def backward(grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None):
+        assert output.is_contiguous()
+        assert lse.shape[2] == query.shape[1]
+        is_causal = isinstance(attn_bias, LowerTriangularMask)
+        return tuple(dense_backward(grad, query, key, value, output, lse, scale, is_causal))
+
+    fmha = {
+        "attn_bias": SimpleNamespace(LowerTriangularMask=LowerTriangularMask),
+        "memory_efficient_attention_forward_requires_grad": forward,
+        "memory_efficient_attention_backward": backward,
+    }
+    return {"xformers.ops.fmha": fmha}
+
+
+KERNELS = {
+    "flash_attn_2": (packages.FlashAttn2, fake_2),
+    "flash_attn_3": (packages.FlashAttn3, fake_3),
+    "flash_attn_4": (packages.FlashAttn4, fake_4),
+    "xformers": (packages.Xformers, fake_xformers),
+}
+
+
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """The adapter of a package, above a module with its signatures."""
+    adapter, fake = KERNELS[request.param]
+    for name, members in fake().items():
+        *parents, last = name.split(".")
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        for depth in range(len(parents), 0, -1):
+            child, path = module, ".".join(parents[:depth])
+            module = ModuleType(path)
+            setattr(module, [*parents, last][depth], child)
+            monkeypatch.setitem(sys.modules, path, module)
+    return adapter
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("branches", "shape"), [("aligned", "ragged"), ("uneven", "grouped"), ("sparse", "shorter")])
+def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_causal):
+    pattern, (*tensors, dout), out, lse, grads = expected(branches, "head", "softmax", torch.float64, shape, is_causal)
+    q, k, v = (stored(x, "sliced") for x in tensors)
+    call = Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
+    got, got_lse = strided.forward(q, k, v, call, kernel)
+    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
+    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypatch):
+    q, k, v = torch.randn(3, 1, 32, 4, 8).unbind()
+    storages = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    seen = []
+    products = dense
+    monkeypatch.setattr(sys.modules[__name__], "dense", lambda *x: seen.append(x[:3]) or products(*x))
+    strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+    assert seen
+    assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
+
+
+@pytest.mark.parametrize("mixing", ["softmax", "head_groups"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
+    pattern, (q, k, v, _), out, lse, _ = expected("sparse", "head", mixing, torch.float32, "wide", is_causal)
+    got, got_lse = flex.forward(q, k, v, Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
+    torch.testing.assert_close(got.double(), out, atol=2e-4, rtol=0)
+    torch.testing.assert_close(got_lse.double(), lse, atol=2e-4, rtol=0)
+    assert lse.isinf().any()  # rows that no branch has
+
+
+def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):
+    # On the CPU FlexAttention has no backward: another differentiable function of its arguments stands in for it.
+    monkeypatch.setattr(flex, "attend", lambda q, k, v, call: ((q * k).sin() * v, None))
+    q, k, v, dout = torch.randn(4, 1, 8, 2, 4, dtype=torch.float64).unbind()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        got = flex.backward(dout, q, k, v, None, None, Call(PATTERN))
+    torch.testing.assert_close(got, torch.autograd.grad((leaves[0] * leaves[1]).sin() * leaves[2], leaves, dout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", [*PACKAGES, "flex"])
+def test_what_serves_on_this_gpu_equals_the_oracle(name, is_causal):
+    from hilbert_lib import dilated_attention
+
+    pattern, (*tensors, dout), out, lse, grads = expected(
+        "sparse", "branch", "softmax", torch.bfloat16, "wide", is_causal
+    )
+    leaves = [x.cuda().requires_grad_() for x in tensors]
+    explanation = explain_backend(*leaves, pattern, is_causal=is_causal, backend=name)
+    if not explanation.chosen:
+        pytest.skip(explanation.reasons[name])
+    got, got_lse = dilated_attention(*leaves, pattern, is_causal=is_causal, backend=name, return_lse=True)
+    tolerances = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(got.detach().cpu().double(), out, atol=tolerances[0], rtol=0)
+    torch.testing.assert_close(got_lse.cpu().double(), lse, atol=2e-3, rtol=0)
+    for mine, theirs in zip(torch.autograd.grad(got, leaves, dout.cuda()), grads, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)

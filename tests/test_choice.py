@@ -1,0 +1,263 @@
+"""How "auto" chooses: by rules that agree with the committed record, and by what was measured on this machine."""
+
+import json
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
+from hilbert_lib.attention import choice, remembered, rules
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remembered_rules
+from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
+from hilbert_lib.hardware import ARCHITECTURES
+from hilbert_lib.kernel_benchmarks import committed_records
+from hilbert_lib.paired import side_table
+
+PATTERN = DilatedPattern((8, 32), (1, 4))
+SHAPE = ShapeClass("cpu", "float32", 64, 2, 8, False, False, PATTERN)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A cache folder of its own."""
+    monkeypatch.setenv(remembered.VARIABLE, str(tmp_path))
+    remembered._rules_in.cache_clear()
+    yield tmp_path
+    remembered._rules_in.cache_clear()
+
+
+def tensors(length=64, heads=2, head_dim=8):
+    return [torch.randn(1, length, heads, head_dim) for _ in range(3)]
+
+
+def on_hopper(architecture="Hopper"):
+    """`get_gpu_info` of another machine."""
+    return lambda device: SimpleNamespace(architecture=architecture, capability=(9, 0))
+
+
+def test_every_architecture_has_rules_whose_last_fits_all_calls():
+    assert set(HALF_RULES) == {name for _, name in ARCHITECTURES}
+    for table in (*HALF_RULES.values(), FULL_RULES, rules.CPU_RULES):
+        assert table[-1][2:] == Rule((), "")[2:]
+        for rule in table:
+            assert set(rule.order) <= set(BACKENDS)
+            assert len(set(rule.order)) == len(rule.order)
+            assert rule.record
+            assert set(rule.order) == set(table[-1].order)
+
+
+def test_the_rules_for_hopper_take_the_fastest_of_the_committed_record_or_lose_little(monkeypatch):
+    monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
+    speeds = side_table(committed_records(), "backends")
+    speeds = speeds[speeds.name.isin(BACKENDS) & (speeds.pattern != "groups")]
+    work = ["branches", "length", "heads", "head_dim", "is_causal"]
+    for (branches, length, heads, head_dim, is_causal), group in speeds.groupby(work):
+        times = group.pivot(index="direction", columns="name", values="median_ms")
+        pattern = DilatedPattern(*zip(*(map(int, branch.split(":")) for branch in branches.split()), strict=True))
+        for gradient, taken in ((False, times.loc["forward"]), (True, times.sum())):
+            rule = next(
+                rule
+                for rule in choice._rules(torch.device("cuda"), torch.bfloat16)
+                if rule.fits(head_dim, length, heads, is_causal, gradient, remembered.pattern_key(pattern))
+            )
+            best = next(name for name in rule.order if name in taken)
+            assert taken[best] <= 1.05 * taken.min(), (branches, length, head_dim, is_causal, gradient, best)
+
+
+def test_long_causal_forwards_of_small_heads_go_to_cudnn_on_hopper():
+    table = HALF_RULES["Hopper"]
+    aligned, paper = ((2048, 4096), (1, 2)), ((2048, 4096), (1, 6))
+
+    def first(*call):
+        return next(rule.order[0] for rule in table if rule.fits(*call))
+
+    assert first(64, 2**18, 16, True, False, aligned) == "cudnn"
+    assert first(64, 2**18, 16, True, True, aligned) == "triton"
+    assert first(64, 2**16, 16, True, False, aligned) == "triton"
+    assert first(64, 2**16, 16, False, True, paper) == "triton"
+    assert first(128, 2**18, 16, True, False, aligned) == "triton"
+
+
+def test_an_exported_program_asks_for_no_length(monkeypatch):
+    by_length = Rule(("reference",), "by length", lengths=(10, None)), *rules.CPU_RULES
+    monkeypatch.setattr(choice, "_rules", lambda device, dtype: by_length)
+    q, *_ = tensors()
+    assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "reference"
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "sdpa"
+
+
+def test_auto_goes_by_a_remembered_measurement_and_says_so():
+    q, k, v = tensors()
+    assert explain_backend(q, k, v, PATTERN).chosen == "sdpa"
+    remember(SHAPE, ("eager", "sdpa"), {"eager": 1.0, "sdpa": 2.0})
+    explanation = explain_backend(q, k, v, PATTERN)
+    assert explanation.chosen == "eager"
+    assert explanation.is_measured
+    assert "measured on this machine" in str(explanation)
+    assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, backend="eager"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"length": 65},
+        {"length": 32},
+        {"heads": 3},
+        {"head_dim": 16},
+        {"dtype": "float64"},
+        {"is_causal": True},
+        {"gradient": True},
+        {"pattern": DilatedPattern((8, 32), (1, 2))},
+        {"device": "cuda"},
+    ],
+    ids=str,
+)
+def test_a_measurement_speaks_for_its_own_class_alone(other):
+    remember(ShapeClass(**{**vars(SHAPE), **other}), ("eager",), {})
+    assert explain_backend(*tensors(), PATTERN).chosen == "sdpa"
+
+
+def test_a_measurement_speaks_for_lengths_and_heads_up_to_the_next_power_of_two():
+    remember(SHAPE, ("eager",), {})
+    assert explain_backend(*tensors(length=33), PATTERN).chosen == "eager"
+    assert explain_backend(*[x.expand(2, -1, -1, -1) for x in tensors(heads=1)], PATTERN).chosen == "eager"
+
+
+BROKEN = {
+    "half a file": lambda text: text[: len(text) // 2],
+    "not JSON": lambda text: "\x00",
+    "another thing": lambda text: "[1, 2]",
+    "another machine": lambda text: text.replace('"hardware": "', '"hardware": "no '),
+    "an unknown backend": lambda text: text.replace('"eager"', '"fast"'),
+    "an unknown field": lambda text: text.replace('"order"', '"orders"'),
+    "a bound that is no number": lambda text: text.replace("33", '"33"'),
+    "no pattern": lambda text: text.replace('"softmax"', '"sum"'),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning_that_names_it(damage):
+    path = remember(SHAPE, ("eager",), {})
+    text = path.read_text()
+    assert BROKEN[damage](text) != text
+    path.write_text(BROKEN[damage](text))
+    with pytest.warns(UserWarning, match=f"{path.name} is ignored"):
+        assert explain_backend(*tensors(), PATTERN).chosen == "sdpa"
+    remember(SHAPE, ("eager",), {})  # and is replaced by the next measurement
+    assert explain_backend(*tensors(), PATTERN).chosen == "eager"
+
+
+def test_files_of_other_machines_lie_beside_and_are_not_read(place):
+    (place / "0123456789ab-0123456789ab.json").write_text("{")
+    remember(SHAPE, ("eager",), {})
+    assert len(remembered_rules("cpu", torch.float32)) == 1
+
+
+def _write(number: int) -> None:
+    for length in (2**number, 2**20):  # one class of its own, one that all write
+        remember(ShapeClass(**{**vars(SHAPE), "length": length}), ("eager",), {"eager": float(number)})
+
+
+def test_processes_that_write_at_once_lose_nothing(place):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map(_write, range(6, 14))
+    files = list(place.iterdir())
+    assert len(files) == 9
+    assert all(json.loads(path.read_text())["rule"]["order"] == ["eager"] for path in files)
+    assert len(remembered_rules("cpu", torch.float32)) == 9
+
+
+def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert folder() == tmp_path
+    monkeypatch.delenv(remembered.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(folder()) == "/somewhere/hilbert_lib"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(folder()) == "/home/someone/.cache/hilbert_lib"
+
+
+def test_benchmark_backends_measures_once_and_remembers(place):
+    q, k, v = tensors()
+    assert select_attention_backend(q, k, v, PATTERN) == "sdpa"
+    assert not list(place.iterdir())
+    first = select_attention_backend(q, k, v, PATTERN, benchmark_backends=True)
+    (path,) = place.iterdir()
+    written = path.stat().st_mtime_ns
+    held = json.loads(path.read_text())
+    assert first == held["rule"]["order"][0] == min(held["times_ms"], key=held["times_ms"].get)
+    assert set(held["times_ms"]) == {"sdpa", "eager"}
+    assert select_attention_backend(q, k, v, PATTERN, benchmark_backends=True) == first
+    assert path.stat().st_mtime_ns == written
+    q.requires_grad_()
+    select_attention_backend(q, k, v, PATTERN, benchmark_backends=True)
+    assert len(list(place.iterdir())) == 2
+
+
+def test_select_attention_backend_raises_where_nothing_serves_or_nothing_can_be_kept():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="backend='cudnn' cannot serve: needs a CUDA device"):
+        select_attention_backend(q, k, v, PATTERN, backend="cudnn")
+    with pytest.raises(ValueError, match="benchmark_backends must be False where dropout_p is given"):
+        select_attention_backend(q, k, v, PATTERN, dropout_p=0.5, benchmark_backends=True)
+    padding = torch.zeros(1, 64, dtype=torch.bool)
+    with pytest.raises(ValueError, match="where key_padding_mask is given"):
+        select_attention_backend(q, k, v, PATTERN, key_padding_mask=padding, benchmark_backends=True)
+    with pytest.raises(ValueError, match="where query_start is given"):
+        select_attention_backend(q[:, 2:], k, v, PATTERN, query_start=2, benchmark_backends=True)
+
+
+def test_a_remembered_choice_is_traced_in_one_graph():
+    remember(SHAPE, ("eager",), {})
+    q, k, v = tensors()
+    compiled = torch.compile(lambda *x: dilated_attention(*x, PATTERN), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
+
+
+def test_kv_ordering_auto_takes_none_and_says_why(monkeypatch):
+    q, k, v = tensors()
+    one = DilatedPattern((64,), (16,), offsets="zero")
+    assert "none: nothing was measured" in explain_backend(q, k, v, one, kv_ordering="auto").ordering
+    assert explain_backend(q, k, v, one).ordering == ""
+    assert torch.equal(dilated_attention(q, k, v, one, kv_ordering="auto"), dilated_attention(q, k, v, one))
+    monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
+    call = Call(one, query_start=60)
+    ordering, why = choice.choose_ordering(q[:, 60:], k, call)
+    assert ordering is None
+    assert f"repaid after {rules.ORDERING_RULES[0].calls} calls" in why
+    ordering, why = choice.choose_ordering(q, k, call)
+    assert ordering is None
+    assert "no order reads such rows faster" in why
+
+
+def test_an_ordering_that_one_call_repays_is_stored_by_the_call(monkeypatch):
+    q, k, v = tensors()
+    one = DilatedPattern((64,), (4,), offsets="zero")
+    rule = rules.OrderingRule("none", 32, 4, 64, "residue", 1, "a record")
+    monkeypatch.setattr(choice, "ORDERING_RULES", (rule,))
+    assert choice.choose_ordering(q, k, Call(one))[0] == Ordering.residue(64, 4)
+    assert "stored by the call" in explain_backend(q, k, v, one, kv_ordering="auto").ordering
+    stored = []
+    apply = Ordering.apply
+    monkeypatch.setattr(Ordering, "apply", lambda self, x, dim: stored.append(self) or apply(self, x, dim))
+    reads = BACKENDS["eager"].__class__(**{**vars(BACKENDS["eager"]), "reads_orderings": True})
+    dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
+    assert not stored  # this backend would only undo it
+    monkeypatch.setitem(BACKENDS, "eager", reads)
+    dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
+    assert stored == [Ordering.residue(64, 4)] * 2
+
+
+def test_the_rule_for_orderings_is_the_committed_records():
+    records = committed_records()
+    times = side_table(records, "decoding")
+    times = times[(times.dilation == 16) & (times.row_bytes == 32) & (times.queries == 1)].set_index("name").median_ms
+    saved_ms = times["no table"] - times["residue"]
+    copy = side_table(records, "ceilings").set_index("name").gb_per_s["copy"]
+    moved = 2 * 2 * 2**20 * 8 * 32  # k and v, read and written: 8 heads of 32 bytes
+    assert rules.ORDERING_RULES[0].calls == int(moved / copy / 1e6 / saved_ms)

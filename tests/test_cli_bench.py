@@ -1,0 +1,123 @@
+"""`hilbert bench`: what it measures, prints and refuses, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from hilbert_lib.cli import main
+from hilbert_lib.cli_bench import Numbers
+
+SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Call `hilbert bench` in an empty folder, on the CPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def call(*words, status=0):
+        result = CliRunner().invoke(main, ["bench", *words])
+        assert result.exit_code == status, result.output + repr(result.exception)
+        return result.output
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("1k:1m", [2**n for n in range(10, 21)]),
+        ("1k,4k,3000", [1024, 4096, 3000]),
+        ("1:5,7", [1, 2, 4, 7]),
+        ("2K:2K", [2048]),
+    ],
+)
+def test_lengths_double_over_a_range_and_are_taken_as_they_are_in_a_list(text, numbers):
+    assert Numbers().convert(text, None, None) == numbers
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "1x"], "'1x' is no whole number above 0"),
+        (["--lengths", "0"], "'0' is no whole number above 0"),
+        (["--lengths", "4k:1k"], "'4k:1k' ends below its start"),
+        (["--backends", "flsh"], "backends must be of"),
+        (["--direction", "sideways"], "directions must be of forward, backward; got 'sideways'"),
+        (["--dtype", "int8"], "dtype must be one of float16, bfloat16, float32, float64; got 'int8'"),
+        (["--memory-share", "2"], "max_memory_share must be"),
+        (["--timeout", "0"], "max_seconds must be"),
+        (["--dilation-rates", "1"], "dilation_rates"),
+    ],
+)
+def test_a_wrong_word_is_refused_before_anything_runs(bench, tmp_path, words, message):
+    assert message in " ".join(bench("attention", *words, status=2).split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_backends_are_timed_in_turn_recorded_and_shown_and_a_second_run_reuses_them(bench, tmp_path):
+    asked = ["attention", *SMALL, "--backends", "sdpa,eager,flash", "--json", "out.jsonl"]
+    first = bench(*asked)
+    assert "forward 64  1 cannot serve, 2 ok" in first
+    assert re.search(r"^ +64 +forward +sdpa +ok", first, re.MULTILINE)
+    assert "flash is left out: needs a CUDA device, got cpu" in first
+    (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (record,) = line["records"]
+    assert [record[side]["name"] for side in "ab"] == ["sdpa", "eager"]
+    assert record["b"]["error"] < 1e-5
+    assert len(record["b"]["samples_ms"]) == record["b"]["n"] >= 5
+    assert record["environment"]["code_hash"]
+    assert record["output_difference"] is None
+    assert "(reused)" in bench(*asked)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_failed_side_is_shown_and_makes_the_exit_status_1_and_is_retried_when_asked(bench):
+    words = ["attention", *SMALL, "--backends", "eager", "--timeout", "0.1"]  # shorter than the start of a process
+    output = bench(*words, status=1)
+    assert re.search(r"^ +64 +forward +eager +timed out .*longer than 0.1 s$", output, re.MULTILINE)
+    assert "(reused)" in bench(*words, status=1)
+    assert "(reused)" not in bench("attention", *SMALL, "--backends", "eager", "--retry-failed")
+
+
+def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, tmp_path):
+    output = bench("attention", "--lengths", "1k,1m", "--backends", "sdpa,reference,cudnn", "--dry-run")
+    assert "forward 1024  sdpa  would be tried" in output
+    assert re.search(r"forward 1048576  reference  not tried: does not fit: \d+", output)
+    assert "forward 1024  cudnn  cannot serve: needs a CUDA device, got cpu" in output
+    assert output.splitlines()[-1] == "2 points"
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_ends_it_within_five_seconds_with_what_was_measured_on_the_disk(tmp_path):
+    words = ["bench", "attention", "--lengths", "64,512k", "--backends", "sdpa", "--json", "out.jsonl"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from hilbert_lib.cli import main; main()", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path = tmp_path / "out.jsonl"
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)  # the second point has begun
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=10)
+    assert time.monotonic() - start < 5
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM: what was measured stands in out.jsonl" in told
+    statuses = [json.loads(line)["outcomes"]["sdpa"]["status"] for line in path.read_text().splitlines()]
+    assert statuses == ["ok", "interrupted"]

@@ -1,0 +1,353 @@
+"""The modules are what they say: nn.MultiheadAttention's place, one function in train and eval, in any layout."""
+
+import copy
+import io
+import os
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.samples import text_tokens
+
+DENSE = DilatedPattern((64,), (1,))  # one segment for every length here: dense attention
+DILATED = DilatedPattern((4, 12), (1, 3))
+HILBERT = partial(Ordering.from_curve, "hilbert")
+EMBED, HEADS, LENGTH = 16, 4, 12
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code():
+    yield
+    torch.compiler.reset()
+
+
+def tokens(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
+    return torch.randn(*shape, EMBED, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def multihead(pattern=DILATED, **options) -> MultiheadDilatedAttention:
+    torch.manual_seed(0)
+    return MultiheadDilatedAttention(EMBED, HEADS, pattern, **{"batch_first": True, **options})
+
+
+def grads_of(module: nn.Module, out: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(out.square().sum(), list(module.parameters())))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_first_values_are_those_of_torchs_module_and_state_dicts_go_both_ways(bias):
+    ours = multihead(bias=bias)
+    torch.manual_seed(0)
+    torchs = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True)
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    assert all(map(torch.equal, ours.state_dict().values(), torchs.state_dict().values()))
+    torchs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(torchs.state_dict())
+
+
+PADDED = torch.arange(LENGTH) >= torch.tensor([[9], [LENGTH]])  # the first sequence ends early
+MASKS = {
+    "none": None,
+    "bool": PADDED,
+    "float": torch.zeros(PADDED.shape).masked_fill(PADDED, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("inputs", ["batch_first", "seq_first", "three tensors", "unbatched"])
+def test_one_branch_without_dilation_is_torchs_multihead_attention(inputs, mask, is_causal):
+    options = {"batch_first": inputs != "seq_first"}
+    ours, torchs = multihead(DENSE, **options), nn.MultiheadAttention(EMBED, HEADS, **options)
+    nn.init.normal_(ours.in_proj_bias)  # zero at first: a wrong split would not show
+    nn.init.normal_(ours.out_proj.bias)
+    torchs.load_state_dict(ours.state_dict())
+    x, padding = tokens(2, LENGTH), MASKS[mask]
+    if inputs == "seq_first":
+        x = x.transpose(0, 1)
+    elif inputs == "unbatched":
+        x, padding = x[0], None if padding is None else padding[0]
+    given = (x, x.sin(), x * 2) if inputs == "three tensors" else (x, x, x)
+    attn_mask = nn.Transformer.generate_square_subsequent_mask(LENGTH) if is_causal else None
+    if attn_mask is not None and mask == "bool":
+        attn_mask = attn_mask == -torch.inf  # torch wants masks of one dtype
+    options = {"key_padding_mask": padding, "need_weights": False, "attn_mask": attn_mask, "is_causal": is_causal}
+    out, weights = ours(*given, **options)
+    expected, _ = torchs(*given, **options)
+    assert weights is None
+    torch.testing.assert_close(out, expected)
+    for mine, theirs in zip(grads_of(ours, out), grads_of(torchs, expected), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_key_and_value_are_the_query_by_default():
+    ours, x = multihead(), tokens(2, LENGTH)
+    assert torch.equal(ours(x)[0], ours(x, x, x)[0])
+
+
+@pytest.mark.parametrize("pattern", [DILATED, DilatedPattern((4, 12), (1, 2), mixing="head_groups")], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_output_is_the_functions_between_projections(kv_heads, pattern):
+    ours, x = multihead(pattern, kv_heads=kv_heads), tokens(2, LENGTH)
+    assert ours.in_proj_weight.shape == (EMBED + 2 * EMBED * kv_heads // HEADS, EMBED)
+    projected = nn.functional.linear(x, ours.in_proj_weight, ours.in_proj_bias).unflatten(2, (-1, EMBED // HEADS))
+    q, k, v = projected.split((HEADS, kv_heads, kv_heads), dim=2)
+    expected = ours.out_proj(dilated_attention(q, k, v, pattern, is_causal=True).flatten(2))
+    torch.testing.assert_close(ours(x, is_causal=True)[0], expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_stands_in_a_padded_token_changes_no_other_output(is_causal):
+    ours, x = multihead(), tokens(2, LENGTH)
+    options = {"key_padding_mask": PADDED, "is_causal": is_causal}
+    other = torch.where(PADDED[..., None], 100 * tokens(2, LENGTH).flip(0), x)
+    first, second = (ours(each, **options)[0] for each in (x, other))
+    assert torch.equal(first[~PADDED], second[~PADDED])
+    assert not torch.equal(first, ours(x, is_causal=is_causal)[0])
+
+
+def test_a_token_without_keys_gives_the_bias_alone():
+    ours = multihead()
+    nn.init.normal_(ours.out_proj.bias)
+    out = ours(tokens(1, LENGTH), key_padding_mask=torch.ones(1, LENGTH, dtype=torch.bool))[0]
+    assert torch.equal(out, ours.out_proj.bias.expand_as(out))
+
+
+ORDERINGS = {"function": HILBERT, "fixed": Ordering.residue(LENGTH, 3), "automatic": "auto"}
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS)
+@pytest.mark.parametrize("backend", ["auto", "eager", "reference"])
+def test_output_and_gradients_do_not_depend_on_how_k_and_v_are_stored(backend, ordering):
+    x = tokens(2, LENGTH)
+    plain, stored = (multihead(backend=backend, kv_ordering=order) for order in (None, ORDERINGS[ordering]))
+    out, expected = (module(x, key_padding_mask=PADDED, is_causal=True)[0] for module in (stored, plain))
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, grads_of(stored, out), grads_of(plain, expected)))
+
+
+def test_k_and_v_reach_the_attention_in_the_ordering(monkeypatch):
+    from hilbert_lib.attention import modules
+
+    seen = []
+
+    def record(q, k, v, pattern, **options):
+        seen.append((k, v, options["kv_ordering"]))
+        return q
+
+    monkeypatch.setattr(modules, "dilated_attention", record)
+    q, k, v = tokens(3, 1, LENGTH, 2)
+    DilatedAttention(DILATED, kv_ordering=HILBERT)(q, k, v)
+    ((stored_k, stored_v, ordering),) = seen
+    assert ordering == HILBERT(LENGTH)
+    assert torch.equal(stored_k, k[:, ordering.perm])
+    assert torch.equal(stored_v, v[:, ordering.perm])
+
+
+def test_an_ordering_of_another_length_is_refused_and_a_function_serves_every_length():
+    x = tokens(1, 9)
+    with pytest.raises(ValueError, match=r"kv_ordering must have the length of k \(9\), got 12"):
+        multihead(kv_ordering=ORDERINGS["fixed"])(x)
+    assert torch.equal(multihead(kv_ordering=HILBERT)(x)[0], multihead()(x)[0])
+
+
+def test_the_scale_is_that_of_the_function():
+    q, k, v = tokens(3, 1, LENGTH, 2)
+    assert torch.equal(DilatedAttention(DILATED, scale=0.9)(q, k, v), dilated_attention(q, k, v, DILATED, scale=0.9))
+
+
+def test_decoding_one_token_equals_its_row():
+    module = DilatedAttention(DILATED, kv_ordering=HILBERT)
+    q, k, v = tokens(3, 1, LENGTH, 2)
+    whole = module(q, k, v, is_causal=True)
+    one = module(q[:, 7:8], k, v, is_causal=True, query_start=7)
+    torch.testing.assert_close(one, whole[:, 7:8])
+
+
+def test_train_and_eval_differ_by_dropout_alone():
+    x = tokens(2, LENGTH)
+    plain, dropped = multihead(), multihead(dropout=0.5)
+    assert torch.equal(plain.train()(x)[0], plain.eval()(x)[0])
+    assert torch.equal(dropped.eval()(x)[0], plain(x)[0])
+    dropped.train()
+    torch.manual_seed(5)
+    first, second = dropped(x)[0], dropped(x)[0]
+    torch.manual_seed(5)
+    assert torch.equal(dropped(x)[0], first)
+    assert not torch.equal(first, second)
+
+
+def test_a_saved_and_a_copied_module_give_the_same_output(tmp_path):
+    ours, x = multihead(kv_ordering=HILBERT, kv_heads=2).eval(), tokens(2, LENGTH)
+    expected = ours(x)[0]
+    torch.save(ours, tmp_path / "whole.pt")
+    other = multihead(kv_ordering=HILBERT, kv_heads=2)
+    nn.init.normal_(other.in_proj_weight)
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    for each in (torch.load(tmp_path / "whole.pt", weights_only=False), copy.deepcopy(ours), other):
+        assert torch.equal(each(x)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_module_of_any_precision_returns_it(dtype):
+    x = tokens(2, LENGTH)
+    assert multihead(dtype=dtype)(x.to(dtype))[0].dtype == dtype
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-5}[dtype]
+    out = multihead().to(dtype)(x.to(dtype))[0]
+    torch.testing.assert_close(out, multihead()(x)[0].to(dtype), atol=tolerance, rtol=0)
+
+
+def test_autocast_runs_projections_and_attention_in_half_precision():
+    ours, x = multihead(), tokens(2, LENGTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ours(x)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), ours(x)[0], atol=2e-2, rtol=0)
+
+
+def test_the_representation_names_what_was_chosen():
+    text = repr(multihead(kv_heads=2, dropout=0.1, backend="eager"))
+    for part in ("embed_dim=16", "kv_heads=2", "segment_lengths=(4, 12)", "dropout=0.1", "backend='eager'"):
+        assert part in text
+
+
+COMPILED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "padded": {"key_padding_mask": PADDED},
+}
+
+
+@pytest.mark.parametrize("ordering", [None, "function", "fixed"])
+@pytest.mark.parametrize("option", COMPILED)
+def test_a_compiled_module_is_one_graph_with_the_bits_of_the_eager_one(option, ordering):
+    ours = multihead(dropout=0.3, kv_ordering=ORDERINGS.get(ordering))
+    compiled, x = torch.compile(ours, fullgraph=True, backend="aot_eager"), tokens(2, LENGTH)
+    results = []
+    for module in (ours, compiled):
+        torch.manual_seed(2)
+        out = module(x, **COMPILED[option])[0]
+        results.append([out, *grads_of(ours, out)])
+    assert all(map(torch.equal, *results))
+
+
+def test_another_length_is_not_compiled_again():
+    ours = multihead().eval()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for length, stance in ((12, "default"), (9, "fail_on_recompile")):
+        x = tokens(2, length)
+        torch._dynamo.mark_dynamic(x, 1)
+        with torch.compiler.set_stance(stance):
+            assert torch.equal(compiled(x)[0], ours(x)[0])
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
+def test_inductor_compiles_a_module():
+    ours, x = multihead(kv_ordering=HILBERT), tokens(2, LENGTH)
+    torch.testing.assert_close(torch.compile(ours, fullgraph=True)(x, is_causal=True)[0], ours(x, is_causal=True)[0])
+
+
+def encoder_layer(pattern=DILATED, **options) -> nn.TransformerEncoderLayer:
+    """torch's own layer with our attention in it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
+    attention = MultiheadDilatedAttention(EMBED, HEADS, pattern, batch_first=True, **options)
+    attention.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = attention
+    return layer
+
+
+def test_torchs_encoder_layer_calls_the_module_in_inference_too():
+    # Where it may, torch's layer reads the weights and computes dense attention itself.
+    layer, x = encoder_layer(), tokens(2, LENGTH)
+    expected = layer(x, src_key_padding_mask=PADDED)
+    layer.eval()
+    with torch.no_grad():
+        assert torch.equal(layer(x, src_key_padding_mask=PADDED), expected)
+
+
+def test_torchs_encoder_of_dense_layers_gives_the_same_with_ours():
+    torch.manual_seed(0)
+    dense = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True), 2)
+    with pytest.warns(UserWarning, match="enable_nested_tensor is True"):
+        ours = nn.TransformerEncoder(encoder_layer(DENSE), 2)
+    ours.load_state_dict(dense.state_dict())
+    causal = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+    x = tokens(2, LENGTH)
+    out, expected = (encoder(x, mask=causal, src_key_padding_mask=MASKS["float"]) for encoder in (ours, dense))
+    torch.testing.assert_close(out[~PADDED], expected[~PADDED])
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte: an embedding, one layer of torch's with our attention, and a head."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(256, EMBED), nn.Embedding(length, EMBED)
+        self.layer, self.head = encoder_layer(DilatedPattern((16, 64), (1, 4))), nn.Linear(EMBED, 256)
+        self.causal = nn.Transformer.generate_square_subsequent_mask(length)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embed(text) + self.place.weight
+        return self.head(self.layer(x, src_mask=self.causal, is_causal=True))
+
+
+def test_a_layer_learns_real_text():
+    text = text_tokens(8 * 65).view(8, 65)
+    model = ByteModel(64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0], losses
+
+
+BAD = {
+    r"pattern must be a DilatedPattern, got tuple": lambda: DilatedAttention((4, 8)),
+    r"dropout must be in \[0, 1\), got 1.0": lambda: DilatedAttention(DILATED, dropout=1.0),
+    r"embed_dim must be an integer of at least 1, got 0": lambda: MultiheadDilatedAttention(0, 1, DILATED),
+    r"num_heads must divide embed_dim 16, got 3": lambda: MultiheadDilatedAttention(16, 3, DILATED),
+    r"kv_heads must divide num_heads 4, got 3": lambda: multihead(kv_heads=3),
+    r"needs at least one KV head a branch \(2\), got 1": lambda: multihead(
+        DilatedPattern((4, 8), (1, 2), mixing="head_groups"), kv_heads=1
+    ),
+    r"need_weights must be False": lambda: multihead()(tokens(1, LENGTH), need_weights=True),
+    r"attn_mask must be None unless is_causal=True": lambda: multihead()(
+        tokens(1, LENGTH), attn_mask=torch.zeros(LENGTH, LENGTH)
+    ),
+    r"key must be tokens of size 16 .* shaped like query \(1, 12, 16\), got shape \(1, 9, 16\)": lambda: multihead()(
+        tokens(1, LENGTH), tokens(1, 9), tokens(1, 9)
+    ),
+    r"query must be tokens of size 16 in 2 or 3 dimensions": lambda: multihead()(torch.ones(1, LENGTH, 8)),
+    r"query must be a dense \(strided\) tensor, got a nested one": lambda: multihead()(
+        torch.nested.nested_tensor([tokens(3), tokens(4)])
+    ),
+    r"key_padding_mask must be bool, or hold 0 and -inf alone": lambda: multihead()(
+        tokens(1, LENGTH), key_padding_mask=torch.full((1, LENGTH), -1.0)
+    ),
+    r"key_padding_mask must be a bool tensor or None, got torch.int64": lambda: multihead()(
+        tokens(1, LENGTH), key_padding_mask=torch.zeros(1, LENGTH, dtype=torch.int64)
+    ),
+    r"backend='flash' .*needs a CUDA device": lambda: multihead(backend="flash")(tokens(1, LENGTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_served_is_refused_by_name(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        BAD[message]()

@@ -1,0 +1,95 @@
+"""The modules on a GPU: CUDA graphs of their calls give the bits of the calls."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hilbert_lib import DilatedPattern, Ordering
+from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.graph_benchmarks import captured
+
+pytestmark = pytest.mark.gpu
+WIDE = {"embed_dim": 128, "num_heads": 2, "pattern": DilatedPattern((256, 512), (1, 2))}
+GRAPHED = {  # module: its options, those of its call
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "padded": ({}, {"key_padding_mask": torch.arange(512) >= torch.tensor([[300], [512]])}),
+    "dropout": ({"dropout": 0.3}, {}),
+    "ordering": ({"kv_ordering": partial(Ordering.from_curve, "hilbert")}, {}),
+    "grouped": ({"kv_heads": 1}, {}),
+}
+
+
+@pytest.fixture
+def repeatable():
+    """Gradients summed in one order, without which two eager calls differ by rounding."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(option: str):
+    """A module in half precision on the GPU, its tokens, and a call that gives the output and all gradients."""
+    torch.manual_seed(0)
+    options, called = GRAPHED[option]
+    module = MultiheadDilatedAttention(**WIDE, batch_first=True, device="cuda", dtype=torch.bfloat16, **options)
+    called = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in called.items()}
+    x = torch.randn(2, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def call():
+        out = module(x, **called)[0]
+        return out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])
+
+    return x, call
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of operators without a deterministic kernel
+@pytest.mark.parametrize("option", GRAPHED)
+def test_a_replayed_graph_has_the_bits_of_eager_calls_forward_and_backward(option, repeatable):
+    x, call = on_gpu(option)
+    graph, results = captured(call)
+    for seed in (3, 4):
+        with torch.no_grad():
+            x.normal_(generator=torch.Generator("cuda").manual_seed(seed))
+        torch.manual_seed(seed)
+        graph.replay()
+        replayed = [each.clone() for each in results]
+        torch.manual_seed(seed)
+        assert all(map(torch.equal, replayed, call()))
+
+
+def test_every_replay_draws_new_dropout():
+    _, call = on_gpu("dropout")
+    graph, results = captured(call)
+    outputs = []
+    for _ in range(3):
+        graph.replay()
+        outputs.append(results[0].clone())
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_attention_without_projections_is_captured():
+    module = DilatedAttention(WIDE["pattern"])
+    q, k, v = torch.randn(3, 1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
+    graph, (out,) = captured(lambda: (module(q, k, v, is_causal=True),))
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, module(q, k, v, is_causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_encoder_layer_is_graphed_by_torch(repeatable):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 2, 256, dropout=0.0, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    layer.self_attn = MultiheadDilatedAttention(**WIDE, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    eager = copy.deepcopy(layer)
+    x = torch.randn(2, 512, 128, device="cuda", dtype=torch.bfloat16)
+    graphed = torch.cuda.make_graphed_callables(layer, (torch.zeros_like(x),))
+    out, expected = graphed(x), eager(x)
+    assert torch.equal(out, expected)
+    grads = [torch.autograd.grad(y.sum(), list(m.parameters())) for y, m in ((out, layer), (expected, eager))]
+    assert all(map(torch.equal, *grads))

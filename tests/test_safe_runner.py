@@ -1,0 +1,258 @@
+"""Whatever a measured side does, it ends its own process alone, is recorded with its cause, and leaves nothing."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from contextlib import suppress
+from functools import partial
+
+import psutil
+import pytest
+
+from hilbert_lib.bench import read_records
+from hilbert_lib.safety.benchmarks import Benchmark
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.estimate import MemoryEstimate
+from hilbert_lib.safety.isolated import MARK, run_isolated
+from hilbert_lib.safety.runner import SafeBenchmarkRunner
+from hilbert_lib.safety.watch import Watcher
+
+FAULTY = Benchmark("faulty_sides:measure")
+OWN_MARK = "HILBERT_TEST"
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """A runner of faulty sides on all of the host's memory, with one file a test."""
+
+    def make(benchmark=FAULTY, **limits):
+        config = SafetyConfig(**{"min_free_host_gb": 0, "max_memory_share": 1} | limits)
+        return SafeBenchmarkRunner(tmp_path / "points.jsonl", benchmark=benchmark, config=config, device="cpu")
+
+    return make
+
+
+def point(*sides, length=8):
+    return {"length": length, "sides": list(sides)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))  # other runs of these tests have processes too
+    yield
+    assert not psutil.Process().children(recursive=True)
+    assert not marked_processes()
+
+
+def marked_processes():
+    """Every process that an isolated call of the running test started, orphans too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            if MARK in environ and environ.get(OWN_MARK) == os.environ[OWN_MARK]:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("uses all memory", "out of memory", "MemoryError"),
+        ("gets no GPU memory", "out of memory", "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."),
+        ("hangs", "timed out", "longer than 1 s"),
+        ("aborts", "crashed", "by SIGABRT"),
+        ("segfaults", "crashed", "by SIGSEGV"),
+        ("is killed", "killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
+        ("reads illegally", "CUDA error", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("fills the disk", "disk full", "OSError: [Errno 28] No space left on device"),
+        ("exits", "failed", "exit status 7: running exits"),
+        ("ends early", "failed", "it ended without a record"),
+        ("is wrong", "failed", "IndexError: list index out of range"),
+    ],
+)
+def test_a_fault_ends_its_side_alone_and_is_recorded_with_its_cause(runner, fault, status, cause):
+    first, second = runner(max_seconds=1 if fault == "hangs" else 30).run(
+        [point("good", fault), point("good", "fine", length=9)]
+    )
+    found = first["outcomes"][fault]
+    assert (found["status"], found["cause"], found["paired"]) == (status, cause, False)
+    together, alone, faulty = first["attempts"]
+    assert (together["status"], alone["status"], faulty["status"]) == (status, "ok", status)
+    assert f"running {fault}" in faulty["output"]
+    assert faulty["left"] == ()
+    assert first["outcomes"]["good"] == {"status": "ok", "cause": "", "paired": False}
+    assert {side: outcome["status"] for side, outcome in second["outcomes"].items()} == {"good": "ok", "fine": "ok"}
+
+
+def test_a_hang_shows_where_it_hangs(runner):
+    (line,) = runner(max_seconds=1).run([point("hangs")])
+    assert any("run" in text and "faulty_sides.py" in text for text in line["attempts"][0]["output"])
+
+
+def test_sides_without_a_record_are_tried_alone_and_marked_unpaired(runner):
+    (line,) = runner().run([point("good", "early", "aborts", "late")])
+    outcomes = line["outcomes"]
+    assert list(outcomes) == ["good", "early", "aborts", "late"]
+    assert {side: outcome["paired"] for side, outcome in outcomes.items()} == {
+        "good": True,
+        "early": True,
+        "aborts": False,
+        "late": False,
+    }
+    assert outcomes["late"]["status"] == "ok"
+    pids = [(record.get("b") or record)["pid"] for record in line["records"]]
+    assert [record["kind"] for record in line["records"]] == ["comparison", "measurement"]
+    assert len({*pids, os.getpid()}) == 3, "each attempt must have a process of its own"
+
+
+def test_processes_that_a_side_started_end_with_it(runner):
+    (line,) = runner(max_seconds=1).run([point("starts others and hangs")])
+    assert line["outcomes"]["starts others and hangs"]["status"] == "timed out"
+    assert not marked_processes()
+
+
+def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
+    ending = run_isolated("builtins:exec", ["import os; os.write(3, b'{'); os.abort()"], seconds=30)
+    assert (ending.status, ending.cause) == ("crashed", "by SIGABRT")
+
+
+def test_the_host_memory_of_a_call_is_capped():
+    take = ["bytearray(2**28)"]
+    assert run_isolated("builtins:exec", take, seconds=10).status == "ok"
+    assert run_isolated("builtins:exec", take, seconds=10, host_bytes=2**30).status == "ok"
+    assert run_isolated("builtins:exec", take, seconds=10, host_bytes=2**27).status == "out of memory"
+
+
+def test_a_process_is_ended_when_its_watcher_says_so():
+    watch = Watcher(SafetyConfig(max_seconds=0.01), "cpu", on_limit=lambda cause: None)
+    ending = run_isolated("time:sleep", [60], seconds=30, watch=lambda pid: watch)
+    assert (ending.status, ending.cause[:7]) == ("over a limit", "it ran ")
+    assert ending.seconds < 5
+
+
+def test_the_last_lines_hold_no_path_of_this_machine(runner):
+    (line,) = runner().run([point("is wrong")])
+    assert not any(os.sep + "faulty_sides.py" in text for text in line["attempts"][0]["output"])
+
+
+def test_what_would_not_fit_is_not_tried_and_what_cannot_serve_is_told(runner):
+    needs = {"good": 0, "large": 2**60, "odd": 0}
+    benchmark = Benchmark(
+        FAULTY.target,
+        refusal=lambda point, side: "it is odd" if side == "odd" else "",
+        estimate=lambda point, side: MemoryEstimate({}, needs[side], 0, 0),
+    )
+    (line,) = runner(benchmark).run([point("odd", "large", "good")])
+    assert {side: outcome["status"] for side, outcome in line["outcomes"].items()} == {
+        "odd": "cannot serve",
+        "large": "not tried",
+        "good": "ok",
+    }
+    assert line["outcomes"]["odd"]["cause"] == "it is odd"
+    assert "required" in line["outcomes"]["large"]["cause"]
+
+
+def test_a_rerun_measures_only_what_is_missing(runner):
+    points = [point("good"), point("aborts"), point("good", length=9)]
+    first = runner().run(points[:2])
+    seen = []
+    again = runner().run(points, on_point=lambda line, reused: seen.append(reused))
+    assert seen == [True, True, False]
+    assert again[:2] == json.loads(json.dumps(first))
+    retried = []
+    runner().run(points, retry_failed=True, on_point=lambda line, reused: retried.append(reused))
+    assert retried == [True, False, True]
+
+
+def test_an_interrupted_point_is_measured_again(runner, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("hilbert_lib.safety.runner.run_isolated", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner().run([point("good")])
+    (line,) = runner().run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "ok"
+
+
+def raise_interrupt(*_arguments, **_options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("changed", ["code_hash", "hardware"])
+def test_other_code_or_hardware_measures_again(runner, monkeypatch, changed):
+    facts = {"code_hash": "0", "hardware": "0"}
+    monkeypatch.setattr("hilbert_lib.safety.runner.environment", lambda: facts)
+    seen = []
+    for _ in range(2):
+        runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
+    facts[changed] = "1"
+    runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
+    assert seen == [False, True, False]
+
+
+def test_a_full_disk_under_the_file_loses_nothing_that_was_measured(runner):
+    runner().run([point("good")])
+    path = runner().path
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limit[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            runner().run([point("good", length=9)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    seen = []
+    with pytest.warns(UserWarning, match="unfinished record"):
+        runner().run([point("good"), point("good", length=9)], on_point=lambda line, reused: seen.append(reused))
+    assert seen == [True, False]
+    with pytest.warns(UserWarning, match="unfinished record"):
+        assert [line["point"]["length"] for line in read_records(path)] == [8, 9]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, number):
+    program = """
+        from hilbert_lib.safety.benchmarks import Benchmark
+        from hilbert_lib.safety.config import SafetyConfig
+        from hilbert_lib.safety.runner import SafeBenchmarkRunner
+
+        points = [{"length": 8, "sides": ["good"]}, {"length": 8, "sides": ["good", "early", "hangs"]}]
+        config = SafetyConfig(max_seconds=60)
+        benchmark = Benchmark("faulty_sides:measure")
+        SafeBenchmarkRunner("points.jsonl", benchmark=benchmark, config=config, device="cpu").run(points)
+    """
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=tmp_path,
+        env=os.environ | paths,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
+    )
+    path = tmp_path / "points.jsonl"
+    wait_for(lambda: path.exists() and path.read_text().endswith("\n"), 30)
+    wait_for(marked_processes, 5)
+    time.sleep(0.3)  # in which the second point measures its first pair
+    start = time.monotonic()
+    process.send_signal(number)
+    process.wait(10)
+    wait_for(lambda: not marked_processes(), 5)
+    assert time.monotonic() - start < 5
+    lines = read_records(path)
+    assert lines[0]["outcomes"]["good"]["status"] == "ok"
+    if number == signal.SIGINT:
+        statuses = {side: outcome["status"] for side, outcome in lines[1]["outcomes"].items()}
+        assert statuses == {"good": "ok", "early": "ok", "hangs": "interrupted"}
+        assert len(lines[1]["records"]) == 1
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)

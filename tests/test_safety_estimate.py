@@ -1,0 +1,205 @@
+"""Predicted memory: as much as is measured, before anything is allocated."""
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention import strided
+from hilbert_lib.attention.call import Call
+from hilbert_lib.safety import estimate
+from hilbert_lib.safety.estimate import MemoryEstimate, estimate_memory
+from hilbert_lib.safety.memory import measure_peak
+
+MB = 2**20
+ALIGNED = DilatedPattern((256, 512, 1024), (1, 2, 4))
+UNEVEN = DilatedPattern((300, 1000), (1, 3))
+GROUPS = DilatedPattern((256, 1024), (1, 2), mixing="head_groups")
+REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+LONG = DilatedPattern((2048, 65536, 524288), (1, 64, 512))
+SIZES = {"length": 1024, "heads": 4, "head_dim": 64, "dtype": torch.float32}
+CASES = {  # pattern, sizes and options
+    "plain": (ALIGNED, {}),
+    "half": (ALIGNED, {"dtype": torch.bfloat16}),
+    "double": (ALIGNED, {"dtype": torch.float64}),
+    "several, grouped, causal": (ALIGNED, {"batch": 2, "kv_heads": 2, "is_causal": True}),
+    "uneven": (UNEVEN, {"batch": 2, "length": 1100}),
+    "groups of heads": (GROUPS, {"length": 2048}),
+}
+MASKED = {
+    "dropout": (ALIGNED, {"dropout_p": 0.1, "length": 320}),
+    "padding": (ALIGNED, {"has_key_padding": True}),
+    "decoding": (UNEVEN, {"queries": 16, "length": 4096}),
+}
+
+
+def given(pattern, options, device="cpu"):
+    """The inputs that an estimate is of, as leaves, and a function that runs the call."""
+    o = {"batch": 1, "queries": None, "kv_heads": None, **SIZES, **options}
+    rows = o["queries"] or o["length"]
+    like = {"device": device, "dtype": o["dtype"]}
+    q = torch.randn(o["batch"], rows, o["heads"], o["head_dim"], **like)
+    k, v = (torch.randn(o["batch"], o["length"], o["kv_heads"] or o["heads"], o["head_dim"], **like) for _ in "kv")
+    padding = torch.zeros(o["batch"], o["length"], dtype=torch.bool, device=device)
+    keywords = {name: o[name] for name in ("is_causal", "dropout_p", "backend") if name in o}
+    keywords["key_padding_mask"] = padding if o.get("has_key_padding") else None
+    keywords["query_start"] = None if o["queries"] is None else o["length"] - o["queries"]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    return leaves, lambda: dilated_attention(*leaves, pattern, **keywords)
+
+
+def predicted_and_measured(pattern, options, direction, device="cpu") -> tuple[int, int]:
+    leaves, attend = given(pattern, options, device)
+    estimated = estimate_memory(pattern, **{**SIZES, **options}, direction=direction, device=device)
+
+    def forward():
+        with torch.no_grad():
+            return attend()
+
+    if direction == "forward":
+        return estimated.peak, measure_peak(forward, device)
+    out = attend()
+    dout = torch.ones_like(out)
+    return estimated.peak, measure_peak(lambda: torch.autograd.grad(out, leaves, dout), device)
+
+
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, backend) for case in CASES for backend in ("eager", "reference", "sdpa")]
+    + [(case, backend) for case in MASKED for backend in ("eager", "reference")],
+)
+def test_on_the_cpu_the_estimate_is_what_the_profiler_measures(case, backend, direction):
+    pattern, options = {**CASES, **MASKED}[case]
+    options, slack = {**SIZES, **options, "backend": backend}, 0.05 * MB
+    if backend == "sdpa":
+        options["length"] *= 4
+        slack = 2.1 * MB  # its blocks of scores are counted in whole MB
+    predicted, measured = predicted_and_measured(pattern, options, direction)
+    assert predicted == pytest.approx(measured, rel=0.01, abs=slack)
+
+
+class Kernel:
+    """Results of the right sizes, and in the backward eight float32 for each element of q beside them."""
+
+    @staticmethod
+    def forward(q, k, v, problem):
+        return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+    @staticmethod
+    def backward(dout, q, k, v, out, lse, problem):
+        _scratch = q.new_empty(8, q.numel())
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+@pytest.mark.parametrize(("pattern", "batch", "kv_heads"), [(ALIGNED, 1, 4), (UNEVEN, 2, 2), (GROUPS, 1, 4)])
+def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_heads, direction):
+    merge = pytest.importorskip("hilbert_lib.attention.triton.merge")
+    monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
+    monkeypatch.setattr(merge, "merge_parts", lambda parts, q: (q.clone(), q[..., 0].transpose(1, 2).clone()))
+    monkeypatch.setattr(merge, "sum_parts", lambda parts, x: x.clone())
+    monkeypatch.setattr(estimate, "DENSE_WORKSPACE", {"sdpa": {4: (32, 32, 0)}})
+    q, k, lse = torch.randn(batch, 4096, 4, 16), torch.randn(batch, 4096, kv_heads, 16), torch.randn(batch, 4, 4096)
+    run, given, returned = strided.forward, (q, k, k), q.nbytes + lse.nbytes
+    if direction == "backward":
+        run, given, returned = strided.backward, (q, q, k, k, q, lse), q.nbytes + 2 * k.nbytes
+    meta = tuple(x.to("meta") for x in given)
+    predicted = estimate._of_views(meta, Call(pattern), "sdpa", direction, returned)
+    measured = measure_peak(lambda: run(*given, Call(pattern), Kernel), "cpu")
+    assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+def test_the_fused_kernels_hold_the_results_alone_and_partial_ones_where_there_are_several_passes():
+    sizes = {"length": 2**19, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+    out, lse = 2**19 * 16 * 64 * 2, 2**19 * 16 * 4
+    forward = estimate_memory(REFERENCE, **sizes)
+    assert (forward.inputs, forward.outputs, forward.workspace) == (3 * out, out + lse, 0)
+    assert estimate_memory(LONG, **sizes).workspace == 2 * out + lse  # float32
+    backward = estimate_memory(LONG, **sizes, direction="backward")
+    assert (backward.inputs, backward.outputs) == (5 * out + lse, 3 * out)
+    assert backward.workspace == 3 * 2 * out + lse
+
+
+def test_the_parts_of_a_sum_by_atomics_are_counted_unless_determinism_is_asked_for():
+    sizes = {"length": 2**16, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+    sums = "workspace: sums of dq, float32"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs than Hopper sum dq otherwise")
+    assert estimate_memory(REFERENCE, **sizes, direction="backward").items[sums] == 2**16 * 16 * 64 * 4
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sums not in estimate_memory(REFERENCE, **sizes, direction="backward").items
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_decoding_holds_partial_results_of_chunks_of_keys():
+    sizes = {"length": 2**20, "heads": 32, "kv_heads": 8, "head_dim": 128, "backend": "triton", "device": "cuda"}
+    few = estimate_memory(REFERENCE, **sizes, queries=1)
+    assert 0 < few.workspace < 2**20 * 8 * 128  # little beside k and v
+    assert few.workspace > few.outputs
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "flash_attn_4", "flex", "triton", "eager"])
+@pytest.mark.parametrize("pattern", [REFERENCE, LONG])
+def test_a_backward_needs_more_than_its_forward(backend, pattern):
+    sizes = {"length": 2**18, "heads": 16, "head_dim": 128, "backend": backend, "device": "cuda"}
+    if torch.cuda.is_available() and backend == "flash_attn_4":
+        pytest.skip("asks whether the package is there")
+    forward, backward = (estimate_memory(pattern, **sizes, direction=x) for x in estimate.DIRECTIONS)
+    assert forward.workspace >= 0
+    assert backward.total > forward.total
+
+
+def test_an_estimate_allocates_nothing_and_serves_a_billion_tokens():
+    sizes = {"length": 2**30, "heads": 16, "head_dim": 64, "device": "cpu", "backend": "eager"}
+    taken = measure_peak(lambda: print(estimate_memory(REFERENCE, **sizes)), "cpu")
+    assert taken < MB
+    assert estimate_memory(REFERENCE, **sizes).total > 2**42
+
+
+def test_items_are_the_inputs_the_outputs_and_the_workspace_and_print_shows_them():
+    one = estimate_memory(ALIGNED, **SIZES, backend="reference", device="cpu", direction="backward")
+    assert isinstance(one, MemoryEstimate)
+    assert sum(one.items.values()) == one.total == one.inputs + one.outputs + one.workspace
+    assert one.total_gb == one.total / 2**30
+    for name in ("q, k, v", "dout", "dq, dk, dv", "total"):
+        assert name in str(one)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"direction": "both"}, "direction must be one of forward, backward; got 'both'"),
+        ({"backend": "sdpa", "dropout_p": 0.5}, "backend='sdpa' cannot serve: no dropout"),
+        ({"backend": "fast"}, "backend must be one of"),
+        ({"queries": 2000}, "queries must be an integer from 1 to 1024"),
+        ({"length": 0}, "length must be"),
+        ({"kv_heads": 3}, "divides q's 4"),
+        ({"device": "cuda", "backend": "auto"}, "backend must be named"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(wrong, words):
+    if wrong.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU to ask")
+    with pytest.raises(ValueError, match=words):
+        estimate_memory(ALIGNED, **{**SIZES, "device": "cpu", **wrong})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+@pytest.mark.parametrize("backend", ["triton", "cudnn", "flash", "sdpa", "eager", "flex"])
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        (REFERENCE, {"length": 65536, "heads": 16, "head_dim": 128}),
+        (REFERENCE, {"length": 65536, "heads": 16, "head_dim": 64, "is_causal": True, "kv_heads": 4}),
+        (REFERENCE, {"length": 50000, "heads": 8, "batch": 2}),
+        (LONG, {"length": 131072, "heads": 16}),
+    ],
+)
+def test_on_the_gpu_the_estimate_is_within_a_tenth_of_what_is_allocated(pattern, options, backend, direction):
+    options = {"dtype": torch.bfloat16, **options, "backend": backend}
+    torch.cuda.empty_cache()
+    predicted, measured = predicted_and_measured(pattern, options, direction, device="cuda")
+    assert predicted == pytest.approx(measured, rel=0.1, abs=64 * MB)

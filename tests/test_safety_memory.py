@@ -1,0 +1,131 @@
+"""What is free, what fits, and what a call took."""
+
+import pytest
+import torch
+
+from hilbert_lib.safety import memory
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.memory import GB, Memory, MemorySafetyChecker, gpu_memory, host_memory, measure_peak
+
+CONFIG = SafetyConfig(max_memory_share=0.8, min_free_gpu_gb=2, min_free_host_gb=3)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what is available, in GB: (total, available) of the host and of the GPU."""
+
+    def set_to(host=(100, 90), gpu=(80, 70)):
+        monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", host[0] * GB, host[1] * GB))
+        monkeypatch.setattr(memory, "gpu_memory", lambda device: Memory(str(device), gpu[0] * GB, gpu[1] * GB))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("host", "most"),
+    [((100, 90), 70), ((100, 30), 10), ((8, 8), 5)],  # by the share, by the share of what others left, by the rest
+)
+def test_what_fits_is_decided_by_the_limit_that_binds(machine, host, most):
+    machine(host=host)
+    checker = MemorySafetyChecker(CONFIG, "cpu")
+    assert checker.check_memory_available(most - 0.01)[0]
+    assert not checker.check_memory_available(most + 0.01)[0]
+
+
+def test_the_reason_names_what_is_required_what_is_available_and_the_limit(machine):
+    machine(host=(100, 30))
+    fits, reason = MemorySafetyChecker(CONFIG, "cpu").check_memory_available(12)
+    assert not fits
+    for words in ("12.000 GB required", "30.0 GB of host available", "80 % of the 100.0 GB of host"):
+        assert words in reason
+    machine(host=(8, 8))
+    assert "3.0 GB of host must stay free" in MemorySafetyChecker(CONFIG, "cpu").check_memory_available(1)[1]
+
+
+def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine):
+    checker = MemorySafetyChecker(CONFIG, "cuda:0")
+    machine(gpu=(80, 70))
+    assert checker.check_memory_available(50)[0]
+    fits, reason = checker.check_memory_available(60)
+    assert not fits
+    assert "cuda:0" in reason
+    machine(host=(100, 2))
+    fits, reason = checker.check_memory_available(1)
+    assert not fits
+    assert "of host" in reason
+
+
+@pytest.mark.parametrize("required", [-1, float("nan")])
+def test_a_need_that_is_no_size_is_refused(required):
+    with pytest.raises(ValueError, match="required_gb must be at least 0"):
+        MemorySafetyChecker(CONFIG, "cpu").check_memory_available(required)
+
+
+VERSION_1 = {"memory.limit_in_bytes": 8 * GB, "memory.usage_in_bytes": 5 * GB}
+VERSION_2 = {"memory.max": 8 * GB, "memory.current": 5 * GB}
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files", "cache"),
+    [
+        ("0::/a/b", "a/b", VERSION_2, "inactive_file"),
+        ("0::/a/b", "a", VERSION_2, "inactive_file"),  # a limit of a group above
+        ("0::/of/the/host", "", VERSION_2, "inactive_file"),  # a container that sees its own group at the root
+        ("4:memory:/a", "memory/a", VERSION_1, "total_inactive_file"),
+    ],
+)
+def test_a_containers_limit_binds_and_files_pages_count_as_available(tmp_path, monkeypatch, line, folder, files, cache):
+    (tmp_path / "memory/a").mkdir(parents=True)
+    if line.endswith("/a/b"):
+        (tmp_path / "a/b").mkdir(parents=True)
+        (tmp_path / "a/b/memory.max").write_text("max\n")
+    for name, size in files.items():
+        (tmp_path / folder / name).write_text(f"{size}\n")
+    (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} {GB}\n")
+    own = tmp_path / "own"
+    own.write_text(f"2:cpu:/\n{line}\n")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", own)
+
+    class Machine:
+        total, available = 64 * GB, 60 * GB
+
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: Machine)
+    assert host_memory() == Memory("host", 8 * GB, 4 * GB)
+
+
+def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "none")
+    assert host_memory().total == memory.psutil.virtual_memory().total
+
+
+def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():
+    x = torch.ones(1000, 1000)
+
+    def run():
+        return (x + 1).sum(0), x.logsumexp(0)
+
+    assert measure_peak(run, "cpu") == pytest.approx(x.nbytes, rel=0.02)
+    assert measure_peak(lambda: x.add_(1), "cpu") < 1000
+
+
+def test_the_peak_is_zero_where_only_what_was_there_is_freed():
+    held = [torch.ones(1000)]
+    assert measure_peak(held.clear, "cpu") == 0
+
+
+@pytest.mark.gpu
+def test_what_the_allocator_keeps_counts_as_available():
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    before = gpu_memory(device).available
+    x = torch.empty(GB, dtype=torch.uint8, device=device)
+    assert gpu_memory(device).available <= before - GB
+    del x  # kept by the allocator, which can give it back
+    assert gpu_memory(device).available == pytest.approx(before, abs=GB // 16)
+
+
+@pytest.mark.gpu
+def test_the_peak_on_a_gpu_is_that_of_the_call_alone():
+    kept = torch.ones(2**20, device="cuda")
+    assert measure_peak(lambda: (kept * 2) * 3, "cuda") == 2 * kept.nbytes

@@ -1,0 +1,140 @@
+"""Lengths that grow: predicted before they are tried, and stopped before a limit."""
+
+import pytest
+import torch
+
+from hilbert_lib.safety import memory, progressive
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.memory import GB, Memory
+from hilbert_lib.safety.progressive import ProgressiveTester
+
+CONFIG = SafetyConfig(max_memory_share=1, min_free_host_gb=2, max_seconds=100, growth_factor=2)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A host with 10 GB left, of which 8 may be taken, and a clock that a run moves; the lengths that ran."""
+
+    class Machine:
+        def __init__(self):
+            self.now, self.ran = 0.0, []
+
+        def run(self, length, seconds_per_token=0.0):
+            self.ran.append(length)
+            self.now += length * seconds_per_token
+
+    one = Machine()
+    monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", 20 * GB, 10 * GB))
+    monkeypatch.setattr(progressive.time, "perf_counter", lambda: one.now)
+    monkeypatch.setattr(progressive, "measure_peak", lambda run, device: run() or 7)
+    return one
+
+
+def progress(machine, start, end, *, config=CONFIG, gb_per_token=0.0, run=None):
+    return ProgressiveTester(config, "cpu").run_progressive_test(
+        start, end, run=run or machine.run, estimate=lambda n: int(n * gb_per_token * GB)
+    )
+
+
+def test_the_run_stops_before_memory_would_run_out_and_says_why(machine):
+    result = progress(machine, 1, 64, gb_per_token=1.0)
+    assert machine.ran == [1, 2, 4, 8]
+    assert [row.status for row in result.rows] == ["ran"] * 4 + ["not tried"]
+    assert result.longest == 8
+    for words in ("16 tokens were not tried", "16.000 GB required", "10.0 GB of host available", "must stay free"):
+        assert words in result.limit
+
+
+def test_the_run_stops_before_it_would_take_too_long(machine):
+    result = progress(machine, 1, 64, run=lambda n: machine.run(n, seconds_per_token=4.0))
+    # 4 s, 8, 16, 32; the next could take 4 times 32.
+    assert machine.ran == [1, 2, 4, 8]
+    assert "16 tokens were not tried: up to 128.0 s expected, allowed are 100" in result.limit
+
+
+def test_the_last_length_is_the_end_and_the_factor_may_be_any(machine):
+    result = progress(machine, 10, 50, config=SafetyConfig(growth_factor=1.5, min_free_host_gb=0))
+    assert machine.ran == [10, 15, 23, 35, 50]
+    assert result.limit == "none was met up to 50 tokens, where the test ends"
+    assert result.table().length.tolist() == machine.ran
+    assert set(result.table().measured_bytes) == {7}
+
+
+def test_a_small_factor_still_grows(machine):
+    progress(machine, 1, 3, config=SafetyConfig(growth_factor=1.01, min_free_host_gb=0))
+    assert machine.ran == [1, 2, 3]
+
+
+def no_gpu_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
+
+
+def no_python_memory():
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (no_gpu_memory, "out of memory: CUDA out of memory. Tried to allocate 20 GiB"),
+        (lambda: torch.empty(2**60, dtype=torch.uint8, device="cpu"), "can't allocate memory"),
+        (no_python_memory, "out of memory: "),
+    ],
+)
+def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fail, words):
+    result = progress(machine, 1, 64, run=lambda length: fail() if length > 2 else None)
+    assert [(row.length, row.status) for row in result.rows] == [(1, "ran"), (2, "ran"), (4, "ended")]
+    assert result.rows[-1].measured_bytes is None
+    assert words in result.limit
+    assert "more" not in result.limit
+
+
+def test_a_run_that_passes_a_limit_on_its_way_is_ended():
+    import time
+
+    result = ProgressiveTester(SafetyConfig(max_seconds=0.2), "cpu").run_progressive_test(
+        8, 64, run=lambda length: time.sleep(30), estimate=lambda length: 1
+    )
+    assert [row.status for row in result.rows] == ["ended"]
+    assert "allowed are 0.2" in result.limit
+    assert result.longest == 0
+
+
+def test_other_errors_of_the_run_are_not_taken_for_a_limit(machine):
+    def run(length):
+        raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        progress(machine, 1, 64, run=run)
+
+
+def test_the_first_length_is_predicted_too(machine):
+    result = progress(machine, 32, 64, gb_per_token=1.0)
+    assert machine.ran == []
+    assert result.longest == 0
+
+
+def test_attention_on_this_machine_takes_what_was_predicted():
+    result = ProgressiveTester(SafetyConfig(growth_factor=4, min_free_host_gb=0.1), "cpu").run_progressive_test(
+        512, 8192
+    )
+    assert [row.length for row in result.rows] == [512, 2048, 8192]
+    for row in result.rows:
+        assert row.status == "ran", result.limit
+        assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.1, abs=2**20)
+
+
+def test_a_run_without_an_estimate_is_refused():
+    with pytest.raises(ValueError, match="run and estimate must be given together"):
+        ProgressiveTester(CONFIG, "cpu").run_progressive_test(1, 2, run=print)
+    with pytest.raises(ValueError, match="end_len must be an integer of at least 8, got 4"):
+        ProgressiveTester(CONFIG, "cpu").run_progressive_test(8, 4)
+
+
+@pytest.mark.gpu
+def test_attention_on_a_gpu_takes_what_was_predicted():
+    config = SafetyConfig(growth_factor=4)
+    result = ProgressiveTester(config, "cuda").run_progressive_test(2**16, 2**20)
+    for row in result.rows:
+        assert row.status == "ran", result.limit
+        assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.1, abs=64 * 2**20)

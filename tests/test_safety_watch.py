@@ -1,0 +1,139 @@
+"""The watch over a run: what it sees, and that it ends the run at each limit."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from hilbert_lib.safety import watch
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.memory import GB, Memory
+from hilbert_lib.safety.watch import LimitReachedError, Watcher
+
+SHORT = SafetyConfig(max_seconds=0.3)
+LONG_SLEEP = 30.0
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_run_that_takes_too_long_is_interrupted_and_says_so(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    start = time.monotonic()
+    with pytest.raises(LimitReachedError, match=r"it ran for 0\.[3-9] s, allowed are 0\.3"), Watcher(SHORT, "cpu"):
+        time.sleep(LONG_SLEEP)
+    assert time.monotonic() - start < 3
+    assert signal.signal(signal.SIGINT, before) is handler
+
+
+def test_a_run_is_interrupted_where_the_hosts_memory_runs_out(monkeypatch):
+    left = iter([40 * GB, 40 * GB])
+    monkeypatch.setattr(watch, "host_memory", lambda: Memory("host", 50 * GB, next(left, 2 * GB)))
+    config = SafetyConfig(min_free_host_gb=1, max_memory_share=0.9)
+    with (
+        pytest.raises(LimitReachedError, match=r"48\.0 GB of host in use: 90 % of the 50\.0 GB"),
+        Watcher(config, "cpu"),
+    ):
+        time.sleep(LONG_SLEEP)
+
+
+@pytest.mark.parametrize(
+    ("available", "temperature", "words"),
+    [(1, 60, "79.0 GB of cuda:0 in use"), (40, 91, "the GPU has 91 C, allowed are 90"), (40, None, "")],
+)
+def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, available, temperature, words):
+    class Gpu:
+        def __init__(self, device):
+            pass
+
+        def look(self):
+            return Memory("cuda:0", 80 * GB, available * GB), temperature
+
+    monkeypatch.setattr(watch, "_Gpu", Gpu)
+    told = []
+    with Watcher(SafetyConfig(), "cuda:0", on_limit=told.append) as one:
+        time.sleep(0.3)
+    assert len(told) == bool(words)
+    assert words in one.cause
+    assert (one.peaks.gpu_bytes, one.peaks.temperature_c) == ((80 - available) * GB, temperature)
+
+
+def test_another_process_is_ended_with_all_that_it_started():
+    program = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    assert len(family) == 2
+    with Watcher(SHORT, "cpu", pid=process.pid) as one:
+        assert process.wait(timeout=10) != 0
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert "it ran for" in one.cause
+    process.stdout.close()
+
+
+def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back():
+    with Watcher(SafetyConfig(), "cpu") as one:
+        time.sleep(0.15)
+        before = one.peaks.host_bytes
+        x = torch.ones(2**28, dtype=torch.uint8)
+        time.sleep(0.3)
+        del x
+        time.sleep(0.15)
+    assert one.cause == ""
+    assert one.peaks.host_bytes - before > 0.9 * 2**28
+    assert one.peaks.seconds >= 0.5
+
+
+def test_a_watch_that_fails_ends_the_run(monkeypatch):
+    def fail():
+        raise OSError("no such file")
+
+    monkeypatch.setattr(watch, "host_memory", fail)
+    with pytest.raises(LimitReachedError, match="the watch failed, OSError: no such file"), Watcher(device="cpu"):
+        time.sleep(LONG_SLEEP)
+
+
+def test_errors_and_interrupts_that_are_not_the_watchs_pass_through():
+    for error in (KeyError, KeyboardInterrupt):
+        with pytest.raises(error), Watcher(device="cpu"):
+            raise error
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_a_limit_passed_at_the_very_end_is_told_and_no_interrupt_is_left(monkeypatch):
+    monkeypatch.setattr(watch, "host_memory", lambda: time.sleep(0.2) or Memory("host", GB, 0))
+    with pytest.raises(LimitReachedError), Watcher(SafetyConfig(), "cpu"):
+        pass
+    time.sleep(0.05)  # an interrupt left over would arrive here
+
+
+def test_what_cannot_be_watched_is_refused():
+    with pytest.raises(ValueError, match="pid must be"):
+        Watcher(device="cpu", pid=2**22 + 1)
+    errors = []
+
+    def elsewhere():
+        try:
+            with Watcher(device="cpu"):
+                pass
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "on_limit must be given" in errors[0]
+
+
+@pytest.mark.gpu
+def test_the_gpus_memory_and_temperature_are_seen():
+    with Watcher(SafetyConfig(), "cuda") as one:
+        x = torch.ones(2 * GB, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+    assert one.cause == ""
+    assert one.peaks.gpu_bytes > x.nbytes
+    assert 10 < one.peaks.temperature_c < 100

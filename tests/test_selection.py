@@ -1,0 +1,123 @@
+"""Measured choices: what is compared, what the tables say of it, and the command that remembers it."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hilbert_lib import DilatedPattern, explain_backend, selection
+from hilbert_lib.attention import remembered
+from hilbert_lib.cli import main
+from hilbert_lib.figures.backends import draw_choice, draw_ordering
+from hilbert_lib.paired import ratio_table, run_sides
+from hilbert_lib.workload import Workload
+
+CPU = torch.device("cpu")
+PATTERN = DilatedPattern((8, 32), (1, 4))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A cache folder of its own."""
+    monkeypatch.setenv(remembered.VARIABLE, str(tmp_path / "cache"))
+    remembered._rules_in.cache_clear()
+    yield tmp_path / "cache"
+    remembered._rules_in.cache_clear()
+
+
+@pytest.fixture
+def records(tmp_path):
+    grid = selection.works({"a": PATTERN}, lengths=[64], heads=2, head_dims=[8], dtype="float32", device=CPU)
+    sides = selection.pairs(grid, ["eager", "cudnn", "reference", "sdpa"])
+    return selection.timed(sides, device=CPU, output_dir=str(tmp_path), repetitions=5, seconds=0.01)
+
+
+def test_every_backend_that_serves_is_timed_beside_the_automatic_choice_in_both_directions(records, tmp_path):
+    ratios = ratio_table(records, selection.SWEEP)
+    assert set(ratios.b) == {"sdpa"}
+    assert list(ratios.a) == ["eager", "reference"] * 4
+    assert set(zip(ratios.is_causal, ratios.direction, strict=True)) == {
+        (causal, direction) for causal in (False, True) for direction in (selection.FORWARD, selection.BOTH)
+    }
+    assert (ratios.output_difference < 1e-5).all()
+    assert ratios[["error_a", "error_b"]].max(axis=None) < 1e-5
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(records) == 8
+
+
+def test_the_tables_say_what_the_choice_gains_and_loses(records):
+    for record, ratio in zip(records, [4.0, 2.0, 1.0, 0.5, 4.0, 2.0, 4.0, 8.0], strict=True):
+        record["ratio"] = ratio
+    choices = selection.choice_table(records)
+    assert choices.over_best.tolist() == [1, 2, 1, 1]
+    assert choices.over_worst.tolist() == [4, 1, 4, 8]
+    assert choices.best.tolist() == ["sdpa", "reference", "sdpa", "sdpa"]
+    assert choices.worst.tolist() == ["eager", "sdpa", "eager", "reference"]
+    fixed = selection.fixed_table(choices).set_index("backend")
+    assert fixed.served.tolist() == [4, 4, 4]
+    assert fixed.slower.round(6).to_dict() == {"sdpa": 1.0, "eager": round(64**0.25, 6), "reference": 2.0}
+    assert fixed.worst.to_dict() == {"sdpa": 1.0, "eager": 4.0, "reference": 8.0}
+    assert draw_choice(choices, source="here").axes[0].get_yticklabels()[0].get_text() == "a, 64, d=8"
+
+
+def test_candidates_are_neither_the_reference_nor_interpreted_kernels():
+    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
+    assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]
+
+
+@pytest.mark.parametrize("queries", [0, 2])
+def test_an_ordering_is_compared_stored_by_the_call_and_stored_before(queries):
+    options = {"lengths": [64], "rates": [4], "row_bytes": [32], "heads": 2, "device": "cpu"}
+    records = run_sides(selection.orderings(queries=queries, **options), device="cpu")
+    ratios = ratio_table(records, selection.ORDERING_SWEEP)
+    assert ratios.b.tolist() == ["stored by the call", "stored before"]
+    assert (ratios.output_difference == 0).all()
+    assert (ratios.queries == queries).all()
+
+
+def test_a_copy_is_repaid_when_what_later_calls_save_adds_up_to_it():
+    keys = {"length": 64, "dilation": 4, "row_bytes": 32, "queries": 1}
+    # In units of a call in sequence order: stored 0.8, storing and reading 2.8: the copy takes 2.0, a call saves 0.2.
+    records = [_comparison("stored by the call", 1 / 2.8, keys), _comparison("stored before", 1 / 0.8, keys)]
+    slower = {**keys, "row_bytes": 128}
+    records += [_comparison("stored by the call", 0.5, slower), _comparison("stored before", 0.9, slower)]
+    table = selection.ordering_table(records).set_index("row_bytes")
+    assert table.repaid[32] == pytest.approx(10)
+    assert table.repaid[128] == float("inf")
+    assert (
+        "after\n10 calls" in draw_ordering(table.reset_index(), source="here").axes[0].get_xticklabels()[0].get_text()
+    )
+
+
+def _comparison(name, ratio, parameters):
+    sides = {
+        side: {"name": of, "parameters": {"sweep": selection.ORDERING_SWEEP, **parameters}, "error": 0.0}
+        for side, of in (("a", "in sequence order"), ("b", name))
+    }
+    return {**sides, "ratio": ratio, "interval": (ratio, ratio), "output_difference": 0.0}
+
+
+def test_the_command_measures_and_auto_goes_by_it(place):
+    options = ["--lengths", "64,100", "--heads", "2", "--head-dim", "8"]
+    options += ["--segment-lengths", "8,32", "--dilation-rates", "1,4"]
+    done = CliRunner().invoke(main, ["bench", "backends", *options], catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert len(lines) == 4
+    assert " 1.00, " in lines[0]
+    for length, line in ((64, lines[0]), (100, lines[2])):
+        q = torch.randn(1, length, 2, 8)
+        explanation = explain_backend(q, q, q, PATTERN)
+        assert explanation.is_measured
+        assert line.startswith(f"{length}  {explanation.chosen} 1.00, ")
+    held = [json.loads(path.read_text()) for path in place.iterdir()]
+    assert len(held) == 2
+    assert pd.Series(held[0]["times_ms"]).gt(0).all()
+
+
+def test_the_command_refuses_what_no_pattern_can_be(place):
+    done = CliRunner().invoke(main, ["bench", "backends", "--segment-lengths", "8", "--dilation-rates", "16"])
+    assert done.exit_code == 2
+    assert "dilation" in done.output
+    assert not place.exists()
