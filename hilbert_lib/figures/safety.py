@@ -99,12 +99,12 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
     return figure
 
 
-def draw_progressive(data: pd.DataFrame, *, allowed_gb: float, limit: str, source: str) -> Figure:
+def draw_progressive(data: pd.DataFrame, *, limit: str, source: str) -> Figure:
     """A progressive test: the memory predicted at each length, what was measured, and the limit that it kept.
 
     Args:
-        data: columns length, predicted_bytes, measured_bytes, status, as `ProgressiveResult.table` gives them.
-        allowed_gb: memory that the test was allowed.
+        data: columns length, room_bytes, predicted_bytes, measured_bytes, status, as `ProgressiveResult.table` gives
+            them.
         limit: what stopped it.
         source: hardware, for the title.
     """
@@ -122,10 +122,10 @@ def draw_progressive(data: pd.DataFrame, *, allowed_gb: float, limit: str, sourc
         markeredgewidth=2.5,
         label="not tried",
     )
-    axes.axhline(allowed_gb * 1024, color=ORANGE, linestyle="--", label=f"allowed: {allowed_gb:g} GiB")
+    axes.plot(data.length, data.room_bytes / MIB, "_--", color=ORANGE, markersize=12, label="allowed at that moment")
     _length_axis(axes, data.length)
     axes.set_yscale("log")
-    _plain_ticks(axes, pd.concat([data.predicted_bytes / MIB, pd.Series([allowed_gb * 1024])]))
+    _plain_ticks(axes, pd.concat([data.predicted_bytes, data.room_bytes]) / MIB)
     axes.set(ylabel="memory with inputs (MiB)", title=f"Longer until the next would not fit: {source}")
     axes.text(0.5, -0.24, limit, transform=axes.transAxes, ha="center", va="top", fontsize=8, wrap=True)
     axes.legend()

@@ -79,17 +79,27 @@ class MemorySafetyChecker:
         """
         if not required_gb >= 0:
             raise ValueError(f"required_gb must be at least 0, got {required_gb}")
-        config, host = self.config, (host_memory(), self.config.min_free_host_gb)
-        needs = [(*host, required_gb)]
+        needs = [(*self._own(), required_gb)]
         if self.device.type == "cuda":
-            needs = [(gpu_memory(self.device), config.min_free_gpu_gb, required_gb), (*host, 0.0)]
+            needs.append((host_memory(), self.config.min_free_host_gb, 0.0))
         reasons = []
         for memory, min_free_gb, required in needs:
-            room, limit = memory.room(config.max_memory_share, min_free_gb)
+            room, limit = memory.room(self.config.max_memory_share, min_free_gb)
             reasons.append(f"{required:.3f} GB required, {_gb(memory.available)} of {memory.name} available; {limit}")
             if required * GB > room:
                 return False, f"does not fit: {reasons[-1]}"
         return True, f"fits: {reasons[0]}"
+
+    def room(self) -> int:
+        """Bytes that may still be taken on the device; below 0 where a limit is passed."""
+        memory, min_free_gb = self._own()
+        return memory.room(self.config.max_memory_share, min_free_gb)[0]
+
+    def _own(self) -> tuple[Memory, float]:
+        # The device's memory, and what must stay free of it.
+        if self.device.type == "cuda":
+            return gpu_memory(self.device), self.config.min_free_gpu_gb
+        return host_memory(), self.config.min_free_host_gb
 
 
 def device_or_default(device: object) -> torch.device:

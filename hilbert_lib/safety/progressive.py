@@ -28,6 +28,7 @@ class ProgressiveRow:
 
     Attributes:
         length: tokens.
+        room_bytes: what might be taken then.
         predicted_bytes: what the run was expected to take at its highest point.
         measured_bytes: what it took; None where it did not end well.
         seconds: how long it took; None where it was not tried.
@@ -35,6 +36,7 @@ class ProgressiveRow:
     """
 
     length: int
+    room_bytes: int
     predicted_bytes: int
     measured_bytes: int | None
     seconds: float | None
@@ -57,7 +59,7 @@ class ProgressiveResult:
     def longest(self) -> int:
         """The longest length that ran, 0 if none did.
 
-        >>> ProgressiveResult((ProgressiveRow(8, 100, 96, 0.1, "ran"),), "").longest
+        >>> ProgressiveResult((ProgressiveRow(8, 200, 100, 96, 0.1, "ran"),), "").longest
         8
         """
         return max((row.length for row in self.rows if row.status == "ran"), default=0)
@@ -116,11 +118,11 @@ class ProgressiveTester:
         checker = MemorySafetyChecker(self.config, self.device)
         rows, length, seconds, before = [], start_len, 0.0, start_len
         while True:
-            predicted = estimate(length)
+            predicted, room = estimate(length), checker.room()
             if reason := self._refusal(checker, predicted, seconds * (length / before) ** 2):
-                rows.append(ProgressiveRow(length, predicted, None, None, "not tried"))
+                rows.append(ProgressiveRow(length, room, predicted, None, None, "not tried"))
                 return ProgressiveResult(tuple(rows), f"{length} tokens were not tried: {reason}")
-            row, cause = self._tried(run, length, predicted)
+            row, cause = self._tried(run, length, room, predicted)
             rows.append(row)
             if cause:
                 return ProgressiveResult(tuple(rows), f"{length} tokens did not end well: {cause}")
@@ -137,7 +139,9 @@ class ProgressiveTester:
             return f"up to {seconds:.1f} s expected, allowed are {self.config.max_seconds:g}"
         return ""
 
-    def _tried(self, run: Callable[[int], object], length: int, predicted: int) -> tuple[ProgressiveRow, str]:
+    def _tried(
+        self, run: Callable[[int], object], length: int, room: int, predicted: int
+    ) -> tuple[ProgressiveRow, str]:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # blocks kept from shorter lengths fit no longer, and the watch sees them in use
         measured, cause, start = None, "", time.perf_counter()
@@ -152,7 +156,7 @@ class ProgressiveTester:
                 raise
             cause = f"out of memory: {message}"
         seconds = time.perf_counter() - start
-        return ProgressiveRow(length, predicted, measured, seconds, "ended" if cause else "ran"), cause
+        return ProgressiveRow(length, room, predicted, measured, seconds, "ended" if cause else "ran"), cause
 
     def _attention(self, length: int) -> torch.Tensor:
         shape = (1, length, HEADS, HEAD_DIM)
