@@ -3,22 +3,22 @@
 The rooms, from the ground up (imports go downward only):
 
 checks      what counts as an integer, a device
+environment what machine and which code this is
+hardware    what GPU this is
 curves      coordinates along space-filling curves; on a GPU by the kernels of curves_triton
 ordering    a permutation of positions, and its cache
 pattern     which keys a query sees, and how much work that is
 attention   exact dilated attention, its oracle and its backends
 locality    models of what a cache sees
-safety      limits, memory predicted, a watch, isolated benchmarks
 samples     the text and the image that the notebooks use
-environment what machine and which code this is
-hardware    what GPU this is
 seeds       what the documents under examination published
 timers      the clocks of CPU and GPU
 bench       timing, statistics and records
+paired      sides that run in turns, recorded as they go
 baselines   other people's ways, restated: what the kernels are measured against
 exact_rows  float64 results of some rows, at any length
 workload    the inputs of a benchmark, what they cost and how wrong a result is
-paired      sides that run in turns, recorded as they go
+safety      limits, memory predicted, a watch, isolated benchmarks
 selection   a backend by measurement, and what the choice is worth
 seed_kernel the documents' pair of kernels, restated
 kernel_benchmarks the sweeps of notebook 06
@@ -27,7 +27,7 @@ memory_benchmarks memory pools and caches of patterns, measured
 claims      the documents' claims, and what measures them again
 figures     every plot
 suite       papermill runs, manifests and reports
-cli         the `hilbert` command
+cli         the `hilbert` command; cli_bench its benchmarks
 """
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend

@@ -20,6 +20,7 @@ from hilbert_lib.environment import environment
 from hilbert_lib.timers import CpuTimer, CudaTimer
 
 RESULTS = "results.jsonl"
+REPORTS = Path(__file__).parents[1] / "reports"  # the committed evidence, in a checkout
 CASE_KEY = ("name", "parameters", "device", "cache")  # equal in two runs: the same case
 RESAMPLES, SEED = 5000, 0  # of every bootstrap: the same samples give the same interval
 

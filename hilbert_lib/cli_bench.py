@@ -42,10 +42,10 @@ def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]
 
 @click.group()
 def bench() -> None:
-    """Measure on this machine, so that no measurement can take it down.
+    """Measure on this machine without taking it down.
 
-    Each point runs in a process of its own, under limits of memory and time; one that fails is recorded with its
-    cause, and costs no other.
+    `attention` runs each point in a process of its own, under limits of memory and time; one that fails is recorded
+    with its cause, and costs no other. `backends` leaves out what would not fit into memory.
 
     \b
     Example: hilbert bench attention --lengths 1k:64k --backends all
@@ -134,7 +134,11 @@ def attention(
 @click.option("--lengths", type=Numbers(), default="4k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000.")
 @click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Of the whole batch.")
 @click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
-@click.option("--dtype", help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
+    help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.",
+)
 @click.option("--segment-lengths", type=Numbers(), default="1k:4k", show_default=True, help="w of each branch.")
 @click.option("--dilation-rates", type=Numbers(), default="1:4", show_default=True, help="r of each branch.")
 @click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
@@ -173,7 +177,10 @@ def backends(
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     for length in lengths:
         work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
-        times, path = measure_and_remember(work, gradient=gradient)
+        try:
+            times, path = measure_and_remember(work, gradient=gradient)
+        except (RuntimeError, OSError) as error:
+            raise click.ClickException(str(error)) from error
         fastest = min(times.values())
         click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
         click.echo(f"kept in {path}")

@@ -18,6 +18,9 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parent
 
+# What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
+MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads")
+
 
 def environment() -> dict:
     """Facts about this process that JSON can hold: code, versions, hardware, and the GPUs' clocks now.

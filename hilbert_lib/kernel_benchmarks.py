@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from math import prod
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -15,7 +14,7 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.baselines import BASELINES
-from hilbert_lib.bench import RESULTS, read_records
+from hilbert_lib.bench import REPORTS, RESULTS, read_records
 from hilbert_lib.curves import curve_coordinates, curve_index
 from hilbert_lib.locality.counters import count_launches
 from hilbert_lib.locality.sweeps import compared_orderings
@@ -28,7 +27,6 @@ Pairs = Iterator[tuple[Side, Side]]
 Attention = Callable[[Tensor, Tensor, Tensor, Call], Tensor]
 
 NO_TABLE = "no table"
-REPORTS = Path(__file__).parents[1] / "reports"
 
 
 def backends(

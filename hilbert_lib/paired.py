@@ -22,7 +22,7 @@ from hilbert_lib.bench import (
     measure,
     read_records,
 )
-from hilbert_lib.environment import environment
+from hilbert_lib.environment import MACHINE, environment
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
@@ -246,8 +246,8 @@ def _identity(sides: list[dict]) -> str:
     return json.dumps([[side["name"], side["parameters"]] for side in sides], sort_keys=True)
 
 
-def _key(sides: list[dict], facts: dict) -> tuple[str, str, str]:
-    return _identity(sides), facts["hardware"], facts["code_hash"]
+def _key(sides: list[dict], facts: dict) -> tuple:
+    return _identity(sides), *(facts.get(name) for name in MACHINE)
 
 
 def _line(record: dict) -> str:

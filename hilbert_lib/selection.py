@@ -20,6 +20,8 @@ from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Recorded, Results, Side, ratio_table, relative_difference, run_sides
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.safety.estimate import estimate_memory
+from hilbert_lib.safety.memory import MemorySafetyChecker
 from hilbert_lib.workload import Workload
 
 SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
@@ -181,16 +183,38 @@ def measure_and_remember(
         repetitions, seconds: as in `timed`.
 
     Returns:
-        Each candidate's time over that of the choice before, the fastest first; and the file that keeps the order.
+        Each candidate's time over that of the choice before, the fastest first; and the file that keeps the order. One
+        that would not fit into memory, as `estimate_memory` predicts it, is not timed.
+
+    Raises:
+        RuntimeError: if nothing could be timed.
+        OSError: if the file cannot be written.
     """
-    sides = _beside_choice("", work, gradient, candidates(work, gradient=gradient))
+    names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
+    sides = _beside_choice("", work, gradient, names)
     records = timed(sides, device=work.device, repetitions=repetitions, seconds=seconds)
+    if not records:
+        raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
     times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: record["ratio"] for record in records}
     times = dict(sorted(times.items(), key=itemgetter(1)))
     known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
     order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
     medians = {side["name"]: side["median_ms"] for record in records for side in (record["b"], record["a"])}
     return times, remember(shape_class(work, gradient=gradient), order, medians)
+
+
+def _fits(work: Workload, name: str, gradient: bool) -> bool:
+    sizes = {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
+    need = estimate_memory(
+        work.pattern,
+        **sizes,
+        dtype=getattr(torch, work.dtype),
+        backend=name,
+        direction="backward" if gradient else "forward",
+        is_causal=work.is_causal,
+        device=work.device,
+    )
+    return MemorySafetyChecker(device=work.device).check_memory_available(need.total_gb)[0]
 
 
 def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
@@ -229,7 +253,7 @@ def select_attention_backend(
         special += ["dropout_p"] if options.get("dropout_p", 0.0) > 0.0 else []
         if special:
             raise ValueError(f"benchmark_backends must be False where {special[0]} is given, got True")
-        if not explanation.is_measured:
+        if not explanation.is_measured and q.numel():
             gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             measure_and_remember(_like(q, pattern, options.get("is_causal", False)), gradient=gradient)
             explanation = explain()

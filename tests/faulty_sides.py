@@ -54,6 +54,7 @@ def start_others_and_hang() -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     subprocess.Popen(sleep)
     subprocess.Popen(sleep, start_new_session=True)
+    subprocess.Popen(sleep, env={})  # without the mark of its run
     if os.fork() == 0:  # a daemon: no parent that lives, no session in common
         os.setsid()
         if os.fork() == 0:

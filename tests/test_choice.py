@@ -136,6 +136,10 @@ BROKEN = {
     "an unknown backend": lambda text: text.replace('"eager"', '"fast"'),
     "an unknown field": lambda text: text.replace('"order"', '"orders"'),
     "a bound that is no number": lambda text: text.replace("33", '"33"'),
+    "no rule": lambda text: json.dumps(json.loads(text) | {"rule": None}),
+    "a device that is a list": lambda text: text.replace('"cpu"', '["cuda"]'),
+    "no end of brackets": lambda text: "[" * 100_000,
+    "an order that may serve nothing": lambda text: text.replace('"eager"', '"flash"'),
     "no pattern": lambda text: text.replace('"softmax"', '"sum"'),
 }
 

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from glob import glob
 from pathlib import Path
 
 import torch
@@ -17,12 +18,11 @@ import torch
 from hilbert_lib.attention import packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.rules import Rule
-from hilbert_lib.environment import environment
+from hilbert_lib.environment import MACHINE, environment
 from hilbert_lib.pattern import DilatedPattern
 
 VARIABLE = "HILBERT_CACHE"  # names another folder
 MEASURED = "measured on this machine"  # how the record of such a rule begins
-MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def folder() -> Path:
     """Where measurements are kept: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hilbert_lib"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hilbert_lib"
 
 
 def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, float]) -> Path:
@@ -93,8 +93,13 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     path = folder() / f"{_digest(machine)}-{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(held, file, indent=1)
-    os.replace(file.name, path)
+        try:
+            json.dump(held, file, indent=1)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
     _rules_in.cache_clear()
     return path
 
@@ -111,16 +116,20 @@ def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
 
 @cache
 def _rules_in(place: Path) -> dict[tuple[str, str], tuple[Rule, ...]]:
-    if not place.is_dir():
-        return {}
-    machine = _machine()
     rules: dict[tuple[str, str], tuple[Rule, ...]] = {}
+    if not glob(f"{place}/*.json"):  # unlike Path.is_dir, no error where the folder may not be looked at
+        return rules
+    try:
+        machine = _machine()
+    except RuntimeError as error:  # a GPU that this torch cannot use
+        warnings.warn(f"what {place} remembers is ignored: {error}", stacklevel=2)
+        return rules
     for path in sorted(place.glob(f"{_digest(machine)}-*.json")):
         try:
             held = json.loads(path.read_text())
             rule = _parsed(held, machine)
             kind = held["device"], held["dtype"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{path} is ignored, it holds no measured order of backends: {error!r}", stacklevel=2)
             continue
         rules[kind] = (*rules.get(kind, ()), rule)
@@ -130,9 +139,13 @@ def _rules_in(place: Path) -> dict[tuple[str, str], tuple[Rule, ...]]:
 def _parsed(held: dict, machine: dict) -> Rule:
     if held["machine"] != machine:
         raise ValueError("it is of another machine or of other software")
+    if not isinstance(held["device"], str) or not isinstance(held["dtype"], str):
+        raise TypeError(f"device and dtype must be strings, got {held['device']!r} and {held['dtype']!r}")
     rule = Rule(**{name: _tupled(value) for name, value in held["rule"].items()})
     if not rule.order or not set(rule.order) <= set(BACKENDS):
         raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {rule.order!r}")
+    if "eager" not in rule.order:  # which serves what the others refuse
+        raise ValueError(f"order must hold eager, got {rule.order!r}")
     for least, most in (rule.head_dims, rule.lengths, rule.heads):
         if not isinstance(least, int) or not isinstance(most, int):
             raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")

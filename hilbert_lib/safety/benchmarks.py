@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hilbert_lib.attention.api import DTYPES, dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
-from hilbert_lib.bench import Case, compare_paired, measure, read_records
+from hilbert_lib.bench import REPORTS, Case, compare_paired, measure, read_records
 from hilbert_lib.checks import integer
 from hilbert_lib.environment import environment, kernel_mode
-from hilbert_lib.kernel_benchmarks import REPORTS
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.safety.estimate import DIRECTIONS, MemoryEstimate, estimate_memory

@@ -25,14 +25,17 @@ def main() -> None:
     faulthandler.enable(all_threads=False)  # a crash shows where
     faulthandler.dump_traceback_later(order["seconds"])  # and so does a hang, shortly before it is ended
     _be_the_first_to_go()
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         module, function = order["target"].split(":")
         target = getattr(importlib.import_module(module), function)
-        _limit_memory(order["host_bytes"], order["gpu_share"])
+        _limit_memory(order["host_bytes"], order["gpu_share"], order["device"])
         for record in target(*order["arguments"]) or ():
             print(json.dumps({"record": record}), file=results, flush=True)
     except Exception as error:
-        _limit_memory(None, None)  # reporting takes memory too
+        resource.setrlimit(resource.RLIMIT_AS, before)  # reporting takes memory too
         traceback.print_exc()
         told = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
         print(json.dumps({"error": told}), file=results, flush=True)
@@ -54,20 +57,19 @@ def _be_the_first_to_go() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _limit_memory(host_bytes: int | None, gpu_share: float | None) -> None:
+def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) -> None:
     """Address space for so many bytes beyond what is in use, and a share of the GPU's memory; None is no limit."""
     import resource
 
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = hard
     if host_bytes is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        soft = pages * resource.getpagesize() + host_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        limits = [pages * resource.getpagesize() + host_bytes, *resource.getrlimit(resource.RLIMIT_AS)]
+        soft = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, limits[2]))
     if gpu_share is not None:
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(gpu_share)
+        torch.cuda.set_per_process_memory_fraction(gpu_share, device)
 
 
 if __name__ == "__main__":

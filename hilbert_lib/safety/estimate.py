@@ -117,11 +117,12 @@ def estimate_memory(
     kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
+    batch = checks.integer("batch", batch, least=1)
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
     asked = {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
-    backend = _serving(pattern, q, k, padding, device, backend, asked)
+    backend = _serving(pattern, q, k, padding, device, backend, direction == "backward", asked)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
     call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start)
 
@@ -147,6 +148,7 @@ def _serving(
     padding: Tensor | None,
     device: torch.device,
     backend: str,
+    gradient: bool,
     asked: dict,
 ) -> str:
     # The backend that would run, asked with stand-ins of one element. A GPU that is not here cannot be asked.
@@ -155,10 +157,17 @@ def _serving(
             raise ValueError(
                 f"backend must be named where there is no GPU to ask, {', '.join(BACKENDS)}; got {backend!r}"
             )
+        # Sizes, dtype and pattern are checked all the same.
+        here = [torch.empty(1, dtype=x.dtype).expand(x.shape) for x in (q, k)]
+        explain_backend(*here, here[1], pattern, backend="reference", **asked)
         return backend
-    stand_ins = [torch.empty(1, dtype=x.dtype, device=device).expand(x.shape) for x in (q, k)]
+    needs = {"dtype": q.dtype, "device": device, "requires_grad": gradient and q.dtype.is_floating_point}
+    stand_ins = [torch.empty(1, **needs).expand(x.shape) for x in (q, k)]
     mask = None if padding is None else torch.zeros(1, dtype=torch.bool, device=device).expand(padding.shape)
-    explanation = explain_backend(*stand_ins, stand_ins[1], pattern, key_padding_mask=mask, backend=backend, **asked)
+    with torch.set_grad_enabled(gradient):
+        explanation = explain_backend(
+            *stand_ins, stand_ins[1], pattern, key_padding_mask=mask, backend=backend, **asked
+        )
     if not explanation.chosen:
         raise ValueError(f"backend={backend!r} {explanation.reasons[backend]}")
     return explanation.chosen

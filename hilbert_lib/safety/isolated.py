@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes where it hangs
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
-CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What torch, CUDA and C++ say of memory that they did not get.
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
@@ -65,6 +65,7 @@ def run_isolated(
     watch: Callable[[int], Watcher] | None = None,
     host_bytes: int | None = None,
     gpu_share: float | None = None,
+    device: str = "cuda",
 ) -> Ending:
     """Call a function in a process and a session of its own, and leave nothing of it behind.
 
@@ -77,6 +78,7 @@ def run_isolated(
         host_bytes: address space that the call may take beyond what its imports have; None sets no limit. CUDA reserves
             terabytes of it: where that is used, `watch` has to do.
         gpu_share: share of the GPU's memory that torch may allocate; None sets no limit.
+        device: that GPU, by default the current one.
 
     Returns:
         How it ended. An exception in this process (KeyboardInterrupt) goes on after all is ended.
@@ -103,7 +105,7 @@ def run_isolated(
         Thread(target=_read, args=(process.stderr, last.append), daemon=True),
     ]
     order = {"target": target, "arguments": list(arguments), "seconds": seconds}
-    order |= {"host_bytes": host_bytes, "gpu_share": gpu_share}
+    order |= {"host_bytes": host_bytes, "gpu_share": gpu_share, "device": device}
     try:
         for reader in readers:
             reader.start()
@@ -168,9 +170,12 @@ def _follow(
 
 
 def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
-    # By the mark in their environment, which those carry too that left the session or lost their parent.
     deadline = time.monotonic() + EXIT_SECONDS
-    while (left := [each for each in psutil.process_iter() if _carries(each, mark)]) and time.monotonic() < deadline:
+
+    def living() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if _belongs(each, process.pid, mark)]
+
+    while (left := living()) and time.monotonic() < deadline:
         for each in left:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -183,10 +188,13 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
     return tuple(each.pid for each in left)
 
 
-def _carries(process: psutil.Process, mark: str) -> bool:
+def _belongs(process: psutil.Process, session: int, mark: str) -> bool:
+    # By its session, or by the mark in its environment: one left the session, another got an environment of its own.
     try:
-        return process.environ().get(MARK) == mark
-    except psutil.Error:  # it has just ended, or is another user's
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return os.getsid(process.pid) == session or process.environ().get(MARK) == mark
+    except (psutil.Error, OSError):  # it has just ended, or is another user's
         return False
 
 
@@ -201,9 +209,9 @@ def _diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> 
         if number is None:
             return "failed", f"exit status {returncode}" + (f": {output[-1]}" if output else "")
         name = signal.Signals(number).name
-        if number in CRASHES:
+        if name in CRASHES:
             return "crashed", f"by {name}"
-        hint = ": from outside, or by the kernel for want of memory" if number == signal.SIGKILL else ""
+        hint = ": from outside, or by the kernel for want of memory" if name == "SIGKILL" else ""
         return "killed", f"by {name}{hint}"
     kind, message = error["type"], error["message"].strip().split("\n")[0]
     cause = f"{kind}: {message}" if message else kind

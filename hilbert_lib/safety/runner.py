@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hilbert_lib.bench import read_records
-from hilbert_lib.environment import environment
+from hilbert_lib.environment import MACHINE, environment
 from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.isolated import Ending, run_isolated
@@ -95,12 +95,13 @@ class SafeBenchmarkRunner:
                 in the file.
         """
         facts = environment()
-        known = {line["key"]: line for line in read_records(self.path)} if self.path and self.path.exists() else {}
+        before = read_records(self.path) if self.path and self.path.exists() else []
+        known = {line["key"]: line for line in before if line.get("kind") == "point"}
         lines = []
         for point in points:
             refused = self.why_not(point)
             tried = [side for side in point["sides"] if side not in refused]
-            identity = [self.benchmark.target, point, tried, facts["code_hash"], facts["hardware"]]
+            identity = [self.benchmark.target, point, tried, *(facts.get(name) for name in MACHINE)]
             key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
             line = known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
@@ -139,6 +140,7 @@ class SafeBenchmarkRunner:
             watch=lambda pid: Watcher(watched, self.device, pid=pid, on_limit=lambda cause: None),
             host_bytes=host_room if capped else None,
             gpu_share=self.config.max_memory_share if on_gpu else None,
+            device=str(self.device),
         )
         if ending.status == "ok" and not _paired(line["records"]).keys() >= set(sides):
             ending = replace(ending, status="failed", cause="it ended without a record")

@@ -95,9 +95,7 @@ class Watcher:
         if self._interrupts and threading.current_thread() is not threading.main_thread():
             raise ValueError("on_limit must be given outside of the main thread, which alone can be interrupted")
         if self._interrupts:
-            self._handler = signal.getsignal(signal.SIGINT)
-            if self._handler in (signal.SIG_IGN, signal.SIG_DFL):  # ignored: as a shell starts jobs in the background
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
         self._start = time.monotonic()
         self._thread.start()
         return self
@@ -112,9 +110,18 @@ class Watcher:
                 raise
         finally:
             if self._interrupts:
-                signal.signal(signal.SIGINT, self._handler)
+                signal.signal(signal.SIGINT, signal.SIG_DFL if self._handler is None else self._handler)
         if self._interrupts and self.cause and (kind is None or issubclass(kind, KeyboardInterrupt)):
             raise LimitReachedError(self.cause) from error
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        # The limit is heard whatever was to be done with SIGINT: a shell's background jobs ignore it.
+        if self.cause:
+            raise KeyboardInterrupt
+        if callable(self._handler):
+            self._handler(number, frame)
+        elif self._handler != signal.SIG_IGN:
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         while not self._stop.is_set():
