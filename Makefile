@@ -5,10 +5,10 @@ NBVAL := $(BIN)/python -m pytest --nbval-current-env --nbval-cell-timeout=300
 # Notebooks that keep their outputs, which nbval compares; the others are stripped.
 STRICT := notebooks/00_question.ipynb
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-gpu reports lab lint
+.PHONY: help setup test test-all test-gpu test-multigpu reports lab lint
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv with the pinned set (the other commands call this)
 	@sh scripts/setup.sh $(VENV)
@@ -17,15 +17,18 @@ reports: setup  ## run every notebook with its defaults; the last line is the pa
 	@$(BIN)/hilbert run
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest -m "not full and not gpu"
+	@$(BIN)/python -m pytest -m "not full and not gpu and not multigpu"
 	@$(NBVAL) --nbval-lax notebooks $(STRICT:%=--ignore=%)
 	@$(NBVAL) --nbval $(STRICT)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(BIN)/python -m pytest -m "not gpu and not multigpu"
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
+
+test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are
+	@$(BIN)/python -m pytest -m multigpu
 
 lab: setup  ## open JupyterLab on the notebooks; make lab LAB="--no-browser" passes options on
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)

@@ -25,6 +25,7 @@ kernel_benchmarks the sweeps of notebook 06
 graph_benchmarks modules called and replayed as CUDA graphs
 memory_benchmarks memory pools and caches of patterns, measured
 claims      the documents' claims, and what measures them again
+ring        exact dilated attention over several ranks
 figures     every plot
 suite       papermill runs, manifests and reports
 cli         the `hilbert` command; cli_bench its benchmarks
@@ -35,6 +36,8 @@ from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAtte
 from hilbert_lib.hardware import GpuInfo, get_gpu_info
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
+from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.estimate import estimate_memory
 from hilbert_lib.safety.memory import MemorySafetyChecker
@@ -51,6 +54,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "Ordering",
     "ProgressiveTester",
+    "RingDilatedAttention",
     "SafeBenchmarkRunner",
     "SafetyConfig",
     "Watcher",
@@ -58,5 +62,7 @@ __all__ = [
     "estimate_memory",
     "explain_backend",
     "get_gpu_info",
+    "plan_ring",
+    "ring_dilated_attention",
     "select_attention_backend",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from hilbert_lib.cli_bench import bench
+from hilbert_lib.cli_plan import plan
 
 Pairs = tuple[tuple[str, str], ...]
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -72,6 +73,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(plan)
 
 
 @main.command("list")

@@ -265,6 +265,36 @@ class Ordering:
         return f"Ordering.{call}({', '.join(arguments)})"
 
 
+@dataclass(frozen=True)
+class OrderingSpec:
+    """The recipe of an ordering without its length: what ranks agree on whose shards differ in length.
+
+    Args:
+        kind, chunk, grid, rate, seed: as in `Ordering`.
+
+    Raises:
+        ValueError, TypeError: as `Ordering`; a grid must hold the length that `ordering` is given.
+
+    >>> OrderingSpec("residue", rate=2).ordering(4) == Ordering.residue(4, 2)
+    True
+    """
+
+    kind: str
+    chunk: int | None = None
+    grid: tuple[int, ...] | None = None
+    rate: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        checked = self.ordering(1)
+        for name in ("chunk", "grid", "rate", "seed"):
+            object.__setattr__(self, name, getattr(checked, name))
+
+    def ordering(self, length: int) -> Ordering:
+        """The ordering of so many positions."""
+        return Ordering(self.kind, length, self.grid, self.chunk, self.rate, self.seed)
+
+
 class CacheInfo(NamedTuple):
     """What the cache of orderings did: look-ups answered and not, tables held, positions in them and their bound."""
 

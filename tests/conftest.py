@@ -14,8 +14,7 @@ torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much 
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, gpus in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(marker) and torch.cuda.device_count() < gpus:
+                item.add_marker(pytest.mark.skip(reason=f"needs {gpus} CUDA device(s)"))

@@ -109,7 +109,7 @@ def run_isolated(
     try:
         for reader in readers:
             reader.start()
-        with suppress(BrokenPipeError):  # it is dead already: `_diagnosis` says of what
+        with suppress(BrokenPipeError):  # it is dead already: `diagnosis` says of what
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
         with nullcontext() if watch is None else watch(process.pid) as watcher:
@@ -124,7 +124,7 @@ def run_isolated(
     elif stopped:
         status, cause = "over a limit", stopped
     else:
-        status, cause = _diagnosis(error, process.returncode, output)
+        status, cause = diagnosis(error, process.returncode, output)
     peaks = {} if watcher is None else vars(watcher.peaks)
     return Ending(status, cause, output, left, time.monotonic() - start, peaks)
 
@@ -198,7 +198,7 @@ def _belongs(process: psutil.Process, session: int, mark: str) -> bool:
         return False
 
 
-def _diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> tuple[str, str]:
+def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> tuple[str, str]:
     """Status and cause of a process that ended by itself, from the error it told or else from its exit status."""
     if error is None and returncode == 0:
         return "ok", ""

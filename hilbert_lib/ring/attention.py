@@ -1,0 +1,319 @@
+"""Dilated attention of a sequence that is spread over ranks, as users call it."""
+
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.api import _needs_gradient, _validated, dilated_attention
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call
+from hilbert_lib.ordering import Ordering, OrderingSpec
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring import passes
+from hilbert_lib.ring.blocks import Request
+from hilbert_lib.ring.header import agree, resolved
+from hilbert_lib.ring.layout import Layout, layout_of
+from hilbert_lib.ring.passes import Job
+from hilbert_lib.ring.plan import plan_ring
+
+_agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
+
+
+def ring_dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    transport: str = "auto",
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    kv_ordering: OrderingSpec | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    validate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact `dilated_attention` of a sequence whose contiguous shards, in rank order, lie on the ranks of a group.
+
+    Only dilated rows travel, only between ranks that share a segment (`plan_ring` says which). All ranks call it, and
+    where gradients are asked for all run the backward. On one rank it is `dilated_attention`.
+
+    Args:
+        q: (batch, rows, heads, head_dim), this rank's shard; rows may differ from rank to rank, and be 0.
+        k, v: (batch, rows, kv_heads, head_dim), of the same positions.
+        pattern: which keys a query sees, of the whole sequence.
+        group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
+        transport: "ring", "all_gather", "all_to_all", or "auto", as `plan_ring` takes it.
+        is_causal, scale, return_lse: as in `dilated_attention`.
+        dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
+        key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
+        kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
+        backend: as in `dilated_attention`, but for "flex", which takes no merged results; with dropout, "eager" alone.
+        validate: whether ranks first tell each other what they ask for, so that those who disagree all raise. False
+            leaves that out after a group's first call: shards must then be as long as when they last did so, or equal
+            in length.
+
+    Returns:
+        out like q; with return_lse also lse (batch, heads, rows), detached. Both of this rank's queries.
+
+    Raises:
+        TypeError, ValueError: as `dilated_attention` and `plan_ring`. With validate, on every rank if on any, and where
+            ranks ask for different things, naming these.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q = k = v = torch.ones(1, 8, 2, 4)
+    >>> ring_dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
+    torch.Size([1, 8, 2, 4])
+    >>> dist.destroy_process_group()
+    """
+    group = resolved(group)
+    arguments = is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
+    if group.size() == 1:
+        return dilated_attention(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            kv_ordering=_ordering(kv_ordering, k),
+            backend=backend,
+            return_lse=return_lse,
+        )
+    validate = validate or group not in _agreed
+    request, refusal = {}, None
+    try:
+        q, k, v, call = _checked(q, k, v, pattern, *arguments)
+        request = _request(q, k, v, call, transport, kv_ordering, backend)
+    except (TypeError, ValueError) as error:
+        if not validate:
+            raise
+        refusal = error
+    if validate:
+        _agreed[group] = agree(request, 0 if refusal else q.shape[1], refusal, group)
+    lengths = _agreed[group]
+    if lengths[group.rank()] != q.shape[1]:
+        lengths = (q.shape[1],) * group.size()
+    if not q.shape[0] or not sum(lengths):
+        out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
+    else:
+        out, lse = _Ring.apply(q, k, v, _job(q, k, call, lengths, group, transport, kv_ordering, backend))
+    return (out, lse) if return_lse else out
+
+
+# Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
+ring_dilated_attention._torchdynamo_disable = True
+
+
+class RingDilatedAttention(nn.Module):
+    """`ring_dilated_attention` as a module, without parameters. Train and eval differ only by dropout.
+
+    Args:
+        pattern: which keys a query sees, of the whole sequence.
+        group, transport, scale, kv_ordering, backend, validate: as in `ring_dilated_attention`.
+        dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
+
+    Raises:
+        TypeError: if pattern is no DilatedPattern.
+        ValueError: if dropout is not in [0, 1).
+
+    >>> RingDilatedAttention(DilatedPattern((4,), (2,)), transport="ring").transport
+    'ring'
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        transport: str = "auto",
+        dropout: float = 0.0,
+        scale: float | None = None,
+        kv_ordering: OrderingSpec | None = None,
+        backend: str = "auto",
+        validate: bool = True,
+    ):
+        super().__init__()
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        if not 0.0 <= dropout < 1.0:  # eval would never tell
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        self.pattern = pattern
+        self.group = group
+        self.transport = transport
+        self.dropout = dropout
+        self.scale = scale
+        self.kv_ordering = kv_ordering
+        self.backend = backend
+        self.validate = validate
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, *, is_causal: bool = False
+    ) -> Tensor:
+        """The output of `ring_dilated_attention` for this rank's shards.
+
+        Args:
+            q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim), stored in `kv_ordering`.
+            key_padding_mask: (batch, rows) bool, True = no weight.
+            is_causal: whether keys after the query are excluded.
+
+        Returns:
+            (batch, rows, heads, head_dim).
+
+        Raises:
+            TypeError, ValueError: as `ring_dilated_attention`.
+        """
+        return ring_dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            group=self.group,
+            transport=self.transport,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            kv_ordering=self.kv_ordering,
+            backend=self.backend,
+            validate=self.validate,
+        )
+
+    def extra_repr(self) -> str:
+        names = ("pattern", "transport", "dropout", "scale", "kv_ordering", "backend", "validate")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+        out, lse, kept = passes.forward(q, k, v, job)
+        # The mask and the seed too, so that autograd sees it if they are changed before the backward.
+        ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.seed, *kept.values())
+        ctx.job, ctx.kept = job, tuple(kept)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, _mask, _seed, *kept = ctx.saved_tensors
+        return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args) -> tuple[Tensor, Tensor, Tensor]:
+        return passes.backward(*args)
+
+    @staticmethod
+    def backward(ctx, *_grads: Tensor) -> None:
+        raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
+
+
+def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
+    if spec is not None and not isinstance(spec, OrderingSpec):
+        raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
+    has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # what k must be is checked elsewhere
+    return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
+
+
+def _checked(
+    q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    ordering = _ordering(kv_ordering, k)
+    q, k, v, call = _validated(
+        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, None, ordering, backend, return_lse
+    )
+    if backend != "auto":
+        reason = BACKENDS[backend].refusal(q, call)
+        if backend == "flex":
+            reason = "cannot serve several ranks: its backward takes no merged out and lse"
+        elif call.dropout_p > 0.0 and backend != "eager":
+            reason = "no dropout on several ranks, where eager has it: its bits are keyed by rows of the tensors"
+        if reason:
+            raise ValueError(f"backend={backend!r} {reason}")
+    return q, k, v, call
+
+
+def _request(q, k, v, call: Call, transport, kv_ordering, backend) -> dict[str, str]:
+    # What all ranks must agree on, in words.
+    def described(x: Tensor) -> str:
+        batch, _, heads, head_dim = x.shape
+        return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
+
+    return {
+        "q": described(q),
+        "k": described(k),
+        "pattern": repr(call.pattern),
+        "transport": repr(transport),
+        "is_causal": repr(call.is_causal),
+        "scale": repr(call.scale),
+        "dropout_p": repr(call.dropout_p),
+        "key_padding_mask": "none" if call.key_padding_mask is None else "one",
+        "kv_ordering": repr(kv_ordering),
+        "backend": repr(backend),
+        "requires_grad": repr(_needs_gradient(q, k, v)),
+    }
+
+
+def _job(q: Tensor, k: Tensor, call: Call, lengths: tuple[int, ...], group, transport, kv_ordering, backend) -> Job:
+    layout = _layout(
+        call.pattern,
+        lengths,
+        group.rank(),
+        q.device,
+        q.dtype,
+        *(q.shape[0], q.shape[2], k.shape[2], q.shape[3]),
+        call.is_causal,
+        transport,
+        # A call on the shard counts positions from 0, and so would its dropout bits.
+        fuses=call.dropout_p == 0.0,
+        by_offset=call.key_padding_mask is not None,
+    )
+    seed = None
+    if call.dropout_p > 0.0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+        dist.broadcast(seed, group=group, group_src=0)
+    request = Request(call.scale, call.dropout_p, backend, _needs_gradient(q, k))
+    return Job(layout, request, group, call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask, seed)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    pattern: DilatedPattern,
+    lengths: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    transport: str,
+    fuses: bool,
+    by_offset: bool,
+) -> Layout:
+    plan = plan_ring(
+        pattern,
+        lengths,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        is_causal=is_causal,
+        transport=transport,
+    )
+    return layout_of(plan, rank, device, fuses=fuses, by_offset=by_offset)

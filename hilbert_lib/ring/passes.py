@@ -1,0 +1,266 @@
+"""Forward and backward of one rank: the exchange first, the shard's own attention under it, then what has arrived.
+
+What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.choice import choose
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.ring import blocks
+from hilbert_lib.ring.blocks import Masks, Request, attention_backward
+from hilbert_lib.ring.exchange import GATHERING, AllGather, Arriving, Ring, exchange
+from hilbert_lib.ring.layout import Block, Layout, Mail
+from hilbert_lib.ring.local import Merged, Shard, Sums
+
+EXCHANGING = "all_to_all"
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a rank computes, but for q, k and v.
+
+    Attributes:
+        layout: its part of the plan.
+        request: what all its attentions have in common.
+        group: the ranks.
+        is_causal: whether keys after the query are excluded.
+        ordering: in which the shards of k and v are stored, or None.
+        key_padding_mask: (batch, rows of the shard) bool, or None.
+        seed: (1,) int64, where there is dropout.
+    """
+
+    layout: Layout
+    request: Request
+    group: ProcessGroup
+    is_causal: bool
+    ordering: Ordering | None
+    key_padding_mask: Tensor | None
+    seed: Tensor | None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output and lse of a rank's queries, and what the backward needs of other ranks' rows, by name.
+
+    Args:
+        q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
+        job: the rest.
+
+    Returns:
+        out like q, lse (batch, heads, rows), and the rows kept.
+    """
+    layout, shard = job.layout, Shard(k.shape[2], job.ordering)
+    gathers = _start_gathers(k, v, shard, job)
+    exchanging = layout.mail.get(EXCHANGING)
+    if exchanging:
+        rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
+        arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
+    kept = _paddings(shard, job)
+    out, lse = _fused_forward(q, k, v, job)
+    lse_rows = lse.transpose(1, 2)[..., None]
+    merged = Merged(shard.queries(out, layout.touched), shard.queries(lse_rows, layout.touched)[..., 0])
+
+    def add(block: Block, kv: Tensor, masks: Masks) -> None:
+        queries = shard.queries(q, layout.touched[block.queries])
+        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, masks))
+
+    for block in layout.own:
+        add(block, shard.keys(k, v, layout.touched[block.keys]), _own_masks(block, shard, job))
+    if exchanging:
+        kept["exchanged"] = arriving.wait()
+        answers = _exchanged_forward(exchanging, kept, job, lse.dtype)
+    for transport, gather in gathers.items():
+        mail = layout.mail[transport]
+        for arrived in gather:
+            for block in mail.blocks.get(arrived.source, ()):
+                add(block, arrived.rows[block.keys], _masks(block, job, kept, transport, arrived.source))
+    if exchanging:
+        their_out, their_lse = (answer.wait() for answer in answers)
+        for rows, places in exchanging.answers[None]:
+            merged.add(places, their_out[rows], their_lse[rows])
+    shard.set_queries(out, layout.touched, merged.out)
+    shard.set_queries(lse_rows, layout.touched, merged.lse[..., None])
+    return out, lse, kept
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a rank's q, k and v, from the gradient of its out, and the merged out and lse.
+
+    Args:
+        dout: like out. q, k, v, job: as for `forward`. out, lse, kept: what it returned.
+    """
+    layout, shard = job.layout, Shard(k.shape[2], job.ordering)
+    gathers = _start_gathers(k, v, shard, job)
+    lse_rows = lse.transpose(1, 2)[..., None]
+    exchanging = layout.mail.get(EXCHANGING)
+    if exchanging:
+        dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
+        delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
+        arriving = [
+            exchange(rows, exchanging.sent, exchanging.received, job.group)
+            for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
+        ]
+    grads = _fused_backward(dout, q, k, v, out, lse, job)
+    sums = Sums(shard.queries(grads[0], layout.touched), shard.keys(*grads[1:], layout.touched), lse.dtype)
+
+    def add(block: Block, kv: Tensor, masks: Masks) -> Tensor:
+        # Adds up dq and returns the gradient of kv.
+        rows = layout.touched[block.queries]
+        mine = (shard.queries(x, rows) for x in (dout, q, out, lse_rows))
+        dq, dkv = blocks.backward(*mine, kv, block, job.request, masks)
+        sums.dq[block.queries] += dq
+        return dkv
+
+    for block in layout.own:
+        kv = shard.keys(k, v, layout.touched[block.keys])
+        sums.dkv[block.keys] += add(block, kv, _own_masks(block, shard, job))
+    if exchanging:
+        answer = _exchanged_backward(exchanging, arriving, kept, job)
+    for transport, gather in gathers.items():
+        mail, late = layout.mail[transport], None
+        for arrived in gather:
+            dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
+            for block in mail.blocks.get(arrived.source, ()):
+                masks = _masks(block, job, kept, transport, arrived.source)
+                dkv[block.keys] += add(block, arrived.rows[block.keys], masks)
+            if late:
+                sums.add_keys(late[0], late[1].wait())
+            # While this answer travels, the next step is computed.
+            late = mail.answers.get(arrived.destination, ()), gather.answer(dkv, arrived)
+        sums.add_keys(late[0], late[1].wait())
+    if exchanging:
+        sums.add(exchanging.answers[None], answer.wait())
+    shard.set_queries(grads[0], layout.touched, sums.dq)
+    shard.set_keys(*grads[1:], layout.touched, sums.dkv)
+    return grads
+
+
+def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, AllGather | Ring]:
+    gathers = {}
+    for transport, gather in GATHERING.items():
+        if transport in job.layout.mail:
+            mail = job.layout.mail[transport]
+            rows_for = dict(enumerate(mail.rows.split(mail.sent))) | {None: mail.rows}
+
+            def packed(destination: int | None, rows_for: dict = rows_for) -> Tensor:
+                return shard.keys(k, v, rows_for[destination])
+
+            gathers[transport] = gather(packed, mail.sent, mail.received, job.group)
+    return gathers
+
+
+def _exchanged_forward(mail: Mail, kept: dict[str, Tensor], job: Job, dtype: torch.dtype) -> tuple[Arriving, Arriving]:
+    """Attention of all ranks' rows of the heads that this rank computes; sends out and lse back."""
+    received = kept["exchanged"]
+    queries = received[:, :-2]
+    merged = Merged(torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf, dtype=dtype))
+    for block in mail.blocks[None]:
+        rows = received[block.queries]
+        masks = _masks(block, job, kept, EXCHANGING, None)
+        merged.add(
+            block.queries, *blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job.request, masks)
+        )
+    back = mail.received, mail.sent, job.group
+    return exchange(merged.out.to(received.dtype), *back), exchange(merged.lse, *back)
+
+
+def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Tensor], job: Job) -> Arriving:
+    """Likewise, sends dq, dk and dv back."""
+    received = kept["exchanged"]
+    dout, (lse, delta) = arriving[0].wait(), arriving[1].wait().unbind(1)
+    out = _with_product(dout, delta)
+    sums = torch.zeros(received.shape, dtype=lse.dtype, device=received.device)
+    for block in mail.blocks[None]:
+        rows = received[block.queries]
+        mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
+        masks = _masks(block, job, kept, EXCHANGING, None)
+        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job.request, masks)
+        sums[block.queries] += torch.cat(some, 3)
+    return exchange(sums, mail.received, mail.sent, job.group)
+
+
+def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
+    # A backward uses out for delta = rowsum(dout * out) alone: the part of out along dout has the same delta, and
+    # saves sending out. Where dout is 0, so is delta.
+    norm = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=delta.dtype)
+    unit = torch.where(norm > 0.0, dout / norm, 0.0)
+    return torch.where(norm > 0.0, unit * (delta[..., None] / norm), 0.0).to(dout.dtype)
+
+
+def _fused_call(q: Tensor, k: Tensor, job: Job) -> tuple[Call, str]:
+    call = Call(job.layout.fused, job.is_causal, job.request.scale, key_padding_mask=job.key_padding_mask)
+    name = choose(q, call, job.request.backend, gradient=job.request.gradient)
+    if job.ordering is not None and BACKENDS[name].reads_orderings:
+        call = replace(call, inverse=job.ordering.slots(k.device))
+    return call, name
+
+
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    if job.layout.fused is None:
+        lse = torch.full(
+            (q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=working_dtype(q.dtype), device=q.device
+        )
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
+    call, name = _fused_call(q, k, job)
+    if job.ordering is not None and call.inverse is None:
+        k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
+    return operators.forward(q, k, v, call, name)
+
+
+def _fused_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
+) -> tuple[Tensor, Tensor, Tensor]:
+    if job.layout.fused is None:
+        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    call, name = _fused_call(q, k, job)
+    if job.ordering is None or call.inverse is not None:
+        return attention_backward(dout, q, k, v, out, lse, call, name)
+    k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
+    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, call, name)
+    return dq, *(job.ordering.apply(x, dim=1) for x in (dk, dv))
+
+
+def _paddings(shard: Shard, job: Job) -> dict[str, Tensor]:
+    """Whether received rows are padded, by transport: (rows, batch) uint8."""
+    if job.key_padding_mask is None:
+        return {}
+    masks = job.key_padding_mask.byte()
+    arriving = {
+        transport: exchange(shard.padding(masks, mail.rows), mail.sent, mail.received, job.group)
+        for transport, mail in job.layout.mail.items()
+    }
+    return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
+
+
+def _masks(block: Block, job: Job, kept: dict[str, Tensor], transport: str, source: int | None) -> Masks:
+    """Of a block whose keys were received."""
+    mail = job.layout.mail[transport]
+    keys = block.keys + (0 if source is None else sum(mail.received[:source]))
+    padded = kept.get(f"padded {transport}")
+    padded = None if padded is None else padded[keys[:, :, 0]].bool()  # the heads of a block are alike
+    if job.seed is None:
+        return Masks(padded)
+    exchanged = transport == EXCHANGING
+    queries = mail.positions[block.queries] if exchanged else _own_positions(block.queries, job)
+    return Masks(padded, job.seed, queries, mail.positions[keys])
+
+
+def _own_masks(block: Block, shard: Shard, job: Job) -> Masks:
+    mask, rows = job.key_padding_mask, job.layout.touched[block.keys]
+    padded = None if mask is None else shard.padding(mask, rows[:, :, 0])
+    if job.seed is None:
+        return Masks(padded)
+    return Masks(padded, job.seed, *(_own_positions(x, job) for x in (block.queries, block.keys)))
+
+
+def _own_positions(places: Tensor, job: Job) -> Tensor:
+    return job.layout.start + job.layout.touched[places] // job.layout.kv_heads

@@ -1,0 +1,75 @@
+"""What ranks run in the tests of the workers: one of them breaks, in every way a rank can."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from hilbert_lib.ordering import OrderingSpec
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.attention import ring_dilated_attention
+
+
+def sum_of_ranks(arguments: dict) -> dict:
+    """What a rank of a sound group knows: the sum of all ranks and of a number that it was given."""
+    print("printed by a rank", flush=True)
+    total = torch.tensor([dist.get_rank() + arguments.get("start", 0)], device=device())
+    dist.all_reduce(total)
+    facts = {"rank": dist.get_rank(), "threads": torch.get_num_threads(), "backend": dist.get_backend()}
+    return {**facts, "total": total.item(), "device": total.device.index}
+
+
+def last_rank_breaks(arguments: dict) -> object:
+    """The last rank does what its fault says, while the others wait for it in a collective."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(f"this rank {arguments['fault']}", file=sys.stderr, flush=True)
+        return FAULTS[arguments["fault"]]()
+    dist.barrier()
+
+
+def all_hang(arguments: dict) -> None:
+    """Every rank starts a process and hangs, each in a place of its own."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    time.sleep(60)
+
+
+def disagree(arguments: dict) -> None:
+    """Every rank attends with a pattern and an ordering of its own; one tells it later than the other."""
+    q = torch.ones(1, 8, 1, 4, device=device())
+    rate = dist.get_rank() + 1
+    try:
+        ring_dilated_attention(q, q, q, DilatedPattern((8,), (rate,)), kv_ordering=OrderingSpec("residue", rate=rate))
+    finally:
+        time.sleep(0.25 * dist.get_rank())
+
+
+def device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def stall() -> None:
+    time.sleep(60)
+
+
+def raise_alone() -> None:
+    raise ValueError("pattern must be the same on every rank")
+
+
+def fill_the_memory() -> None:
+    torch.empty(2**52, device=device())
+
+
+FAULTS = {
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fills the memory": fill_the_memory,
+    "raises": raise_alone,
+    "stalls": stall,
+    "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "ends early": lambda: os._exit(0),
+    "exits": lambda: sys.exit(3),
+    "returns no JSON": lambda: {1, 2},
+}

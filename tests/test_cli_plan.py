@@ -1,0 +1,79 @@
+"""`hilbert plan`, and the tables and figure of plans."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hilbert_lib import cli_plan
+from hilbert_lib.cli import main
+from hilbert_lib.figures import redraw, show
+from hilbert_lib.figures.ring import draw_scaling
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.plan import plan_ring
+from hilbert_lib.ring.tables import scaling_table, split_table
+
+
+def plan(words):
+    return CliRunner().invoke(main, ["plan", *words.split()])
+
+
+def test_the_command_prints_the_plan_of_its_arguments():
+    sizes = "--tokens 1G --ranks 8 --heads 2 --kv-heads 1 --head-dim 8"
+    done = plan(f"{sizes} --causal --segment-lengths 1k,1g --dilation-rates 1,4k --transport ring")
+    assert done.exit_code == 0, done.output
+    pattern = DilatedPattern((2**10, 2**30), (1, 2**12))
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
+    assert done.output == f"{plan_ring(pattern, (2**27,) * 8, is_causal=True, transport='ring', **sizes)}\n"
+
+
+def test_the_command_gives_unequal_ranks_shards_by_their_work():
+    done = plan("--tokens 64k --ranks 2 --weights 3,1 --heads 2 --segment-lengths 64k --dilation-rates 16 --causal")
+    assert done.output.count("100%") == 2, done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 1x", "'1x' is no whole number above 0"),
+        ("--tokens g", "'m' is no whole number above 0"),
+        ("--weights 1,a", "'1,a' is no list of numbers such as 2,1,1"),
+        ("--weights 1,1,1", "weights must have one number a rank (2), got 3"),
+        ("--transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),
+        ("--memory-gb 0.001", "memory_limit must be at least"),
+        ("--kv-heads 3", "kv_heads must divide heads (16), got 3"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_planned(words, message):
+    done = plan(f"--tokens 64k --ranks 2 {words}")
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("words", re.findall(r": +hilbert plan (.*)$", cli_plan.plan.help, re.M))
+def test_the_examples_of_the_help_run(words):
+    assert plan(words).exit_code == 0
+
+
+def test_rows_are_lacked_as_enumerated_wherever_the_sequence_is_ordered():
+    pattern, kinds = DilatedPattern((12, 48), (2, 5)), ["linear", "hilbert", "morton"]
+    table = split_table(pattern, 96, 3, kinds, kv_heads=2).set_index("kind")
+    for kind in kinds:
+        owner, lacked = Ordering(kind, 96).inverse // 32, [set() for _ in range(3)]
+        for branch, head in product(range(2), range(2)):
+            seen = pattern.mask(branch, torch.arange(96), torch.arange(96), kv_head=head, kv_heads=2)
+            for query, key in (seen & (owner[:, None] != owner)).nonzero().tolist():
+                lacked[owner[query]].add((branch, key, head))
+        assert table.before[kind] == max(map(len, lacked))
+    assert set(table.after) == {table.before["linear"]}
+
+
+def test_the_figure_of_plans_shows_every_row_and_is_redrawn_from_its_file(tmp_path):
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 4, "dtype": torch.bfloat16}
+    table = scaling_table([(4096, 1), (4096, 2), (4096, 4), (1024, 4)], first_segment=64, **sizes)
+    figure = show(draw_scaling, table, output_dir=str(tmp_path))
+    assert [[len(line.get_xdata()) for line in axes.lines] for axes in figure.axes] == [[2] * 3, [2] * 3, [3] * 3]
+    assert redraw(tmp_path) == [tmp_path / "draw_scaling.png"]

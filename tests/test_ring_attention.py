@@ -1,0 +1,218 @@
+"""The ring against the oracle, the plan and itself, on 2, 3, 4 and 8 ranks; each number of ranks is started once."""
+
+from collections import deque
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hilbert_lib.ring import exchange
+from hilbert_lib.ring.workers import run_ranks
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+GROUPED = {"heads": 6, "kv_heads": 3}
+# By number of ranks: lengths, and what they are compared on. Of the patterns in cases.BRANCHES, "uneven" has rates that
+# divide no segment, "sparse" rows that are in no branch, and "longer" one segment that holds all ranks.
+COMPARED = {
+    2: [
+        {"branches": "aligned", "lengths": [16, 16], "heads": 4, "transport": "ring", "dtype": "bfloat16"},
+        {"branches": "aligned", "lengths": [16, 16], "heads": 4, "transport": "all_to_all", "dtype": "float16"},
+        {"branches": "uneven", "lengths": [9, 4], "heads": 2, "transport": "all_gather", "backend": "triton"},
+        {
+            **{"branches": "uneven", "lengths": [4, 9], "heads": 2, "kv_heads": 1, "transport": "ring"},
+            **{"backend": "triton", "ordering": "hilbert", "padded": True, "is_causal": True},
+        },
+        {"branches": "one", "lengths": [1, 20], "heads": 2, "transport": "all_to_all", "backend": "reference"},
+    ],
+    3: [
+        *(
+            {"branches": branches, "lengths": lengths, "transport": transport, "is_causal": is_causal, **GROUPED}
+            for branches, lengths in (("uneven", [20, 14, 3]), ("longer", [16, 0, 5]), ("aligned", [11, 11, 11]))
+            for transport in ("ring", "all_gather", "all_to_all")
+            for is_causal in (False, True)
+        ),
+        *(
+            {"branches": "longer", "lengths": [16, 16, 5], "transport": transport, "ordering": order, **GROUPED}
+            | {"padded": True, "dropout_p": dropout_p, "is_causal": True}
+            for transport, order in (("ring", "residue"), ("all_gather", "hilbert"), ("all_to_all", "random"))
+            for dropout_p in (0.0, 0.3)
+        ),
+    ],
+    4: [
+        *(
+            {"branches": "sparse", "lengths": [12, 16, 4, 8], "heads": 4, "transport": transport, "dtype": "float64"}
+            | {"offsets": offsets, "mixing": mixing, "is_causal": True}
+            for transport in ("ring", "all_gather")
+            for offsets in ("head", "head_block", "branch", "zero")
+            for mixing in ("softmax", "head_groups")
+        ),
+        {"branches": "aligned", "lengths": [8, 8, 8, 8], "heads": 6, "transport": "all_to_all", "backend": "eager"},
+        {"branches": "longer", "lengths": [5, 5, 5, 5], "heads": 8, "transport": "auto", "dropout_p": 0.3},
+    ],
+    8: [
+        {"branches": "longer", "lengths": [5] * 7 + [2], "heads": 8, "transport": "ring", "dtype": "bfloat16"},
+        {"branches": "longer", "lengths": [5] * 7 + [2], "heads": 8, "transport": "auto", "is_causal": True},
+    ],
+}
+COUNTED = [
+    {"branches": branches, "lengths": lengths, "transport": transport, "is_causal": is_causal, "dtype": "bfloat16"}
+    for branches, lengths in (("longer", [16, 8, 13]), ("uneven", [10, 10, 10]), ("aligned", [32, 64, 32]))
+    for transport in ("ring", "all_gather", "all_to_all")
+    for is_causal in (False, True)
+]
+DISAGREEMENTS = {
+    "pattern": (
+        {"pattern": "uneven"},
+        ("segment_lengths=(16,)", "on rank 0", "segment_lengths=(6, 12, 24)", "on rank 1"),
+    ),
+    "ordering": ({"kv_ordering": "hilbert"}, ("kv_ordering", "None on rank 0", "kind='hilbert'", "on rank 1")),
+    "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
+    "value": ({"dropout_p": 2.0}, ("dropout_p must be in [0, 1), got 2.0",)),
+    "transport": ({"transport": "all_gather"}, ("transport", "'auto' on rank 0", "'all_gather' on rank 1")),
+    "backend": ({"backend": "flex"}, ("backend='flex'", "merged")),
+}
+MEASURED = {
+    **{"tokens": 64, "heads": 4, "head_dim": 8, "segment_lengths": [32, 128], "dilation_rates": [1, 4]},
+    **{"sides": ["ring", "all_gather", "all_to_all", "gathered", "dense_ring"], "repetitions": 2, "dtype": "float32"},
+}
+REPEATED = {"all_gather": [8, 9, 4], "all_to_all": [8, 9, 4]}
+CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
+CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
+CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
+CALLS[2] += [["second_derivative", {}], ["one_rank_is_plain", {}], ["without_validation", {"lengths": [4, 9]}]]
+CALLS[2] += [["measured", MEASURED]]
+CALLS[3] += [["count_bytes", case] for case in COUNTED]
+CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
+CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
+
+
+@cache
+def _answers(ranks: int, backend: str) -> list[list]:
+    return run_ranks("ring_ranks:run", ranks, {"calls": CALLS[ranks]}, seconds=300, backend=backend)
+
+
+def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> list:
+    """What each rank gave back for one call."""
+    number = CALLS[ranks].index([name, arguments])
+    return [answer[number] for answer in _answers(ranks, backend)]
+
+
+def check_errors(ranks: int, backend: str) -> None:
+    for case in COMPARED[ranks]:
+        found = answers(ranks, "compare", case, backend)
+        for name in NAMES:
+            mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
+            assert mine <= 2 * one, f"{name} of {case}: {mine}, and {one} on one process"
+
+
+def name_of(case: dict) -> str:
+    return "-".join(str(value) for value in case.values()).replace(", ", "+")
+
+
+@pytest.fixture(autouse=True)
+def _ranks_find_the_tests(monkeypatch, request):
+    monkeypatch.setenv("PYTHONPATH", f"{request.path.parents[1]}:{request.path.parent}")
+
+
+@pytest.mark.parametrize("ranks", COMPARED)
+def test_error_is_at_most_twice_that_of_one_process(ranks):
+    check_errors(ranks, "gloo")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("ranks", COMPARED)
+def test_nccl_computes_and_sends_the_same(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    check_errors(ranks, "nccl")
+    for case in COUNTED if ranks == 3 else ():
+        assert all(counted == planned for counted, planned in answers(ranks, "count_bytes", case, "nccl"))
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=name_of)
+def test_bytes_sent_are_those_of_the_plan(case):
+    for counted, planned in answers(3, "count_bytes", case):
+        assert counted == planned
+        assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
+    arguments, said = DISAGREEMENTS[what]
+    for answer in answers(2, "disagree", arguments):
+        assert all(words in answer for words in said), answer
+
+
+@pytest.mark.parametrize("transport", REPEATED)
+def test_repeated_runs_are_bitwise_equal(transport):
+    assert all(answers(3, "repeats", {"transport": transport, "lengths": REPEATED[transport]}))
+
+
+def test_one_rank_is_the_plain_function_bit_for_bit():
+    assert all(answers(2, "one_rank_is_plain", {}))
+
+
+def test_a_group_may_be_part_of_the_world_and_a_mesh():
+    assert max(answers(4, "in_parts_of_the_world", {"size": 2})) < 5e-6
+
+
+def test_validate_false_sends_no_header_and_remembers_lengths():
+    assert answers(2, "without_validation", {"lengths": [4, 9]}) == [[1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("how", ["compile", "checkpoint"])
+def test_compiling_and_checkpointing_change_nothing(how):
+    assert max(answers(2, "through", {"how": how})) < 1e-5
+
+
+def test_second_derivatives_raise():
+    assert all("differentiated once" in answer for answer in answers(2, "second_derivative", {}))
+
+
+class _Rank:
+    """A process group as the ring asks it for its place."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.size = (lambda: rank), (lambda: ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_ring_cannot_deadlock_where_every_send_waits_for_its_receive(ranks, monkeypatch):
+    # NCCL runs the batches of a rank one after the other, each until all of its peers have come to theirs.
+    batches = []
+    monkeypatch.setattr(exchange.dist, "P2POp", lambda operation, tensor, group, group_peer: (operation, group_peer))
+    monkeypatch.setattr(exchange.dist, "batch_isend_irecv", lambda operations: batches[-1].append(operations) or [])
+    generator = torch.Generator().manual_seed(ranks)
+    counts = torch.randint(0, 3, (ranks, ranks), generator=generator).fill_diagonal_(0)  # rows from rank to rank
+    for rank in range(ranks):
+        batches.append([])
+        sent, received = counts[rank].tolist(), counts[:, rank].tolist()
+        ring = exchange.Ring(lambda peer, sent=sent: torch.zeros(sent[peer], 1), sent, received, _Rank(rank, ranks))
+        for arrived in ring:
+            assert len(arrived.rows) == received[arrived.source]
+            ring.answer(torch.zeros(len(arrived.rows), 1), arrived)
+    assert sum(len(batch) for own in batches for batch in own) == 4 * int((counts > 0).sum())
+    waiting = [deque(own) for own in batches]
+    while any(waiting):
+        heads = {(rank, *one) for rank, own in enumerate(waiting) if own for one in own[0]}
+        other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
+        met = {(rank, operation, peer) for rank, operation, peer in heads if (peer, other[operation], rank) in heads}
+        assert met, "every rank waits for another one"
+        for rank, own in enumerate(waiting):
+            if own:
+                own[0] = [one for one in own[0] if (rank, *one) not in met]
+                if not own[0]:
+                    own.popleft()
+
+
+def test_benchmark_reports_times_and_the_bytes_of_the_plan():
+    for sides in answers(2, "measured", MEASURED):
+        sent = {side["side"]: side["sent_forward"] for side in sides}
+        slab = 4 * 8 * 4 * 2  # bytes of k and v of one position
+        assert sent == {"ring": 16 * slab, "all_gather": 16 * slab} | {
+            "all_to_all": sent["all_to_all"],
+            "gathered": 64 * slab,
+            "dense_ring": 64 * slab,
+        }
+        assert all(side["forward_ms"] > 0 and side["backward_ms"] > 0 for side in sides)

@@ -1,0 +1,161 @@
+"""Whatever happens to a rank, all end within seconds, the error names the rank and the cause, and nothing is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from contextlib import suppress
+from functools import partial
+
+import psutil
+import pytest
+import torch
+
+from hilbert_lib.ring.workers import RankError, _fault, run_ranks
+
+OWN_MARK = "HILBERT_TEST"
+STALLED = {"stall_seconds": 2}  # the others keep the default, for a busy machine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))  # other runs of these tests have processes too
+    yield
+    wait_for(lambda: not marked_processes(), 5)
+
+
+def marked_processes():
+    """Every process that the running test started, orphans too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(OWN_MARK) == os.environ[OWN_MARK]:
+                found.append(process)
+    return found
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def fault_of(target, ranks, arguments=None, **options):
+    """The error of a run that has to fail within 30 seconds, its start included."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(target, ranks, arguments, **{"backend": "gloo"} | options)
+    assert time.monotonic() - start < 30
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "cause"),
+    [
+        ("is killed", "killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
+        ("fills the memory", "out of memory", "can't allocate memory: you tried to allocate"),
+        ("stalls", "stalled", "rank [01] waited: .*Timed out"),
+        ("is stopped", "stalled", "no sign of life for 2 s"),
+        pytest.param("ends early", "failed", "it ended without a result", marks=pytest.mark.full),
+        pytest.param("exits", "failed", "SystemExit: 3", marks=pytest.mark.full),
+        pytest.param("returns no JSON", "failed", "TypeError: .* is not JSON serializable", marks=pytest.mark.full),
+    ],
+)
+def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
+    last = 2 if fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
+    error = fault_of(
+        "faulty_ranks:last_rank_breaks", last + 1, {"fault": fault}, **STALLED if status == "stalled" else {}
+    )
+    assert (error.ranks, error.status) == ((last,), status)
+    assert re.search(cause, error.cause)
+    assert str(error).startswith(f"rank {last} {status}: {error.cause}")
+    assert f"this rank {fault}" in error.output
+    if fault == "stalls":
+        assert any("faulty_ranks.py" in line and "in stall" in line for line in error.output), "it must show where"
+
+
+def test_ranks_with_other_patterns_or_orderings_all_raise_and_the_message_names_both_sides():
+    error = fault_of("faulty_ranks:disagree", 2)
+    assert error.ranks == (0, 1)
+    for name, sides in {
+        "pattern": r"dilation_rates=\(1,\).* on rank 0; .*dilation_rates=\(2,\).* on rank 1",
+        "kv_ordering": "rate=1.* on rank 0; .*rate=2.* on rank 1",
+    }.items():
+        assert re.search(f"{name} must be the same on all ranks, got .*{sides}", str(error))
+
+
+def test_a_run_that_takes_too_long_is_ended_and_shows_where_each_rank_was():
+    error = fault_of("faulty_ranks:all_hang", 2, seconds=7)
+    assert (error.ranks, error.status, error.cause) == ((0, 1), "timed out", "longer than 7 s")
+    assert error.output[0] == "rank 0:"
+    assert "rank 1:" in error.output
+    assert sum("in all_hang" in line for line in error.output) == 2
+
+
+def test_a_rank_that_waited_is_not_taken_for_the_one_that_stalls(tmp_path):
+    # NCCL ends a rank that waited too long by an abort; torchrun ends the others, those that waited as long too.
+    waited = "Watchdog caught collective operation timeout"
+    for rank, text in enumerate([waited, waited, "Current thread"]):
+        log = tmp_path / f"run/attempt_0/{rank}/stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    error = _fault(tmp_path, [{}, {}, {}], {0: -signal.SIGABRT, 1: -signal.SIGTERM, 2: -signal.SIGTERM})
+    assert (error.ranks, error.status) == ((2,), "stalled")
+    assert error.output == ("rank 2:", "Current thread")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
+    program = """
+        from hilbert_lib.ring.workers import run_ranks
+        run_ranks("faulty_ranks:all_hang", 2, backend="gloo")
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
+    )
+    # This process, torchrun, two ranks, and what each of them started.
+    wait_for(lambda: len(marked_processes()) == 6, 20)
+    process.send_signal(number)
+    assert process.wait(10) != 0
+    wait_for(lambda: not marked_processes(), 5)
+    assert number == signal.SIGKILL or not list(tmp_path.iterdir()), "its files must go too"
+
+
+def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_the_group(tmp_path):
+    (tmp_path / "arguments.json").write_text('{"fault": "stalls"}')
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "hilbert_lib.ring.worker_main", "faulty_ranks:last_rank_breaks"]
+    command += ["--stall-seconds=3", "--backend=gloo"]
+    command += [f"--arguments={tmp_path / 'arguments.json'}", f"--results={tmp_path / 'results'}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert "Timed out waiting 3000ms" in done.stderr
+    assert "in stall" in done.stderr, "the stalled rank must show where it was"
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("is killed", "killed"),
+        ("fills the memory", "out of memory"),
+        ("raises", "failed"),
+        ("stalls", "stalled"),
+        ("is stopped", "stalled"),
+    ],
+)
+def test_over_nccl_the_rank_that_broke_is_named_too(fault, status):
+    ranks = torch.cuda.device_count()
+    options = STALLED if status == "stalled" else {}
+    error = fault_of("faulty_ranks:last_rank_breaks", ranks, {"fault": fault}, backend="nccl", **options)
+    assert (error.ranks, error.status) == ((ranks - 1,), status), str(error)

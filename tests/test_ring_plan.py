@@ -1,0 +1,382 @@
+"""The planner: what it sends is what brute force finds missing, and costs what the formulas say."""
+
+import re
+import time
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, DilatedPattern
+from hilbert_lib.ring.balance import shard_lengths_for
+from hilbert_lib.ring.plan import plan_ring
+from hilbert_lib.ring.rows import Rows
+
+GATHERING = ("all_gather", "ring")
+MB = 10**6
+
+
+def plan_of(pattern, shard_lengths, *, heads=2, kv_heads=2, head_dim=4, batch=1, dtype=torch.bfloat16, **more):
+    return plan_ring(
+        pattern, shard_lengths, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, **more
+    )
+
+
+@st.composite
+def patterns(draw, nested=False):
+    branches = draw(st.integers(1, 3))
+    if nested:  # every rate divides the next and its own segment length; offsets by head
+        rates = [draw(st.sampled_from((1, 2, 3)))]
+        while len(rates) < branches:
+            rates.append(rates[-1] * draw(st.sampled_from((1, 2, 3))))
+        lengths = [rate * draw(st.integers(1, 12)) for rate in rates]
+        return DilatedPattern(lengths, rates)
+    lengths = [draw(st.integers(1, 30)) for _ in range(branches)]
+    rates = [draw(st.integers(1, min(w, 7))) for w in lengths]
+    return DilatedPattern(lengths, rates, draw(st.sampled_from(OFFSET_RULES)), draw(st.sampled_from(MIXING_RULES)))
+
+
+shards = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
+kv_head_counts = st.integers(3, 6)
+
+
+def owners(shard_lengths):
+    return torch.repeat_interleave(torch.arange(len(shard_lengths)), torch.tensor(shard_lengths))
+
+
+def missing(pattern, shard_lengths, kv_heads, is_causal):
+    """By enumeration: {(source, destination): {(branch, position, head)}} that the destination needs and lacks."""
+    owner, positions = owners(shard_lengths), torch.arange(sum(shard_lengths))
+    found = {}
+    for branch, head in product(range(len(pattern.branches)), range(kv_heads)):
+        seen = pattern.mask(branch, positions, positions, kv_head=head, kv_heads=kv_heads, is_causal=is_causal)
+        for query, key in (seen & (owner[:, None] != owner)).nonzero().tolist():
+            found.setdefault((int(owner[key]), int(owner[query])), set()).add((branch, key, head))
+    return found
+
+
+def table_of(rows: Rows):
+    """(1, count, heads, 2): the position and the head of every row."""
+    positions = torch.arange(rows.count) * rows.step + rows.first
+    heads = torch.tensor(list(rows.kv_heads))
+    return torch.stack(torch.meshgrid(positions, heads, indexing="ij"), dim=-1)[None]
+
+
+def cells(rows: Rows):
+    return {tuple(cell) for cell in table_of(rows).flatten(0, 2).tolist()}
+
+
+def found_in(message):
+    """{(branch, position, head)} that the parts find in the message's pieces, none of them twice."""
+    listed = []
+    for part in message.parts:
+        view = table_of(message.pieces[part.piece])[part.index]
+        assert torch.equal(view, table_of(part.rows))
+        listed += [(part.branch, *cell) for cell in view.flatten(0, 2).tolist()]
+    assert len(listed) == len(set(listed))
+    return set(listed)
+
+
+@given(patterns(), shards, kv_head_counts, st.booleans(), st.sampled_from(GATHERING))
+def test_every_rank_receives_exactly_the_rows_that_its_queries_need(pattern, lengths, kv_heads, is_causal, transport):
+    plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, is_causal=is_causal, transport=transport)
+    found = {pair: found_in(message) for pair, message in plan.messages.get(transport, {}).items()}
+    assert found == missing(pattern, lengths, kv_heads, is_causal)
+
+
+@given(patterns(), shards, kv_head_counts, st.booleans())
+def test_what_is_sent_belongs_to_the_sender_and_is_sent_for_a_branch(pattern, lengths, kv_heads, is_causal):
+    plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, is_causal=is_causal, transport="ring")
+    owner = owners(lengths)
+    for (source, _), message in plan.messages.get("ring", {}).items():
+        sent = [cell for piece in message.pieces for cell in cells(piece)]
+        assert all(owner[position] == source for position, _ in sent)
+        assert set(sent) == {cell[1:] for cell in found_in(message)}
+
+
+@given(patterns(nested=True), shards, kv_head_counts, st.booleans(), st.sampled_from((1, 3)), st.sampled_from((1, 2)))
+def test_a_row_that_several_branches_need_is_sent_once(pattern, lengths, kv_heads, is_causal, group, batch):
+    plan = plan_of(
+        pattern,
+        lengths,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        batch=batch,
+        is_causal=is_causal,
+        transport="ring",
+    )
+    needed = missing(pattern, lengths, kv_heads, is_causal)
+    rows = {pair: len({cell[1:] for cell in some}) for pair, some in needed.items()}
+    for rank, cost in enumerate(plan.ranks):
+        out = sum(count for (source, _), count in rows.items() if source == rank)
+        into = sum(count for (_, destination), count in rows.items() if destination == rank)
+        row = 2 * 4 * batch  # k and v, head_dim 4
+        assert (cost.sent_forward, cost.received_forward) == (2 * row * out, 2 * row * into)
+        # k and v again, one way; dk and dv in float32, the other
+        assert cost.sent_backward == 2 * row * out + 4 * row * into
+        assert cost.received_backward == 2 * row * into + 4 * row * out
+
+
+def test_rows_that_only_look_contained_are_sent():
+    # 3 divides 6, but not its segment length 10: rows 12 and 18 of the second branch are not in the first.
+    plan = plan_of(DilatedPattern((10, 20), (3, 6)), (15, 5), heads=1, kv_heads=1, transport="ring")
+    sent = set().union(*(cells(piece) for piece in plan.messages["ring"][0, 1].pieces))
+    assert {position for position, _ in sent} == {10, 13, 0, 6, 12}
+
+
+@given(patterns(), shards, st.booleans())
+def test_an_all_to_all_brings_every_row_of_a_head_to_the_one_rank_that_computes_it(pattern, lengths, is_causal):
+    plan = plan_of(pattern, lengths, heads=18, kv_heads=18, is_causal=is_causal, transport="all_to_all")
+    owner, found, expected = owners(lengths), {}, {}
+    for (source, destination), message in plan.messages.get("all_to_all", {}).items():
+        assert {part.piece: part.rows for part in message.parts} == dict(enumerate(message.pieces))
+        for branch, position, head in found_in(message):
+            assert owner[position] == source
+            segment = position // pattern.segment_lengths[branch]
+            found.setdefault((branch, segment, head), set()).add((destination, position))
+    for branch, head in product(range(len(pattern.branches)), range(18)):
+        w = pattern.segment_lengths[branch]
+        if branch in pattern.head_branches(head, 18):
+            for position in pattern.contains(branch, torch.arange(len(owner)), head, 18).nonzero().flatten().tolist():
+                expected.setdefault((branch, position // w, head), set()).add(position)
+    straddling = {key: some for key, some in expected.items() if owner_count(owner, key[1], pattern, key[0]) > 1}
+    assert {key: {position for _, position in some} for key, some in found.items()} == straddling
+    assert all(len({destination for destination, _ in some}) == 1 for some in found.values())
+
+
+def owner_count(owner, segment, pattern, branch):
+    w = pattern.segment_lengths[branch]
+    return len(set(owner[segment * w : (segment + 1) * w].tolist()))
+
+
+@given(patterns(), shards, kv_head_counts)
+def test_local_and_shared_segments_together_are_all_segments(pattern, lengths, kv_heads):
+    plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, transport="ring")
+    owner = owners(lengths)
+    for number, branch in enumerate(plan.branches):
+        listed = []
+        for rank, positions in enumerate(branch.local):
+            assert all(owner[position] == rank for position in positions)
+            assert not positions or positions.start % branch.segment_length == 0
+            assert not positions or positions.stop % branch.segment_length == 0 or positions.stop == len(owner)
+            for head in pattern.branch_heads(number, kv_heads):
+                inside = pattern.contains(number, torch.tensor(positions), head, kv_heads)
+                listed += [(positions[n], head) for n in inside.nonzero().flatten().tolist()]
+        for segment in branch.shared:
+            assert len(segment.ranks) > 1
+            for rank, groups in segment.rows.items():
+                for rows in groups:
+                    listed += cells(rows)
+                    shard = table_of(Rows(plan.starts[rank], lengths[rank], 1, range(kv_heads)))
+                    assert torch.equal(shard[rows.index(plan.starts[rank])], table_of(rows))
+        every = [
+            (position, head)
+            for head in pattern.branch_heads(number, kv_heads)
+            for position in pattern.contains(number, torch.arange(len(owner)), head, kv_heads)
+            .nonzero()
+            .flatten()
+            .tolist()
+        ]
+        assert sorted(listed) == sorted(every)
+
+
+@given(patterns(), shards, st.booleans(), st.sampled_from((*GATHERING, "all_to_all")))
+def test_the_flop_of_all_ranks_are_the_useful_flop_of_the_call(pattern, lengths, is_causal, transport):
+    plan = plan_of(pattern, lengths, heads=36, kv_heads=18, batch=2, is_causal=is_causal, transport=transport)
+    work = pattern.work(sum(lengths), heads=36, kv_heads=18, head_dim=4, batch=2, is_causal=is_causal)
+    assert sum(cost.flop_forward for cost in plan.ranks) == work.flop_forward
+    assert sum(cost.flop_backward for cost in plan.ranks) == work.flop_backward
+
+
+@given(patterns(), shards, st.booleans(), st.sampled_from((*GATHERING, "all_to_all")))
+def test_what_is_sent_is_received(pattern, lengths, is_causal, transport):
+    plan = plan_of(pattern, lengths, heads=18, kv_heads=18, is_causal=is_causal, transport=transport)
+    for direction in ("forward", "backward"):
+        sent, received = (
+            sum(getattr(cost, f"{way}_{direction}") for cost in plan.ranks) for way in ("sent", "received")
+        )
+        assert sent == received
+
+
+# Tokens, ranks, w and r of aligned shards.
+ALIGNED = [(4096, 8, 2048, 4), (4096, 8, 4096, 8), (4096, 4, 2048, 1), (8192, 8, 4096, 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("length", "ranks", "w", "r"), ALIGNED)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (16, 8)])
+def test_bytes_are_those_of_the_formulas(length, ranks, w, r, heads, kv_heads, dtype):
+    # u: bytes of one head's rows on one rank; g ranks share a segment; e, eg: bytes of an element and of a gradient.
+    e, eg, d, batch = dtype.itemsize, 4, 64, 3
+    g, u = w * ranks // length, batch * (length // ranks // r) * d * e
+    asked = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "batch": batch, "dtype": dtype}
+    pattern, lengths = DilatedPattern((w,), (r,)), (length // ranks,) * ranks
+    for transport in GATHERING:
+        for cost in plan_of(pattern, lengths, transport=transport, **asked).ranks:
+            assert cost.sent_forward == cost.received_forward == 2 * kv_heads * (g - 1) * u
+            assert cost.sent_backward == cost.received_backward == 2 * kv_heads * u * (g - 1) * (e + eg) // e
+    lse = heads * 4 * (u // d // e) * (g - 1) // g
+    for cost in plan_of(pattern, lengths, transport="all_to_all", **asked).ranks:
+        assert cost.sent_forward == cost.received_forward == 2 * (heads + kv_heads) * u * (g - 1) // g + lse
+        with_gradients = (heads * e + (heads + 2 * kv_heads) * eg) * u // e * (g - 1) // g
+        assert cost.sent_backward == cost.received_backward == with_gradients + 2 * lse
+
+
+def test_segments_inside_a_rank_send_nothing():
+    plan = plan_of(DilatedPattern((256, 512), (1, 2)), (512,) * 8)
+    assert [branch.transport for branch in plan.branches] == ["local", "local"]
+    assert plan.messages == {}
+    assert all(cost.sent_forward == cost.received_backward == 0 for cost in plan.ranks)
+
+
+def test_a_straddling_segment_alone_is_sent():
+    # Shards of 3 segments and a half: the two halves in the middle are all that moves.
+    plan = plan_of(DilatedPattern((8,), (2,)), (28, 28), transport="ring")
+    assert [(segment.start, segment.stop) for segment in plan.branches[0].shared] == [(24, 32)]
+    assert [cost.sent_forward for cost in plan.ranks] == [2 * 2 * 2 * 4 * 2] * 2  # 2 rows of 2 heads
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_a_spanning_branch_costs_less_than_the_bound_whatever_the_length(ranks):
+    bound = 2 * 2 * 16 * 128 * 2048
+    assert round(bound / MB, 1) == 16.8
+    for power in (17, 30):
+        rate = 2**power // 2048
+        pattern = DilatedPattern((2**power,), (rate,), offsets="zero")
+        plan = plan_of(pattern, (2**power // ranks,) * ranks, heads=16, kv_heads=16, head_dim=128, transport="ring")
+        assert {cost.sent_forward for cost in plan.ranks} == {bound * (ranks - 1) // ranks}
+        assert plan.dense_bytes == rate * plan.ranks[0].received_forward
+
+
+def test_causal_ranks_receive_from_those_before_them_only():
+    plan = plan_of(DilatedPattern((64,), (2,)), (16,) * 4, is_causal=True, transport="ring")
+    slab = 2 * 2 * 8 * 4 * 2  # k and v, 2 heads, 8 rows, head_dim 4
+    assert [cost.received_forward // slab for cost in plan.ranks] == [0, 1, 2, 3]
+    assert [cost.sent_forward // slab for cost in plan.ranks] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (32, 8), (8, 2)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_auto_exchanges_heads_by_the_rule(heads, kv_heads, ranks):
+    plan = plan_of(DilatedPattern((4096,), (4,)), (4096 // ranks,) * ranks, heads=heads, kv_heads=kv_heads, head_dim=64)
+    by_rule = ranks > 1 + heads / kv_heads and ranks <= kv_heads
+    assert (plan.branches[0].transport == "all_to_all") == by_rule
+
+
+def test_auto_gathers_at_once_where_there_is_room_and_goes_round_the_ring_where_not():
+    lengths = (1024, 1024)
+    dense, dilated = DilatedPattern((2048,), (1,)), DilatedPattern((2048,), (2,))
+    assert plan_of(dilated, lengths).branches[0].transport == "all_gather"
+    assert plan_of(dense, lengths).branches[0].transport == "all_gather"  # as much as a shard's own k and v
+    assert plan_of(dense, (1023, 1024, 1)).branches[0].transport == "ring"
+
+
+def test_a_memory_limit_decides_between_the_transports():
+    asked = {"pattern": DilatedPattern((4096,), (1,)), "shard_lengths": (1024,) * 4, "heads": 7, "kv_heads": 7}
+    gathered, ring = (plan_of(**asked, transport=transport) for transport in GATHERING)
+    most = [max(cost.memory_backward for cost in plan.ranks) for plan in (gathered, ring)]
+    assert most[0] > most[1]
+    for limit, transport in ((most[0], "all_gather"), (most[0] - 1, "ring"), (most[1], "ring")):
+        assert plan_of(**asked, memory_limit=limit).branches[0].transport == transport
+    least = max(cost.memory_forward for cost in ring.ranks)
+    assert plan_of(**asked, memory_limit=least).branches[0].transport == "ring"  # a forward fits
+    with pytest.raises(ValueError, match=f"memory_limit must be at least {least} bytes.*got {least - 1}"):
+        plan_of(**asked, memory_limit=least - 1)
+    with pytest.raises(ValueError, match="memory_limit must be at least"):
+        plan_of(**asked, memory_limit=least, transport="all_gather")
+
+
+@pytest.mark.parametrize("transport", [*GATHERING, "all_to_all"])
+def test_memory_a_rank_falls_with_the_ranks(transport):
+    # w = 2048 r: with the length fixed, what is exchanged does not grow.
+    pattern = DilatedPattern((2048, 2**16, 2**20), (1, 32, 512))
+    most = {}
+    for ranks in (1, 2, 4, 8):
+        plan = plan_of(pattern, (2**20 // ranks,) * ranks, heads=8, kv_heads=8, head_dim=64, transport=transport)
+        most[ranks] = max(max(cost.memory_forward, cost.memory_backward) for cost in plan.ranks)
+    assert most[4] < 0.6 * most[2]
+    assert most[8] < 0.6 * most[4]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_uneven_shards_balance_the_flop(is_causal):
+    pattern, speeds = DilatedPattern((2048, 8192, 2**16), (1, 4, 32)), (3.0, 1.0, 2.0, 2.0)
+    lengths = shard_lengths_for(2**16, 4, weights=speeds, pattern=pattern, kv_heads=8, is_causal=is_causal)
+    plan = plan_of(pattern, lengths, heads=8, kv_heads=8, weights=speeds, is_causal=is_causal)
+    assert "all_to_all" not in plan.messages  # it would share the work out evenly
+    times = [cost.flop_forward / speed for cost, speed in zip(plan.ranks, speeds, strict=True)]
+    assert max(times) < 1.01 * min(times)
+    assert "time to the mean" in str(plan)
+
+
+@given(st.integers(1, 10**12), st.integers(1, 9), st.integers(1, 5000), st.data())
+def test_shard_lengths_add_up_and_begin_at_multiples(length, ranks, multiple, data):
+    weights = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=ranks, max_size=ranks))
+    lengths = shard_lengths_for(length, ranks, weights=weights, multiple=multiple)
+    assert sum(lengths) == length
+    assert len(lengths) == ranks
+    starts = [sum(lengths[:n]) for n in range(ranks)]
+    assert all(start % multiple == 0 or start == length for start in starts)
+    share = [weight / sum(weights) for weight in weights] if weights else [1 / ranks] * ranks
+    assert all(abs(a - b * length) < multiple + 1e-6 * length for a, b in zip(lengths, share, strict=True))
+
+
+def test_tokens_without_work_have_a_rank_too():
+    in_no_branch_at_the_end = DilatedPattern((4,), (4,))
+    assert shard_lengths_for(7, 2, pattern=in_no_branch_at_the_end) == (1, 6)
+
+
+def test_a_billion_tokens_are_planned_in_well_under_a_second():
+    pattern = DilatedPattern([2048 * 2**n for n in range(20)], [2**n for n in range(20)])
+    for ragged in (0, 12345):
+        start = time.perf_counter()
+        lengths = (2**27 + ragged, 2**27 - ragged) + (2**27,) * 6
+        plan = plan_of(pattern, lengths, heads=16, kv_heads=16, head_dim=64, is_causal=True)
+        assert "1,073,741,824 tokens on 8 ranks" in str(plan)
+        assert time.perf_counter() - start < 1
+
+
+def test_the_table_says_who_sends_what_and_why():
+    plan = plan_of(DilatedPattern((512, 2048), (1, 4)), (1024,) * 2, heads=4, kv_heads=4, head_dim=64)
+    columns = [re.split("  +", line.strip()) for line in str(plan).splitlines()]
+    asked = "2,048 tokens on 2 ranks, batch 1, 4 heads, 4 KV heads, head_dim 64, bfloat16, not causal"
+    why = "exchanging heads would take 0.264 MB; room for all rows at once"
+    titles = ["rank", "tokens", "MB sent", "received", "backward: sent", "received"]
+    assert columns == [
+        [asked],
+        [""],
+        ["branch", "segment_length", "dilation_rate", "ranks a segment", "MB a rank", "transport", "why"],
+        ["0", "512", "1", "1", "0", "local", "every segment lies inside one rank"],
+        ["1", "2,048", "4", "2", "0.262", "all_gather", why],
+        [""],
+        [*titles, "GB of memory", "backward", "TFLOP", "backward"],
+        ["0-1", "1,024", "0.262", "0.262", "0.786", "0.786", "0.0029", "0.00659", "0.000671", "0.00168"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"shard_lengths": (0, 0)}, ValueError, "shard_lengths must hold at least one token"),
+        ({"shard_lengths": (4, -1)}, ValueError, r"shard_lengths\[1\] must be an integer of at least 0, got -1"),
+        ({"shard_lengths": 8}, TypeError, "shard_lengths must be a sequence"),
+        ({"heads": 3}, ValueError, r"kv_heads must divide heads \(3\), got 2"),
+        ({"head_dim": 257}, ValueError, "head_dim must be an integer from 1 to 256"),
+        ({"batch": 0}, ValueError, "batch must be an integer of at least 1"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be one of"),
+        ({"dtype": "bfloat16"}, ValueError, "dtype must be one of"),
+        ({"transport": "nvlink"}, ValueError, "transport must be one of auto, ring, all_gather, all_to_all"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be an integer of at least 1"),
+        ({"weights": (1.0,)}, ValueError, r"weights must have one number a rank \(4\), got 1"),
+        ({"weights": (1, 1, 0, 1)}, ValueError, "weights must be finite and above 0, got 0"),
+        ({"weights": (1, 1, "1", 1)}, TypeError, "weights must be numbers, got '1'"),
+        ({"transport": "all_to_all"}, ValueError, "needs at least one KV head a rank: 4 ranks.*branch 1.*has 2"),
+        ({"mixing": "head_groups", "kv_heads": 1}, ValueError, "at least one KV head a branch"),
+    ],
+)
+def test_what_cannot_be_planned_names_the_argument(changes, error, message):
+    pattern = DilatedPattern((4, 16), (1, 2), mixing=changes.pop("mixing", "softmax"))
+    with pytest.raises(error, match=message):
+        plan_of(pattern, **{"shard_lengths": (4,) * 4, **changes})

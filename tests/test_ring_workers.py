@@ -1,0 +1,123 @@
+"""A function runs on every rank of a group, started from here or by torchrun on several machines."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hilbert_lib.ring.workers import run_ranks
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", README, re.S | re.M)
+# A cluster of so many machines as SLURM_NNODES says, all of them this one.
+SRUN = """
+while [ "${1#--}" != "$1" ]; do shift; done
+for node in $(seq "$SLURM_NNODES"); do "$@" & started="$started $!"; done
+for each in $started; do wait "$each" || exit 1; done
+"""
+
+
+def test_every_rank_is_called_with_the_arguments_and_its_value_comes_back_in_order(capfd):
+    results = run_ranks("faulty_ranks:sum_of_ranks", 3, {"start": 5}, backend="gloo")
+    shared = {"total": 18, "threads": 1, "backend": "gloo", "device": None}
+    assert results == [{"rank": rank, **shared} for rank in range(3)]
+    assert capfd.readouterr() == ("", ""), "what ranks print is theirs"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target": "faulty_ranks"}, "target must be 'module:function', got 'faulty_ranks'"),
+        ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
+        ({"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
+        ({"backend": "nccl", "ranks": 10**6}, "ranks must be at most [0-9]+ with nccl, one for each GPU, got 1000000"),
+        ({"seconds": 0}, "seconds must be above 0, got 0"),
+        ({"stall_seconds": -1}, "stall_seconds must be above 0, got -1"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(changed, message):
+    call = {"target": "faulty_ranks:sum_of_ranks", "ranks": 2} | changed
+    with pytest.raises(ValueError, match=message):
+        run_ranks(**call)
+
+
+def test_arguments_that_json_cannot_hold_are_refused():
+    with pytest.raises(TypeError, match=r"arguments must be a dictionary that JSON can hold, got .*torch\.float32"):
+        run_ranks("faulty_ranks:sum_of_ranks", 2, {"dtype": torch.float32})
+
+
+def block(text):
+    (found,) = (each for each in BLOCKS if text in each)
+    return found
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Runs a script of the README as a job whose commands are this checkout's; what it printed."""
+    commands = {
+        "bin/srun": SRUN,
+        "bin/scontrol": "echo localhost",
+        ".venv/bin/torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        ".venv/bin/hilbert": f'exec {sys.executable} -c "from hilbert_lib.cli import main; main()" "$@" --dry-run',
+    }
+    for name, text in commands.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (tmp_path / "long_context.py").write_text(block("# long_context.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # both machines would take the same GPU
+
+    def run(script, **variables):
+        environment = os.environ | {f"SLURM_{name}": str(value) for name, value in variables.items()}
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_the_job_of_the_readme_runs_one_group_over_all_machines(job, machines):
+    script = block("--job-name=ring").replace("16777216", "256").replace("29400", str(free_port()))
+    assert script.count("256") == 1
+    job(script, NNODES=machines, GPUS_ON_NODE=3 - machines, JOB_ID=1, JOB_NODELIST="both")
+    results = [json.loads(Path(f"results/rank-{rank}.json").read_text()) for rank in range(2)]
+    assert results == [{"result": [1, 128, 8, 64]}] * 2
+
+
+def test_the_call_of_the_readme_returns_one_value_a_rank(job, monkeypatch):
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    names = {}
+    exec(block("run_ranks(").replace("65536", "256"), names)
+    assert names["shapes"] == [[1, 128, 8, 64]] * 2
+
+
+def test_a_job_of_the_readmes_array_takes_its_share_of_the_points(job):
+    printed = job(block("--array"), NNODES=1, ARRAY_TASK_ID=2, ARRAY_TASK_COUNT=2)
+    assert printed.splitlines()[-1] == "2 of 4 to run"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_over_nccl_every_rank_has_a_gpu_of_its_own():
+    ranks = torch.cuda.device_count()
+    results = run_ranks("faulty_ranks:sum_of_ranks", ranks)
+    assert {result["total"] for result in results} == {sum(range(ranks))}
+    assert [(result["backend"], result["device"]) for result in results] == [("nccl", rank) for rank in range(ranks)]
