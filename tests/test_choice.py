@@ -182,8 +182,8 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(folder()) == "/somewhere/hilbert_lib"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert str(folder()) == "/home/someone/.cache/hilbert_lib"
+    monkeypatch.setenv("HOME", "/someone")
+    assert str(folder()) == "/someone/.cache/hilbert_lib"
 
 
 def test_benchmark_backends_measures_once_and_remembers(place):

@@ -42,11 +42,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[
     >>> forward(q, q, q + 1, Call(DilatedPattern((2,), (1,))), "eager")[0].unique()
     tensor([1.])
     """
+    return torch.ops.hilbert_lib.dilated_attention(q, k, v, *_fields(call), backend)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `forward` from the merged out and lse, which may hold more than this call.
+
+    >>> q, lse = torch.zeros(1, 2, 1, 2), torch.zeros(1, 1, 2)
+    >>> call = Call(DilatedPattern((2,), (1,)))
+    >>> backward(q + 1, q, q, q, q, lse, call, "eager")[2].flatten().tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+    return torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *_fields(call), backend)
+
+
+def _fields(call: Call) -> tuple:
+    # What `_call` makes a Call of again.
     pattern = call.pattern
-    return torch.ops.hilbert_lib.dilated_attention(
-        q,
-        k,
-        v,
+    return (
         pattern.segment_lengths,
         pattern.dilation_rates,
         pattern.offsets,
@@ -58,7 +73,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[
         call.key_padding_mask,
         call.query_start,
         call.inverse,
-        backend,
     )
 
 

@@ -101,42 +101,9 @@ def backward(
         call, name = _call(queries, k, block, request, masks.padded)
         # The operators return out and lse dense, and kernels take them so.
         dense = out.contiguous(), lse.contiguous()
-        dq, *grads = attention_backward(dout, queries, *_lengthened(call, k, v), *dense, call, name)
+        dq, *grads = operators.backward(dout, queries, *_lengthened(call, k, v), *dense, call, name)
     dkv = torch.stack([_key_rows(x[:, : k.shape[1]], segments) for x in grads], 3)
     return _query_rows(dq, segments, group), dkv
-
-
-def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `operators.forward` from the merged out and lse, which may hold more than this call.
-
-    >>> q, lse = torch.zeros(1, 2, 1, 2), torch.zeros(1, 1, 2)
-    >>> call = Call(DilatedPattern((2,), (1,)))
-    >>> attention_backward(q + 1, q, q, q, q, lse, call, "eager")[2].flatten().tolist()
-    [2.0, 2.0, 2.0, 2.0]
-    """
-    pattern = call.pattern
-    return torch.ops.hilbert_lib.dilated_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        pattern.offsets,
-        pattern.mixing,
-        call.is_causal,
-        call.scale,
-        call.dropout_p,
-        call.seed,
-        call.key_padding_mask,
-        call.query_start,
-        call.inverse,
-        backend,
-    )
 
 
 def _call(q: Tensor, k: Tensor, block: Block, request: Request, padded: Tensor | None) -> tuple[Call, str]:

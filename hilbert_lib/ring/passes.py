@@ -15,7 +15,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring import blocks
-from hilbert_lib.ring.blocks import Masks, Request, attention_backward
+from hilbert_lib.ring.blocks import Masks, Request
 from hilbert_lib.ring.exchange import GATHERING, AllGather, Arriving, Ring, exchange
 from hilbert_lib.ring.layout import Block, Layout, Mail
 from hilbert_lib.ring.local import Merged, Shard, Sums
@@ -223,9 +223,9 @@ def _fused_backward(
         return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     call, name = _fused_call(q, k, job)
     if job.ordering is None or call.inverse is not None:
-        return attention_backward(dout, q, k, v, out, lse, call, name)
+        return operators.backward(dout, q, k, v, out, lse, call, name)
     k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
-    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, call, name)
+    dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
     return dq, *(job.ordering.apply(x, dim=1) for x in (dk, dv))
 
 
