@@ -1,5 +1,7 @@
 """The warp-specialised kernels on a Hopper GPU: equal to the float64 reference, and to their plain twins."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -42,6 +44,15 @@ def served(monkeypatch):
     return run
 
 
+@contextmanager
+def determinism(wanted):
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def drawn(length, heads, kv_heads, head_dim, dtype):
     generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(2, length, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
@@ -70,20 +81,23 @@ def test_output_and_gradients_equal_the_reference_and_the_plain_kernels(served, 
 def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, branches, is_causal, head_dim):
     # As long as this, since a group that loses count of the blocks of keys may agree with the others by chance.
     tensors = drawn(32768, 12, 12, head_dim, torch.bfloat16)
-    results = served(tensors, DilatedPattern(*branches), is_causal=is_causal)
-    for a, b in zip(results, served(tensors, DilatedPattern(*branches), is_causal=is_causal, plain=True), strict=True):
-        assert (a - b).norm() / b.norm() < 4e-3
+    pattern = DilatedPattern(*branches)
+    plain = served(tensors, pattern, is_causal=is_causal, plain=True)
+    for deterministic in (False, True):
+        with determinism(deterministic):
+            results = served(tensors, pattern, is_causal=is_causal)
+        for a, b in zip(results, plain, strict=True):
+            assert (a - b).norm() / b.norm() < 4e-3
 
 
-def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served):
-    tensors = drawn(1024, 2, 2, 64, torch.bfloat16)
-    pattern = DilatedPattern((512, 1024), (1, 2))
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served, head_dim, is_causal):
+    tensors = drawn(4096, 4, 2, head_dim, torch.bfloat16)
+    pattern = DilatedPattern((512, 1024, 4096), (1, 2, 3))
     assert torch.equal(served(tensors, pattern)[0], served(tensors, pattern)[0])
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = (served(tensors, pattern, is_causal=True) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with determinism(True):
+        first, second = (served(tensors, pattern, is_causal=is_causal) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 

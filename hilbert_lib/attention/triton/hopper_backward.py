@@ -56,7 +56,7 @@ def backward_kernel(
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
@@ -69,8 +69,11 @@ def backward_kernel(
     v_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], q0.layout)
     d_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], d0.layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [2, 2 * GROUP_ROWS, BLOCK_M], shared_layout())
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, GROUP_ROWS, 1, 1, dq0.block_shape[4]], dq0.layout)
+    if WITH_DQ:
+        s_tiles = gl.allocate_shared_memory(dtype, [2, 2 * GROUP_ROWS, BLOCK_M], shared_layout())
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, GROUP_ROWS, 1, 1, dq0.block_shape[4]], dq0.layout)
+    else:  # these stand in for them
+        s_tiles, dq_tiles = k_tile, v_tile
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -93,13 +96,13 @@ def backward_kernel(
             0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
         )),
         (_differentiate, (
             1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
         )),
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, branches, offsets, items, classes,
@@ -108,7 +111,7 @@ def backward_kernel(
         )),
         (_add, (
             (dq0, dq1, dq2, dq3, dq4, dq5), branches, offsets, items, classes, dq_tiles, dq_full, dq_free, keys,
-            kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M, N_BRANCHES, CAUSAL,
+            kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M, N_BRANCHES, CAUSAL, WITH_DQ,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
@@ -176,29 +179,31 @@ def _copy(
 def _add(
     dq_descriptors, branches, offsets, items, classes, dq_tiles, dq_full, dq_free, keys, kv_heads, group, chunk,
     stride, chunks, phases, count, BLOCK_M: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """Adds what the groups computed for a block of queries to dq. Rows past a segment's end are zero there."""
-    b, g, _, _, _, _, size, _, first, lowest, highest = tile_of(
-        gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
-    )
-    block = 0
-    for i in gl.static_range(N_BRANCHES):
-        inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
-        if (size > 0) & inside:
-            begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
-            row, residue = segment_coordinates(start + o, r, n, keys)
-            for member in range(group):
-                for j in range(begin, n, BLOCK_M):
-                    mbarrier.wait(dq_full, block & 1)
-                    for half in gl.static_range(2):
-                        if BLOCK_M == GROUP_ROWS:
-                            coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
-                        else:
-                            coordinates = [b, row + j + half * GROUP_ROWS, residue, g * group + member, 0]
-                        add_shared_to_global(dq_descriptors[i], coordinates, dq_tiles.index(half))
-                    tma.store_wait(0)
-                    mbarrier.arrive(dq_free)
-                    block += 1
+    if WITH_DQ:
+        b, g, _, _, _, _, size, _, first, lowest, highest = tile_of(
+            gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
+        )
+        block = 0
+        for i in gl.static_range(N_BRANCHES):
+            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+            if (size > 0) & inside:
+                begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
+                row, residue = segment_coordinates(start + o, r, n, keys)
+                for member in range(group):
+                    for j in range(begin, n, BLOCK_M):
+                        mbarrier.wait(dq_full, block & 1)
+                        for half in gl.static_range(2):
+                            if BLOCK_M == GROUP_ROWS:
+                                coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
+                            else:
+                                coordinates = [b, row + j + half * GROUP_ROWS, residue, g * group + member, 0]
+                            add_shared_to_global(dq_descriptors[i], coordinates, dq_tiles.index(half))
+                        tma.store_wait(0)
+                        mbarrier.arrive(dq_free)
+                        block += 1
 
 
 @gluon.jit
@@ -207,7 +212,7 @@ def _differentiate(
     lse_rows, delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
     stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -220,10 +225,11 @@ def _differentiate(
     if size > 0:
         if CUT:
             is_empty = size <= NUMBER * GROUP_ROWS
-            if is_empty:
-                for half in gl.static_range(2):
-                    nothing = gl.zeros([GROUP_ROWS, BLOCK_M], dtype, SCORES)
-                    s_tiles.index(half).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(nothing)
+            if WITH_DQ:  # noqa: SIM102 - known when it compiles, the other one not
+                if is_empty:
+                    for half in gl.static_range(2):
+                        nothing = gl.zeros([GROUP_ROWS, BLOCK_M], dtype, SCORES)
+                        s_tiles.index(half).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(nothing)
         rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
         position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
@@ -263,7 +269,7 @@ def _differentiate(
                         for _j in range(group * gl.cdiv(n - begin, BLOCK_M)):
                             _empty_step(
                                 NUMBER, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
-                                BLOCK_D, BLOCK_M, STAGES,
+                                BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
                             )  # fmt: skip
                             block += 1
                     members_left = gl.where(is_empty, 0, group)
@@ -278,14 +284,14 @@ def _differentiate(
                             dk_acc, dv_acc = _step(
                                 NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
                                 s_full, dq_full, dq_free, full, free, lse_rows, delta_rows, sees - j, block, scale,
-                                BLOCK_D, BLOCK_M, STAGES, True,
+                                BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
                             )  # fmt: skip
                             block += 1
                     for _j in range(gl.maximum(begin, unmasked), n, BLOCK_M):
                         dk_acc, dv_acc = _step(
                             NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
                             s_full, dq_full, dq_free, full, free, lse_rows, delta_rows, key_position, block, scale,
-                            BLOCK_D, BLOCK_M, STAGES, False,
+                            BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
                         )  # fmt: skip
                         block += 1
         # From where the products lie: positions in another layout would take registers all through the loop.
@@ -302,7 +308,7 @@ def _differentiate(
 def _step(
     NUMBER: gl.constexpr, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles, s_full,
     dq_full, dq_free, full, free, lse_rows, delta_rows, sees, block, scale, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dq of a block of queries; with MASKED, a key is seen from column `sees` on."""
     dtype: gl.constexpr = k_tile.dtype
@@ -326,30 +332,34 @@ def _step(
     dweights = warpgroup_mma_wait(1, deps=[weight_token])
     delta_row = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
     dscores = (weights * (dweights - delta_row[None, :])).to(dtype)
-    s_tile = s_tiles.index(block % 2)
-    s_tile.slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
-    fence_async_shared()
-    mbarrier.arrive(s_full.index(block % 2))
+    if WITH_DQ:
+        s_tiles.index(block % 2).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
+        fence_async_shared()
+        mbarrier.arrive(s_full.index(block % 2))
     dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
-
-    dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
-    dv_acc, dk_acc = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
-    mbarrier.arrive(free.index(stage))
-    _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+    if WITH_DQ:
+        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
+        dv_acc, dk_acc = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
+        mbarrier.arrive(free.index(stage))
+        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+    else:
+        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+        mbarrier.arrive(free.index(stage))
     return dk_acc, dv_acc
 
 
 @gluon.jit
 def _empty_step(
     NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """A step of a group without keys: its part of the product for dq alone."""
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
     mbarrier.arrive(free.index(block % STAGES))
-    mbarrier.arrive(s_full.index(block % 2))
-    dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
-    _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+    if WITH_DQ:
+        mbarrier.arrive(s_full.index(block % 2))
+        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
+        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
 
 
 @gluon.jit

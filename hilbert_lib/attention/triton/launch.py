@@ -109,9 +109,12 @@ def backward(
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
     todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
-    plain = call.query_start is not None or torch.are_deterministic_algorithms_enabled()
-    if not plain and _on_hopper((q, k, v, dout), k.shape[1], call, todo):
-        return _backward_on_hopper(dout, q, k, v, lse, delta, call, todo[0])
+    on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call, todo)
+    with_dq = not torch.are_deterministic_algorithms_enabled()
+    if on_hopper:
+        dq, dk, dv = _backward_on_hopper(dout, q, k, v, lse, delta, call, todo[0], with_dq)
+        if with_dq:
+            return dq, dk, dv
 
     config = config_of("dq", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
@@ -121,6 +124,8 @@ def backward(
         last = number == len(todo) - 1
         grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=number == 0, last=last)
         dq_kernel[grid](q, k, v, dout, lse, delta, dq, partial, **shared, **strides_d)
+    if on_hopper:
+        return dq, dk, dv
 
     config = config_of("dkv", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_n)
@@ -216,19 +221,28 @@ def _forward_on_hopper(
 
 
 def _backward_on_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call, one: schedule.Pass
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    call: Call,
+    one: schedule.Pass,
+    with_dq: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    # Without dq, which it sums in an order that varies, dk and dv have the same bits every time.
     from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
     branches = [call.pattern.branches[i] for i in one.branches]
-    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if with_dq else q
     part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
     descriptors = []
     for _, r in branches:
         descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
-        descriptors.append(hopper_tiles.descriptor(sums, r, *part))
+        descriptors.append(hopper_tiles.descriptor(sums, r, *part) if with_dq else descriptors[-1])
     descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
     dk, dv = _result(k, (one,), call), _result(v, (one,), call)
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
@@ -236,7 +250,10 @@ def _backward_on_hopper(
         k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
         CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, q.device).cut,
+        WITH_DQ=with_dq,
     )  # fmt: skip
+    if not with_dq:
+        return None, dk, dv
     return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype)), dk, dv
 
 
