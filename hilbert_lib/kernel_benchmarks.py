@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -71,6 +72,39 @@ def backends(
                 told.add((name, reason))
             else:
                 yield _side(work, name, label, direction), ours[direction]
+
+
+def determinism(
+    patterns: Mapping[str, DilatedPattern],
+    *,
+    lengths: Sequence[int],
+    heads: int,
+    head_dims: Sequence[int],
+    device: torch.device,
+    rows: int = 2**22,
+) -> Pairs:
+    """The backward of "triton" as torch's determinism asks for it, beside the one that is free to add in any order.
+
+    Args:
+        patterns, lengths, heads, head_dims, device, rows: as in `backends`.
+
+    Yields:
+        (deterministic, free), causal or not.
+    """
+    for length, (label, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
+        work = Workload(pattern, length, max(1, min(heads, rows // length)), head_dim, device, is_causal)
+        free = _side(work, "triton", label, "backward")
+        free = replace(free, parameters={**free.parameters, "sweep": "determinism"})
+
+        def run(free=free) -> Results:
+            before = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(True)
+            try:
+                return free.run()
+            finally:
+                torch.use_deterministic_algorithms(before)
+
+        yield replace(free, name="triton, deterministic", run=run), free
 
 
 def layouts(

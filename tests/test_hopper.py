@@ -94,7 +94,7 @@ def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, b
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served, head_dim, is_causal):
     tensors = drawn(4096, 4, 2, head_dim, torch.bfloat16)
-    pattern = DilatedPattern((512, 1024, 4096), (1, 2, 3))
+    pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
     assert torch.equal(served(tensors, pattern)[0], served(tensors, pattern)[0])
     with determinism(True):
         first, second = (served(tensors, pattern, is_causal=is_causal) for _ in range(2))
