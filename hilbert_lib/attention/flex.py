@@ -50,7 +50,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
     once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
     run = _compiled() if q.is_cuda else flex_attention
-    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
+    # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
+    kept = torch._functorch.config.patch(donated_buffer=False)
+    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept:
         out, more = run(
             *(_Permuted.apply(x, order.perm, order.inverse).transpose(1, 2) for x in (q, k, v)),
             score_mod=None if once else add_log_count,

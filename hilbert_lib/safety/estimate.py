@@ -273,20 +273,22 @@ def _of_views(given: tuple[Tensor, ...], call: Call, backend: str, direction: st
     return max(peak, held + returned)
 
 
-# FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept.
-FLEX_SORTED, FLEX_KEPT = 59, 14
+# FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept. And what
+# the first call of a shape takes beside its results, as a share of q.
+FLEX_SORTED, FLEX_KEPT, FLEX_FIRST = 59, 16, 0.25
 
 
 def _of_flex(given: tuple[Tensor, ...], direction: str) -> int:
-    # Highest point of `flex` on CUDA, where the call is the first of its pattern and length.
+    # Highest point of `flex` on CUDA: of a forward that is the first of its pattern and length, and of a backward
+    # after it, which runs the forward once more.
     q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
     batch, rows, heads, _ = q.shape
-    pairs, lse = heads * (-(-rows // FLEX_BLOCK)) ** 2, 4 * batch * rows * heads
-    stored = q.nbytes + 2 * k.nbytes  # in residue order
-    peak = stored + 2 * q.nbytes + 2 * lse  # the output in both orders
+    lse = 4 * batch * rows * heads
+    stored = q.nbytes + 2 * k.nbytes  # in residue order, and as much again for their gradients
     if direction == "backward":
-        peak += q.nbytes + stored + q.nbytes  # dout, the gradients, and one of them in the order of the sequence
-    return max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + peak)
+        return 2 * stored + 3 * q.nbytes + 4 * lse  # out and dout in residue order, out in the sequence's
+    pairs = heads * (-(-rows // FLEX_BLOCK)) ** 2
+    return max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + stored + q.nbytes + 2 * lse + int(FLEX_FIRST * q.nbytes))
 
 
 def _of_fused(given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device) -> dict[str, int]:
