@@ -1,12 +1,11 @@
-"""What one rank measures of the ring: targets of `workers.run_ranks`, whose results JSON can hold.
+"""What ranks measure of the ring, one record a side as soon as it is found: the sweeps of notebook 07."""
 
-run_ranks("hilbert_lib.ring.benchmarks:measure", 4, {"tokens": 2**17, "heads": 16, "head_dim": 64,
-          "segment_lengths": [2048, 2**19], "dilation_rates": [1, 256], "sides": ["ring", "gathered"]})
-"""
-
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,148 +13,289 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.bench import RESULTS, read_records
+from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.exactness import sampled_errors
 from hilbert_lib.ring.plan import RingPlan, plan_ring
+from hilbert_lib.ring.workers import run_ranks
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-GATHERED, DENSE_RING = "gathered", "dense_ring"
+GATHERED, DENSE_RING = "gathered", "dense ring"
+ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
+SIDES = (*TRANSPORTS, GATHERED, DENSE_RING, *ORDERS)
 WARM_UP = 3
+SECONDS = 540.0  # of all that one number of ranks measures
+STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
 
 
-def measure(order: dict) -> list[dict]:
-    """Times forward and backward of one sequence on this rank, side by side.
+@dataclass(frozen=True)
+class Work:
+    """One sequence over some ranks, and what computes it in turn.
+
+    Attributes:
+        sweep: what it belongs to.
+        ranks: how many share it, in equal shards.
+        tokens: of the whole sequence.
+        heads, kv_heads, head_dim: sizes.
+        segment_lengths, dilation_rates: of the pattern.
+        sides: of `SIDES`. Transports compute by the library's own choice of backend. "gathered" gathers all k and v on
+            every rank once and attends to them; "dense ring" passes all of them round the ring and computes dense
+            attention, another function; the orders read k and v through the table of an order, by "auto".
+        is_causal: whether keys after the query are excluded.
+        backward: whether gradients are computed too.
+        repetitions: samples a side.
+        dtype: of q, k and v.
+    """
+
+    sweep: str
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    sides: tuple[str, ...] = ("auto",)
+    is_causal: bool = False
+    backward: bool = True
+    repetitions: int = 10
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates", "sides"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if unknown := set(self.sides) - set(SIDES):
+            raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
+        if self.tokens % self.ranks:
+            raise ValueError(f"tokens must be a multiple of the ranks, {self.ranks}, got {self.tokens}")
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """Its pattern."""
+        return DilatedPattern(self.segment_lengths, self.dilation_rates)
+
+    def plan(self, side: str) -> RingPlan:
+        """What a side sends and computes; of "gathered" what it computes."""
+        return plan_ring(
+            DilatedPattern((self.tokens,), (1,)) if side == DENSE_RING else self.pattern,
+            (self.tokens // self.ranks,) * self.ranks,
+            batch=1,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=getattr(torch, self.dtype),
+            is_causal=self.is_causal,
+            transport={DENSE_RING: "ring"}.get(side, side if side in TRANSPORTS else "auto"),
+        )
+
+    def identity(self, side: str) -> dict:
+        """What a record of a side is known by."""
+        given = asdict(self)
+        del given["sides"], given["repetitions"]
+        return json.loads(json.dumps({**given, "side": side}))
+
+
+def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | None = None) -> list[dict]:
+    """Measure works, those of equal ranks in one process group, and print a line for each side.
+
+    What the folder's results.jsonl holds from this code on this hardware is not measured again, and what ranks found
+    before one of them failed is in it.
 
     Args:
-        order: tokens (of a rank), heads, head_dim, segment_lengths, dilation_rates and sides; by default kv_heads =
-            heads, is_causal = False, dtype = "bfloat16", backend = "auto", validate = False and repetitions = 10. Sides
-            are the transports; "gathered", where every rank gathers all k and v once and attends to them; and
-            "dense_ring", which passes all of them round the ring and computes dense attention, another function.
+        works: what to measure.
+        output_dir: folder of results.jsonl; empty writes nothing.
+        backend: as in `run_ranks`.
 
     Returns:
-        For each side: its name, planned bytes sent, forward_ms and backward_ms (median of the slowest rank's times),
-        tokens_per_s (of this rank, forward and backward), bytes_per_s (sent, over the pass), peak_bytes on this rank's
-        GPU (None without one), and hidden_forward and hidden_backward, the shares of the exchange's kernels' time in
-        which other kernels ran (None where nothing is exchanged, or without a GPU).
+        The records of `measure`, in order, each with its environment.
+
+    Raises:
+        RankError: as `run_ranks`.
     """
-    return [_side(name, order) for name in order["sides"]]
+    works, facts = list(works), environment()
+    path = Path(output_dir) / RESULTS
+    known = read_records(path) if output_dir and path.exists() else []
+    known = [one for one in known if all(one["environment"].get(name) == facts[name] for name in MACHINE)]
+    found = {_key(one): one for one in known}
+    for ranks in sorted({work.ranks for work in works}):
+        todo = []
+        for work in works:
+            sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
+            if work.ranks == ranks and sides:
+                todo.append(asdict(replace(work, sides=sides)))
+        if todo:
+            order = {"works": todo, "output_dir": str(Path(output_dir).resolve()) if output_dir else "", "facts": facts}
+            target = "hilbert_lib.ring.benchmarks:measure_all"
+            limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS}
+            records = run_ranks(target, ranks, order, backend=backend, **limits)[0]
+            found |= {_key(record): record for record in records}
+            print(*map(_line, records), sep="\n", flush=True)
+    return [found[_key(work.identity(side))] for work in works for side in work.sides]
 
 
-def _side(name: str, order: dict) -> dict:
-    q, k, v, dout = _inputs(order)
-    plan = _plan(name, order)
-    if name == GATHERED:
-        forward, backward = _gathered(q, k, v, dout, plan)
-    else:
-        forward, backward = _ring(q, k, v, dout, plan, name, order)
-    if q.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    forward_ms, backward_ms = _times(forward, backward, q.device, order.get("repetitions", 10))
-    peak_bytes = torch.cuda.max_memory_allocated() if q.is_cuda else None
-    # A backward runs once for each forward, in this order.
-    hidden_forward, hidden_backward = _hidden_share(forward, q.device), _hidden_share(backward, q.device)
-    cost = plan.ranks[dist.get_rank()]
-    sent = cost.sent_forward, cost.sent_backward
-    if name == GATHERED:
-        rows, ranks = k.numel() * 2, dist.get_world_size() - 1
-        sent = rows * k.element_size() * ranks, rows * 4 * ranks  # gradients are summed in float32
-    return {
-        "side": name,
-        "sent_forward": sent[0],
-        "sent_backward": sent[1],
-        "forward_ms": forward_ms,
-        "backward_ms": backward_ms,
-        "tokens_per_s": q.shape[1] / (forward_ms + backward_ms) * 1e3,
-        "bytes_per_s": sum(sent) / (forward_ms + backward_ms) * 1e3,
-        "peak_bytes": peak_bytes,
-        "hidden_forward": hidden_forward,
-        "hidden_backward": hidden_backward,
-    }
+def measure_all(order: dict) -> list[dict]:
+    """A target of `run_ranks`: measures "works", and adds each record to the results of "output_dir" with "facts"."""
+    records = []
+    for given in order["works"]:
+        for record in measure(Work(**given)):
+            records.append({**record, "environment": order["facts"]})
+            if order["output_dir"] and dist.get_rank() == 0:
+                with (Path(order["output_dir"]) / RESULTS).open("a") as file:
+                    file.write(json.dumps(records[-1]) + "\n")
+    return records
 
 
-def _inputs(order: dict) -> list[Tensor]:
+def measure(work: Work) -> list[dict]:
+    """Times one work on this rank and all others, its sides in turn.
+
+    Returns:
+        For each side its identity, and over all ranks: forward_ms and backward_ms (medians), forward_samples_ms and
+        backward_samples_ms (each the slowest rank's); sent_forward and sent_backward (planned bytes of the costliest
+        rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
+        out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms and hidden, forward
+        and backward: how long the exchange's kernels ran, and the share of it under other kernels (of the rank where
+        that is least; None where nothing is exchanged, or without a GPU). What was not asked for is None.
+    """
+    q, k, v, dout = _inputs(work)
+    passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
+    records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
+    for side, record in records.items():
+        record |= _checked(side, work, passes[side], (q, k, v, dout))
+    for side, times in _times(passes, work, q.device).items():
+        for name, samples in times.items():
+            records[side][f"{name}_samples_ms"] = samples
+            records[side][f"{name}_ms"] = statistics.median(samples) if samples else None
+    for side, record in records.items():
+        forward, backward = passes[side]
+        record["exchange_ms_forward"], record["hidden_forward"] = _traced(forward, q.device)
+        # A backward runs once for each forward, in this order.
+        record["exchange_ms_backward"], record["hidden_backward"] = (
+            _traced(backward, q.device) if work.backward else (None, None)
+        )
+    return list(records.values())
+
+
+def _inputs(work: Work) -> list[Tensor]:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    heads, kv_heads = order["heads"], order.get("kv_heads", order["heads"])
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    dtype = getattr(torch, order.get("dtype", "bfloat16"))
-    shapes = [(1, order["tokens"], n, order["head_dim"]) for n in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes)
-    return [*(x.requires_grad_() for x in (q, k, v)), dout]
+    rows = work.tokens // work.ranks
+    shapes = [(1, rows, n, work.head_dim) for n in (work.heads, work.kv_heads, work.kv_heads)]
+    shapes += [shapes[0]] * work.backward
+    like = {"generator": generator, "dtype": getattr(torch, work.dtype), "device": device}
+    q, k, v, *dout = (torch.randn(shape, **like) for shape in shapes)
+    return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 
 
-def _plan(name: str, order: dict) -> RingPlan:
-    lengths = (order["tokens"],) * dist.get_world_size()
-    pattern = DilatedPattern(tuple(order["segment_lengths"]), tuple(order["dilation_rates"]))
-    return plan_ring(
-        DilatedPattern((sum(lengths),), (1,)) if name == DENSE_RING else pattern,
-        lengths,
-        batch=1,
-        heads=order["heads"],
-        kv_heads=order.get("kv_heads", order["heads"]),
-        head_dim=order["head_dim"],
-        dtype=getattr(torch, order.get("dtype", "bfloat16")),
-        is_causal=order.get("is_causal", False),
-        transport=name if name in TRANSPORTS else "ring",
-    )
-
-
-def _ring(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: RingPlan, name: str, order: dict) -> tuple[Pass, Pass]:
-    options = {
-        "transport": name if name in TRANSPORTS else "ring",
-        "is_causal": plan.is_causal,
-        "backend": order.get("backend", "auto"),
-        "validate": order.get("validate", False),
+def _planned(side: str, work: Work) -> dict:
+    plan = work.plan(side)
+    most = {name: max(getattr(cost, name) for cost in plan.ranks) for name in ("sent_forward", "sent_backward")}
+    if side == GATHERED:
+        rows = 2 * (work.tokens // work.ranks) * work.kv_heads * work.head_dim * (work.ranks - 1)
+        most = {"sent_forward": rows * plan.dtype.itemsize, "sent_backward": rows * 4}  # gradients summed in float32
+    memory = "memory_backward" if work.backward else "memory_forward"
+    return {
+        **most,
+        "flop_forward": max(cost.flop_forward for cost in plan.ranks),
+        "planned_bytes": None if side == GATHERED else max(getattr(cost, memory) for cost in plan.ranks),
     }
-    ring_dilated_attention(q, k, v, plan.pattern, **options | {"validate": True})
-    graph: list[Tensor] = []
 
-    def forward() -> None:
+
+def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
+    # The forward keeps its output for the backward after it, which drops it.
+    if side == GATHERED:
+        return _gathered(work, q, k, v, dout)
+    plan, graph = work.plan(side), []
+    options = {"transport": side if side in TRANSPORTS else "auto", "is_causal": work.is_causal}
+    if side == DENSE_RING:
+        options["transport"] = "ring"
+    if side in ORDERS:
+        options["kv_ordering"] = OrderingSpec(ORDERS[side])
+        order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
+        k, v = (order.apply(x.detach(), dim=1).requires_grad_(work.backward) for x in (k, v))
+
+    def forward() -> Tensor:
         graph[:] = [ring_dilated_attention(q, k, v, plan.pattern, **options)]
+        options["validate"] = False  # the first call has, and the shards are equal
+        return graph[0]
 
-    return forward, lambda: torch.autograd.grad(graph[0], (q, k, v), dout)
+    return forward, lambda: torch.autograd.grad(graph.pop(), (q, k, v), dout)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: RingPlan) -> tuple[Pass, Pass]:
-    start, ranks = plan.starts[dist.get_rank()], dist.get_world_size()
-    graph: list[Tensor] = []
+def _gathered(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
+    start, graph = work.tokens // work.ranks * dist.get_rank(), []
 
-    def forward() -> None:
-        parts = [[torch.empty_like(x) for _ in range(ranks)] for x in (k, v)]
+    def forward() -> Tensor:
+        parts = [[torch.empty_like(x) for _ in range(work.ranks)] for x in (k, v)]
         for gathered, x in zip(parts, (k, v), strict=True):
             dist.all_gather(gathered, x.detach())
-        both = [torch.cat(some, 1).requires_grad_() for some in parts]
-        graph[:] = [
-            dilated_attention(q, *both, plan.pattern, is_causal=plan.is_causal, query_start=start),
-            *both,
-        ]
+        both = [torch.cat(some, 1).requires_grad_(work.backward) for some in parts]
+        graph[:] = dilated_attention(q, *both, work.pattern, is_causal=work.is_causal, query_start=start), *both
+        return graph[0]
 
-    def backward() -> None:
+    def backward() -> tuple[Tensor, ...]:
         out, *both = graph
-        _, *grads = torch.autograd.grad(out, (q, *both), dout)
+        graph.clear()
+        dq, *grads = torch.autograd.grad(out, (q, *both), dout)
+        own = []
         for grad in grads:
-            parts = [part.float().contiguous() for part in grad.chunk(ranks, 1)]
-            dist.reduce_scatter(torch.empty_like(parts[0]), parts)
+            parts = [part.float().contiguous() for part in grad.chunk(work.ranks, 1)]
+            own.append(torch.empty_like(parts[0]))
+            dist.reduce_scatter(own[-1], parts)
+        return dq, *own
 
     return forward, backward
 
 
-def _times(forward: Pass, backward: Pass, device: torch.device, repetitions: int) -> list[float]:
-    """Median times in ms of the slowest rank of each repetition."""
-    samples = []
-    for _ in range(WARM_UP + repetitions):
-        times = []
-        for run in (forward, backward):
-            _wait(device)
-            dist.barrier()
-            started = time.perf_counter()
-            run()
-            _wait(device)
-            times.append((time.perf_counter() - started) * 1e3)
-        samples.append(times)
-    slowest = torch.tensor(samples[WARM_UP:], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [statistics.median(column) for column in slowest.T.tolist()]
+def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
+    # The first call compiles; the second one's memory is looked at, and its results.
+    q, k, v, dout = inputs
+    forward, backward = passes
+    for _ in range(2):
+        if q.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        out = forward().detach()
+        dq = backward()[0] if work.backward else None
+        peak = torch.cuda.max_memory_allocated() if q.is_cuda else None
+    if peak is not None:
+        peak = int(_over_ranks(float(peak), q.device, dist.ReduceOp.MAX))
+    errors = {"out": None, "dq": None}
+    if side != DENSE_RING:
+        tensors = [x if x is None else x.detach() for x in (q, k, v, dout)]
+        errors = sampled_errors(*tensors, out, dq, work.pattern, is_causal=work.is_causal)
+    return {"peak_bytes": peak, **{f"{name}_error": error for name, error in errors.items()}}
+
+
+def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """Times in ms, of the slowest rank in each repetition."""
+    names = ("forward", "backward")[: 1 + work.backward]
+    samples = {side: {name: [] for name in names} for side in passes}
+    for _ in range(min(WARM_UP, work.repetitions) + work.repetitions):
+        for side, calls in passes.items():
+            for name, call in zip(names, calls, strict=False):
+                _meet(device)
+                started = time.perf_counter()
+                call()
+                _wait(device)
+                samples[side][name].append((time.perf_counter() - started) * 1e3)
+    slowest = {}
+    for side, times in samples.items():
+        slowest[side] = {"forward": [], "backward": []}
+        for name, each in times.items():
+            taken = torch.tensor(each[-work.repetitions :], device=device)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            slowest[side][name] = taken.tolist()
+    return slowest
+
+
+def _meet(device: torch.device) -> None:
+    _wait(device)
+    dist.barrier()
+    _wait(device)
 
 
 def _wait(device: torch.device) -> None:
@@ -163,17 +303,31 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _hidden_share(run: Pass, device: torch.device) -> float | None:
+def _over_ranks(value: float, device: torch.device, how: dist.ReduceOp.RedOpType) -> float:
+    both = torch.tensor([value], device=device, dtype=torch.float64)
+    dist.all_reduce(both, how)
+    return both.item()
+
+
+def _traced(run: Pass, device: torch.device) -> tuple[float | None, float | None]:
+    # Longest time of the exchange's kernels, in ms, and the least share of it that is hidden, over the ranks.
     if device.type != "cuda":
-        return None
+        run()
+        return None, None
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        _meet(device)  # a profile begins at another time on each rank
         run()
         _wait(device)
     kernels: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels["nccl" in event.name].append((event.time_range.start, event.time_range.end))
-    return covered(kernels[True], by=kernels[False]) if kernels[True] else None
+            kernels["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    exchange = sorted(kernels[True])[1:]  # without the barrier
+    took = sum(end - begin for begin, end in _joined(exchange)) / 1e3
+    share = covered(exchange, by=kernels[False]) if exchange else 1.0
+    longest = _over_ranks(took, device, dist.ReduceOp.MAX)
+    least = _over_ranks(share, device, dist.ReduceOp.MIN)
+    return (longest, least) if longest else (None, None)
 
 
 def covered(intervals: Iterable[tuple[float, float]], by: Iterable[tuple[float, float]]) -> float:
@@ -182,19 +336,33 @@ def covered(intervals: Iterable[tuple[float, float]], by: Iterable[tuple[float, 
     >>> covered([(0, 4), (6, 8)], by=[(1, 2), (3, 7)])
     0.5
     """
-    points = sorted(
-        [
-            (time, kind, step)
-            for kind, some in enumerate((intervals, by))
-            for a, b in some
-            for time, step in ((a, 1), (b, -1))
-        ]
-    )
-    open_now, whole, both, before = [0, 0], 0.0, 0.0, None
-    for moment, kind, step in points:
-        if before is not None and open_now[0]:
-            whole += moment - before
-            both += (moment - before) if open_now[1] else 0.0
-        open_now[kind] += step
-        before = moment
-    return both / whole if whole else 0.0
+    whole = list(_joined(intervals))
+    others = list(_joined(by))
+    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in whole for c, d in others)
+    length = sum(b - a for a, b in whole)
+    return shared / length if length else 0.0
+
+
+def _joined(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    begin = end = None
+    for a, b in sorted(intervals):
+        if end is not None and a <= end:
+            end = max(end, b)
+            continue
+        if end is not None:
+            yield begin, end
+        begin, end = a, b
+    if end is not None:
+        yield begin, end
+
+
+def _key(record: dict) -> str:
+    names = (*Work.__dataclass_fields__, "side")
+    return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)
+
+
+def _line(record: dict) -> str:
+    title = f"{record['sweep']}, {record['ranks']} ranks, {record['tokens']:,} tokens, {record['side']}"
+    times = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in ("forward", "backward") if record[f"{name}_ms"]]
+    errors = [f"{name} {record[f'{name}_error']:.1e}" for name in ("out", "dq") if record[f"{name}_error"] is not None]
+    return f"{title}: {', '.join(times)}; error of {', '.join(errors) or 'nothing'}"

@@ -1,0 +1,219 @@
+"""Neighbourhood attention is one function in every order, and its blocks and bytes are what the library predicts."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from hilbert_lib.attention.neighbourhood import (
+    exact_dk_dv,
+    exact_dq,
+    exact_out,
+    neighbourhood_attention,
+    neighbourhood_mask,
+    reference,
+)
+from hilbert_lib.locality.neighbourhood import block_shares, count_blocks, count_exchange, neighbourhood_orderings
+from hilbert_lib.neighbourhood import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
+from hilbert_lib.ordering import Ordering
+
+CASES = [((16, 16), 5), ((16, 16), 9), ((13, 10), 4), ((24, 20), 7), ((9, 9), 9), ((1, 30), 1)]
+ORDERS = ("raster", "snake", "tile", "morton", "hilbert", "random")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0][0]}x{case[0][1]}-{case[1]}")
+def near(request):
+    return Neighbourhood(*request.param)
+
+
+def dense(near):
+    """The mask by the definition, pair by pair: (queries, keys) bool in raster order."""
+    rows, cols = near.shape
+
+    def window(x, side):
+        begin = min(max(x - near.window // 2, 0), side - near.window)
+        return range(begin, begin + near.window)
+
+    mask = torch.zeros(rows, cols, rows, cols, dtype=torch.bool)
+    for y in range(rows):
+        for x in range(cols):
+            for key_row in window(y, rows):
+                mask[y, x, key_row, window(x, cols)] = True
+    return mask.view(near.length, near.length)
+
+
+def tensors(near, count=3):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, near.length, 2, 8, generator=generator, dtype=torch.float64) for _ in range(count))
+
+
+def ordering(near, order):
+    return neighbourhood_orderings(near.shape)[order]
+
+
+def test_every_query_attends_to_a_window_that_is_moved_inside_the_grid(near):
+    mask, position = dense(near), torch.arange(near.length)
+    assert near.attends(position[:, None], position).equal(mask)
+    assert (mask.sum(1) == near.window**2).all()
+    assert near.pairs == mask.sum()
+    for p in range(near.length):
+        assert near.keys(p).equal(mask[p].nonzero()[:, 0])
+        assert near.queries(p).equal(mask[:, p].nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_output_does_not_depend_on_the_order_of_storage(near, order):
+    own = ordering(near, order)
+    stored = (own.apply(x, dim=1) for x in tensors(near))
+    out = own.undo(neighbourhood_attention(*stored, near, ordering=own, block_size=32), dim=1)
+    torch.testing.assert_close(out, reference(*tensors(near), near), atol=1e-12, rtol=0)
+
+
+def test_the_oracle_is_dense_attention_under_the_mask(near):
+    q, k, v = (x.transpose(1, 2) for x in tensors(near))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense(near)).transpose(1, 2)
+    torch.testing.assert_close(reference(*tensors(near), near), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("q_block", "kv_block"), [(16, 16), (32, 16), (16, 64)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_predicted_blocks_equal_those_of_flex_attention(near, order, q_block, kv_block):
+    perm = ordering(near, order).perm
+    made = create_block_mask(
+        lambda b, h, query, key: near.attends(perm[query], perm[key]),
+        *(None, None, near.length, near.length),
+        device="cpu",
+        BLOCK_SIZE=(q_block, kv_block),
+    )
+    blocks = mask_blocks(near, ordering(near, order), q_block=q_block, kv_block=kv_block)
+    assert blocks.partial.equal(listed(made.kv_num_blocks, made.kv_indices))
+    assert blocks.full.equal(listed(made.full_kv_num_blocks, made.full_kv_indices))
+
+
+def listed(counts, indices):
+    """Lists of blocks, as FlexAttention keeps them, as a table."""
+    table = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for row, (count, columns) in enumerate(zip(counts[0, 0], indices[0, 0], strict=True)):
+        table[row, columns[:count].long()] = True
+    return table
+
+
+def test_the_mask_that_the_kernel_reads_holds_the_predicted_blocks_both_ways(near):
+    own = ordering(near, "hilbert")
+    blocks = mask_blocks(near, own, q_block=16, kv_block=16)
+    mask = neighbourhood_mask(near, own, 16, torch.device("cpu"))
+    assert listed(mask.kv_num_blocks, mask.kv_indices).equal(blocks.partial)
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).equal(blocks.full)
+    assert listed(mask.q_num_blocks, mask.q_indices).equal(blocks.partial.T)
+    assert listed(mask.full_q_num_blocks, mask.full_q_indices).equal(blocks.full.T)
+
+
+def test_the_cases_above_have_full_blocks():
+    near = Neighbourhood((16, 16), 9)
+    assert mask_blocks(near, ordering(near, "hilbert"), q_block=16, kv_block=16).full.any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pairs_of_a_block_are_counted(near, order):
+    perm = ordering(near, order).perm
+    stored = dense(near)[perm][:, perm]
+    pairs = block_pairs(near, ordering(near, order), q_block=20, kv_block=30)
+    blocks = [[block.sum() for block in rows.split(30, dim=1)] for rows in stored.split(20)]
+    assert pairs.equal(torch.tensor(blocks))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_exchanged_are_those_that_windows_reach_on_other_ranks(near, order):
+    perm = ordering(near, order).perm
+    runs = perm.tensor_split(4)
+    mask = dense(near)
+    expected = [[int(mask[mine][:, theirs].any(0).sum()) * (mine is not theirs) for theirs in runs] for mine in runs]
+    assert rows_exchanged(near, ordering(near, order), 4).tolist() == expected
+
+
+def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
+    q, k, v, dout = tensors(near, 4)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = reference(*leaves, near)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    close = {"atol": 1e-12, "rtol": 0}
+    for p in (0, near.length // 2, near.length - 1):
+        torch.testing.assert_close(exact_out(q, k, v, near, head=1, query=p), out[0, p, 1].detach(), **close)
+        torch.testing.assert_close(exact_dq(q, k, v, dout, near, head=1, query=p), dq[0, p, 1], **close)
+        exact = exact_dk_dv(q, k, v, dout, near, head=1, key=p)
+        torch.testing.assert_close(exact, (dk[0, p, 1], dv[0, p, 1]), **close)
+
+
+def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide_and_raster_where_a_row_is_a_block():
+    counts = count_blocks([(64, 64), (40, 48)], windows=[5, 13, 41], block_sizes=[64])
+    assert set(counts.window[counts.grid == "40 x 48"]) == {5, 13}, "a window wider than the grid was not left out"
+    touched = counts.pivot(index=["grid", "window"], columns="order", values="touched")
+    wide = touched.xs(13, level="window")
+    assert (wide.hilbert < wide.raster).all()
+    assert touched.loc[("64 x 64", 5)].raster < touched.loc[("64 x 64", 5)].hilbert
+    assert (touched.random == touched.max(axis=1)).all()
+    # On sides of a power of two, blocks of 64 are the same squares of 8 x 8 cells.
+    assert (touched.loc["64 x 64", ["hilbert", "morton", "tile"]].nunique(axis=1) == 1).all()
+
+
+def test_used_is_the_share_of_pairs_that_attend():
+    near = Neighbourhood((16, 16), 5)
+    shares = block_shares(near, block_size=32)
+    means = shares[shares.share > 0].groupby("order").share.mean()
+    counts = count_blocks([(16, 16)], windows=[5], block_sizes=[32]).set_index("order")
+    assert (means - counts.used[means.index]).abs().max() < 1e-12
+
+
+def test_bytes_exchanged_are_of_k_and_v():
+    near = Neighbourhood((8, 8), 3)
+    table = count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
+    needed = rows_exchanged(near, ordering(near, "tile"), 4)
+    assert table.total_bytes["tile"] == 20 * needed.sum()
+    assert table.most_bytes["tile"] == 20 * needed.sum(1).max()
+    assert table.most_peers["raster"] == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: Neighbourhood((4, 4, 4), 2), "shape"),
+        (lambda: Neighbourhood((4, 8), 5), "window"),
+        (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
+        (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
+        (lambda: rows_exchanged(Neighbourhood((4, 4), 3), Ordering.linear(16), 17), "ranks"),
+        (lambda: reference(*[torch.ones(1, 15, 1, 2)] * 3, Neighbourhood((4, 4), 3)), "q must"),
+    ],
+)
+def test_what_is_not_allowed_is_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+def test_one_compilation_serves_every_order_and_window_of_a_grid():
+    torch._dynamo.reset()
+    run = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="eager")
+    q = torch.ones(1, 2, 256, 8)
+    before = counters["stats"]["unique_graphs"]
+    for window, order in ((3, "raster"), (5, "hilbert"), (16, "random")):
+        near = Neighbourhood((16, 16), window)
+        run(q, q, q, block_mask=neighbourhood_mask(near, ordering(near, order), 16, torch.device("cpu")))
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("order", ORDERS)
+def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
+    near = Neighbourhood((32, 24), 9)
+    own = ordering(near, order).to("cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, near.length, 2, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+    leaves = [own.apply(x, dim=1).requires_grad_() for x in (q, k, v)]
+    out = neighbourhood_attention(*leaves, near, ordering=own, block_size=block_size)
+    gradients = torch.autograd.grad(out, leaves, own.apply(dout, dim=1))
+    exact_leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = reference(*exact_leaves, near)
+    expected = (exact, *torch.autograd.grad(exact, exact_leaves, dout.double()))
+    for result, true in zip((out, *gradients), expected, strict=True):
+        difference = own.undo(result.detach(), dim=1).double() - true.detach()
+        assert difference.norm() < 0.01 * true.norm()
