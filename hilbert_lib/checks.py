@@ -1,7 +1,9 @@
-"""What counts as an integer, a sequence of them or a device: one judgement for every room."""
+"""What counts as an integer, a number, a sequence or a device: one judgement for every room."""
 
+import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 import torch
@@ -36,6 +38,23 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name} must be an integer{_range(least, most)}, got {number}")
     return number
+
+
+def number(name: str, value: object) -> float:
+    """An argument as a float.
+
+    Raises:
+        TypeError: for what is no number, a bool among it.
+
+    >>> number("seconds", 1)
+    1.0
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _range(least: int | None, most: int | None) -> str:

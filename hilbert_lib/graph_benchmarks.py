@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from hilbert_lib import checks
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.paired import Results, Side, ratio_table, relative_difference
 from hilbert_lib.pattern import DilatedPattern
@@ -75,7 +76,11 @@ def graph_gains(
         def call(prepared=prepared, direction=direction) -> Results:
             return _called(*prepared(), direction)
 
-        graph = cache(partial(captured, call))
+        @cache
+        def graph(call=call) -> tuple[torch.cuda.CUDAGraph, Results]:
+            with torch.cuda.device(device):  # a graph is of the current one's stream
+                return captured(call)
+
         fresh = cache(lambda prepared=prepared: [x.detach().clone() for x in prepared()[1]])
 
         def replay(graph=graph, fresh=fresh, prepared=prepared) -> Results:
@@ -142,5 +147,5 @@ def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
 
 def require_cuda(device: torch.device) -> None:
     """Raise ValueError unless a device is a CUDA device: graphs and the allocator's counters exist nowhere else."""
-    if device.type != "cuda":
+    if checks.device(device).type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}")

@@ -123,18 +123,21 @@ def pool_comparison(
         A record a workload and strategy, which `pool_table` tabulates. A workload without room is left out and said so.
 
     Raises:
-        ValueError: if device is no CUDA device.
+        ValueError: if device is no CUDA device, or direction another.
     """
     require_cuda(device)
+    if direction not in ("forward", "training"):
+        raise ValueError(f"direction must be forward or training, got {direction!r}")
     facts, records = environment(), []
     for lengths in workloads:
         works = {n: Workload(pattern, n, heads, head_dim, device, dtype=dtype) for n in lengths}
         parameters = {"sweep": sweep, "lengths": " ".join(map(str, lengths)), "direction": direction}
         parameters |= {name: value for name, value in works[lengths[0]].parameters.items() if name != "length"}
         try:
-            for record in _pool_records(lengths, works, parameters, curve, repetitions):
-                append_records([record], output_dir)
-                records.append({**record.record(), "environment": facts})
+            with torch.cuda.device(device):  # pools and graphs are of the current one
+                for record in _pool_records(lengths, works, parameters, curve, repetitions):
+                    append_records([record], output_dir)
+                    records.append({**record.record(), "environment": facts})
         except torch.OutOfMemoryError as error:
             print(f"{lengths}: left out, no room: {str(error).splitlines()[0]}", flush=True)
     return records

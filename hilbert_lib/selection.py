@@ -11,10 +11,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.choice import rule_for
-from hilbert_lib.attention.remembered import ShapeClass, remember
+from hilbert_lib.attention.remembered import ShapeClass, device_name, remember
 from hilbert_lib.bench import Case, append_records, compare_paired
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.ordering import Ordering
@@ -65,7 +65,13 @@ def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> It
 
     Yields:
         (candidate, automatic choice).
+
+    Raises:
+        ValueError: for a name that no backend has.
     """
+    for name in names:
+        if name not in BACKENDS:
+            raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {name!r}")
     for (label, work), gradient in product(grid, (False, True)):
         yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
 
@@ -136,14 +142,15 @@ def choice_table(records: list[dict]) -> pd.DataFrame:
 
 
 def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
-    """What one backend for all works would cost: those that serve every work, beside the automatic choice.
+    """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
 
     Args:
         choices: `choice_table`.
 
     Returns:
-        backend, served (how many works), slower (geometric mean of its time over the automatic choice's, on those),
-        worst (the largest).
+        A row for each backend that serves a work, in the order of `BACKENDS`: backend, served (how many works; only one
+        that serves them all could be fixed), slower (geometric mean of its time over the automatic choice's, on those),
+        worst (the largest of these ratios).
     """
     rows = []
     for name in (name for name in BACKENDS if name in choices):
@@ -220,7 +227,7 @@ def _fits(work: Workload, name: str, gradient: bool) -> bool:
 def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
     """The class of calls that a measurement of this work speaks for."""
     sizes = work.length, work.heads, work.head_dim
-    return ShapeClass(work.device.type, work.dtype, *sizes, work.is_causal, gradient, work.pattern)
+    return ShapeClass(device_name(work.device), work.dtype, *sizes, work.is_causal, gradient, work.pattern)
 
 
 def select_attention_backend(
@@ -246,6 +253,8 @@ def select_attention_backend(
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
     'sdpa'
     """
+    if not isinstance(benchmark_backends, bool):
+        raise TypeError(f"benchmark_backends must be True or False, got {benchmark_backends!r}")
     explain = partial(explain_backend, q, k, v, pattern, **options)
     explanation = explain()
     if benchmark_backends:
@@ -264,9 +273,9 @@ def select_attention_backend(
 
 
 def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
-    # The sequences of a batch count as heads.
+    # The sequences of a batch count as heads; autocast decides in which dtype a call will run.
     batch, length, heads, head_dim = q.shape
-    dtype = str(q.dtype).removeprefix("torch.")
+    dtype = str(autocast_dtype(q)).removeprefix("torch.")
     return Workload(pattern, length, batch * heads, head_dim, q.device, is_causal, dtype=dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
-from hilbert_lib.attention import choice, remembered, rules
+from hilbert_lib.attention import choice, packages, remembered, rules
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remembered_rules
@@ -16,6 +16,8 @@ from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.hardware import ARCHITECTURES
 from hilbert_lib.kernel_benchmarks import committed_records
 from hilbert_lib.paired import side_table
+from hilbert_lib.selection import shape_class
+from hilbert_lib.workload import Workload
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
 SHAPE = ShapeClass("cpu", "float32", 64, 2, 8, False, False, PATTERN)
@@ -216,6 +218,26 @@ def test_select_attention_backend_raises_where_nothing_serves_or_nothing_can_be_
         select_attention_backend(q[:, 2:], k, v, PATTERN, query_start=2, benchmark_backends=True)
 
 
+@pytest.mark.parametrize("flag", [1, "yes", None])
+def test_benchmark_backends_is_a_flag(flag):
+    with pytest.raises(TypeError, match="benchmark_backends must be True or False, got"):
+        select_attention_backend(*tensors(), PATTERN, benchmark_backends=flag)
+
+
+@pytest.mark.parametrize("order", [(), ("sdpa",), ("eager", "fast")])
+def test_an_order_that_could_not_be_read_again_is_not_kept(order, place):
+    with pytest.raises(ValueError, match="order must"):
+        remember(SHAPE, order, {})
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("package", ["", "flash_attn", None])
+def test_an_unknown_package_is_refused(package):
+    for ask in (packages.absence, packages.state):
+        with pytest.raises(ValueError, match="package must be one of flash_attn_2, "):
+            ask(package)
+
+
 def test_a_remembered_choice_is_traced_in_one_graph():
     remember(SHAPE, ("eager",), {})
     q, k, v = tensors()
@@ -265,3 +287,32 @@ def test_the_rule_for_orderings_is_the_committed_records():
     copy = side_table(records, "ceilings").set_index("name").gb_per_s["copy"]
     moved = 2 * 2 * 2**20 * 8 * 32  # k and v, read and written: 8 heads of 32 bytes
     assert rules.ORDERING_RULES[0].calls == int(moved / copy / 1e6 / saved_ms)
+
+
+def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        select_attention_backend(q, k, v, PATTERN, benchmark_backends=True)
+        assert explain_backend(q, k, v, PATTERN).is_measured
+    assert not explain_backend(q, k, v, PATTERN).is_measured
+    (path,) = place.iterdir()
+    assert json.loads(path.read_text())["dtype"] == "bfloat16"
+
+
+def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkeypatch):
+    models = {
+        "cuda:0": ("NVIDIA A100", "Ampere"),
+        "cuda:1": ("NVIDIA H200", "Hopper"),
+        "cuda:2": ("NVIDIA H200", "Hopper"),
+    }
+
+    def info(device):
+        name, architecture = models[str(device)]
+        return SimpleNamespace(name=name, architecture=architecture, capability=(9, 0))
+
+    for module in (choice, remembered):
+        monkeypatch.setattr(module, "get_gpu_info", info)
+    work = Workload(PATTERN, 64, 2, 8, torch.device("cuda:1"))
+    remember(shape_class(work, gradient=False), ("eager",), {})
+    orders = [choice._rules(torch.device(name), torch.bfloat16)[0].order for name in models]
+    assert orders == [HALF_RULES["Ampere"][0].order, ("eager",), ("eager",)]

@@ -87,3 +87,15 @@ def test_this_gpu_is_known():
     assert info == get_gpu_info(torch.device("cuda", torch.cuda.current_device()))
     assert info.memory_bytes > 2**30
     assert info.l2_bytes > 2**18
+
+
+def test_each_gpu_of_several_is_told_apart(monkeypatch):
+    models = [((8, 0), "A100"), ((9, 0), "H200")]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: models[device.index or 0][0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(models[device.index or 0][1]))
+    assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
+    assert get_gpu_info("cuda:1").name == "H200"
+    assert get_gpu_info() == get_gpu_info("cuda:0")

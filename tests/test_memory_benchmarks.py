@@ -1,6 +1,7 @@
 """The measurements of graphs, pools and caches: both sides compute one function, and the tables hold what was seen."""
 
 import json
+from contextlib import nullcontext
 
 import pandas as pd
 import pytest
@@ -42,6 +43,7 @@ def on_cpu(monkeypatch):
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for name, count in (("memory_allocated", 2), ("memory_reserved", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, count=count: count)
         monkeypatch.setattr(torch.cuda, f"max_{name}", lambda device, count=count: 10 * count)

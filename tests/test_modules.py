@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
@@ -247,6 +248,23 @@ def test_another_length_is_not_compiled_again():
         torch._dynamo.mark_dynamic(x, 1)
         with torch.compiler.set_stance(stance):
             assert torch.equal(compiled(x)[0], ours(x)[0])
+
+
+def test_with_an_ordering_each_length_is_compiled_once_and_past_torchs_limit_runs_uncompiled():
+    programs = CompileCounter()
+    ours = DilatedAttention(DILATED, kv_ordering=HILBERT)
+    compiled = torch.compile(ours, backend=programs)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length, expected in ((12, 1), (9, 2), (12, 2), (10, 2)):
+            q, k, v = tokens(3, 1, length, 2)
+            assert torch.equal(compiled(q, k, v), ours(q, k, v))
+            assert programs.frame_count == expected
+        torch.compiler.reset()
+        strict = torch.compile(ours, backend=programs, fullgraph=True)
+        for length in (12, 9):
+            strict(*tokens(3, 1, length, 2))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            strict(*tokens(3, 1, 10, 2))
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")

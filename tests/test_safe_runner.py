@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hilbert_lib.bench import read_records
+from hilbert_lib.safety import benchmarks
 from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.estimate import MemoryEstimate
@@ -249,6 +250,20 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         statuses = {side: outcome["status"] for side, outcome in lines[1]["outcomes"].items()}
         assert statuses == {"good": "ok", "early": "ok", "hangs": "interrupted"}
         assert len(lines[1]["records"]) == 1
+
+
+def test_the_committed_record_is_the_newest_run_that_holds_points(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmarks, "REPORTS", tmp_path)
+    assert benchmarks.committed_lines() == []
+    outcome = {"status": "timed out", "cause": "longer than 1 s", "paired": False}
+    for run, dates in {"early": ["2026-01-01"], "late": ["2026-01-02", "2026-01-03"], "empty": []}.items():
+        path = tmp_path / "h200" / run / "04_safe_benchmarking-0" / benchmarks.POINTS
+        path.parent.mkdir(parents=True)
+        lines = [{"point": {"length": 8, "direction": "forward"}, "utc": date, "records": []} for date in dates]
+        path.write_text("".join(json.dumps({**line, "outcomes": {"eager": outcome}}) + "\n" for line in lines))
+    committed = benchmarks.committed_lines()
+    assert [line["utc"] for line in committed] == ["2026-01-02", "2026-01-03"]
+    assert benchmarks.outcome_table(committed).status.tolist() == ["timed out"] * 2
 
 
 def wait_for(condition, seconds):

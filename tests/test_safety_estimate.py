@@ -6,7 +6,7 @@ import torch
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import strided
 from hilbert_lib.attention.call import Call
-from hilbert_lib.safety import estimate
+from hilbert_lib.safety import benchmarks, estimate
 from hilbert_lib.safety.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.safety.memory import measure_peak
 
@@ -165,6 +165,22 @@ def test_items_are_the_inputs_the_outputs_and_the_workspace_and_print_shows_them
     assert one.total_gb == one.total / 2**30
     for name in ("q, k, v", "dout", "dq, dk, dv", "total"):
         assert name in str(one)
+
+
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+@pytest.mark.parametrize("backends", [["eager"], ["sdpa", "eager"]])
+def test_a_point_is_predicted_with_all_that_its_process_holds(monkeypatch, backends, direction):
+    monkeypatch.setattr(benchmarks, "measure_peak", lambda run, device: run() and 0)  # one profiler is enough
+    sizes = {"heads": 4, "head_dim": 64, "directions": [direction]}
+    (point,) = benchmarks.attention_points(ALIGNED, lengths=[8192], backends=backends, **sizes)
+
+    def measure():
+        cases = benchmarks.attention_cases(point)
+        first, *_ = next(cases)
+        return [first, *cases]
+
+    predicted = benchmarks.attention_estimate(point, "eager").total
+    assert predicted == pytest.approx(measure_peak(measure, "cpu"), rel=0.01)
 
 
 @pytest.mark.parametrize(

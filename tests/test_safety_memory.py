@@ -42,7 +42,8 @@ def test_the_reason_names_what_is_required_what_is_available_and_the_limit(machi
     assert "3.0 GB of host must stay free" in MemorySafetyChecker(CONFIG, "cpu").check_memory_available(1)[1]
 
 
-def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine):
+def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     checker = MemorySafetyChecker(CONFIG, "cuda:0")
     machine(gpu=(80, 70))
     assert checker.check_memory_available(50)[0]

@@ -53,6 +53,7 @@ def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, availabl
             return Memory("cuda:0", 80 * GB, available * GB), temperature
 
     monkeypatch.setattr(watch, "_Gpu", Gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     told = []
     with Watcher(SafetyConfig(), "cuda:0", on_limit=told.append) as one:
         time.sleep(0.3)

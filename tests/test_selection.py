@@ -61,6 +61,12 @@ def test_the_tables_say_what_the_choice_gains_and_loses(records):
     assert draw_choice(choices, source="here").axes[0].get_yticklabels()[0].get_text() == "a, 64, d=8"
 
 
+def test_a_comparison_with_an_unknown_backend_is_refused():
+    grid = [("a", Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"))]
+    with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):
+        next(selection.pairs(grid, ["eager", "fast"]))
+
+
 def test_candidates_are_neither_the_reference_nor_interpreted_kernels():
     work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
     assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -119,6 +118,20 @@ def explain_backend(
     return explain(q, call, backend, gradient=_needs_gradient(q, k, v), ordering=ordering)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention takes a tensor: under autocast what it casts to, all but float64 and integers.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     autocast_dtype(torch.ones(1))
+    torch.bfloat16
+    """
+    # As autocast does for scaled_dot_product_attention.
+    is_cast = x.is_floating_point() and x.dtype != torch.float64
+    if is_cast and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -133,12 +146,8 @@ def _validated(
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    scale = _number("scale", q.shape[3] ** -0.5 if scale is None else scale)
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"scale must be finite and above 0, got {scale}")
-    dropout_p = _number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale)
+    dropout_p = check_dropout("dropout_p", dropout_p)
     query_start = _checked_query_start(q, k, query_start)
     _check_padding(k, key_padding_mask)
     if kv_ordering is not None and kv_ordering != "auto":
@@ -147,10 +156,7 @@ def _validated(
             raise TypeError(f"kv_ordering must be an Ordering or None, got {got}")
         if kv_ordering.length != k.shape[1]:
             raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r}")
+    check_backend(backend)
     if query_start == 0 and q.shape[1] == k.shape[1]:
         query_start = None  # the same question, which every backend answers
     return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
@@ -164,18 +170,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
-    # Cast as autocast casts for scaled_dot_product_attention: floating tensors but float64.
-    if _has_autocast(q.device.type) and torch.is_autocast_enabled(q.device.type):
-        target = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(target) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise TypeError(f"{name} must be {allowed}; got {x.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
     batch, _, heads, head_dim = q.shape
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"q must have a head_dim from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
@@ -197,13 +200,41 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+def check_scale(scale: object) -> float:
+    """The argument as a float; TypeError or ValueError unless it is finite and above 0.
+
+    >>> check_scale(1)
+    1.0
+    """
+    factor = number("scale", scale)
+    if not 0.0 < factor < math.inf:
+        raise ValueError(f"scale must be finite and above 0, got {factor}")
+    return factor
+
+
+def check_dropout(name: str, share: object) -> float:
+    """The argument of that name as a float; TypeError or ValueError unless it is in [0, 1).
+
+    >>> check_dropout("dropout_p", 0)
+    0.0
+    """
+    dropped = number(name, share)
+    if not 0.0 <= dropped < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {dropped}")
+    return dropped
+
+
+def check_backend(backend: object) -> str:
+    """The argument; TypeError or ValueError unless it is "auto" or the name of a backend.
+
+    >>> check_backend("auto")
+    'auto'
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r}")
+    return backend
 
 
 def _checked_query_start(q: Tensor, k: Tensor, query_start: object) -> int | None:

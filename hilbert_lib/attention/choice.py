@@ -8,7 +8,7 @@ from torch import Tensor
 from hilbert_lib.attention import packages
 from hilbert_lib.attention.backends import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.remembered import MEASURED, pattern_key, remembered_rules
+from hilbert_lib.attention.remembered import MEASURED, device_name, pattern_key, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, ORDERING_RULES, OrderingRule, Rule
 from hilbert_lib.hardware import get_gpu_info
 from hilbert_lib.ordering import Ordering
@@ -139,7 +139,7 @@ def _rules(device: torch.device, dtype: torch.dtype) -> tuple[Rule, ...]:
         known = CPU_RULES
     else:
         known = HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULES
-    return (*remembered_rules(device.type, dtype), *known)
+    return (*remembered_rules(device_name(device), dtype), *known)
 
 
 def _architecture(device: torch.device) -> str:

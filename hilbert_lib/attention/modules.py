@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.checks import integer
+from hilbert_lib import checks
+from hilbert_lib.attention.api import check_backend, check_dropout, check_scale, dilated_attention
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -18,6 +18,9 @@ class DilatedAttention(nn.Module):
     """Exact dilated attention (LongNet, arXiv 2307.02486) of q, k and v, without parameters.
 
     Train and eval differ only by dropout, and `kv_ordering` never changes the output: it is where k and v lie.
+    torch.compile serves all lengths with one program, unless `kv_ordering` is a function of the length: the tables of
+    an ordering are constants of a program, so that each length is compiled apart. After 8 of them, which is
+    torch._dynamo.config.recompile_limit, others run uncompiled, or raise under fullgraph=True: pad to few lengths.
 
     Args:
         pattern: which keys a query sees.
@@ -29,8 +32,7 @@ class DilatedAttention(nn.Module):
         backend: as in `dilated_attention`.
 
     Raises:
-        TypeError: if pattern is no DilatedPattern.
-        ValueError: if dropout is not in [0, 1).
+        TypeError, ValueError: naming the argument, its value and what is allowed.
 
     >>> q = k = v = torch.ones(1, 8, 2, 4)
     >>> DilatedAttention(DilatedPattern((4, 8), (1, 2)))(q, k, v, is_causal=True).shape
@@ -49,13 +51,14 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        if not 0.0 <= dropout < 1.0:  # eval would never tell
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        if not (kv_ordering in (None, "auto") or isinstance(kv_ordering, Ordering) or callable(kv_ordering)):
+            allowed = "None, 'auto', an Ordering, or a function from a length to one"
+            raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
         self.pattern = pattern
-        self.dropout = dropout
-        self.scale = scale
+        self.dropout = check_dropout("dropout", dropout)  # eval would never tell
+        self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = kv_ordering
-        self.backend = backend
+        self.backend = check_backend(backend)
 
     def forward(
         self,
@@ -82,11 +85,13 @@ class DilatedAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `dilated_attention`.
         """
-        ordering = self.kv_ordering(k.shape[1]) if callable(self.kv_ordering) else self.kv_ordering
-        if isinstance(ordering, Ordering):
-            if ordering.length != k.shape[1]:
-                raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
-            k, v = ordering.apply(k, dim=1), ordering.apply(v, dim=1)
+        ordering = self.kv_ordering
+        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (k, v)):  # what else it is `dilated_attention` says
+            ordering = ordering(k.shape[1]) if callable(ordering) else ordering
+            if isinstance(ordering, Ordering):
+                if ordering.length != k.shape[1]:
+                    raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
+                k, v = ordering.apply(k, dim=1), ordering.apply(v, dim=1)
         return dilated_attention(
             q,
             k,
@@ -152,9 +157,12 @@ class MultiheadDilatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.embed_dim = integer("embed_dim", embed_dim, least=1)
-        self.num_heads = integer("num_heads", num_heads, least=1)
-        self.kv_heads = self.num_heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+        for name, flag in (("bias", bias), ("batch_first", batch_first)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}")
+        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1)
+        self.num_heads = checks.integer("num_heads", num_heads, least=1)
+        self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads must divide embed_dim {self.embed_dim}, got {self.num_heads}")
         if self.num_heads % self.kv_heads:
@@ -163,6 +171,7 @@ class MultiheadDilatedAttention(nn.Module):
         pattern.check_heads(self.kv_heads)
         self.head_dim = self.embed_dim // self.num_heads
         self.batch_first = batch_first
+        device = None if device is None else checks.device(device)
         rows = sum(self._projected())
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
         self.register_parameter(
@@ -208,8 +217,12 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"need_weights must be False: the weights are never all in memory; got {need_weights!r}")
         if attn_mask is not None and not is_causal:
             raise ValueError("attn_mask must be None unless is_causal=True: the pattern says which keys are seen")
+        if attn_mask is not None and not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask must be the causal mask, a tensor, or None; got {type(attn_mask).__name__}")
         key, value = query if key is None else key, query if value is None else value
         for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if x.is_nested:  # of nn.TransformerEncoder, unless it was built with enable_nested_tensor=False
                 raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one: pad it and pass a mask")
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:

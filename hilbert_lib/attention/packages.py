@@ -29,9 +29,14 @@ def absence(package: str) -> str:
     Args:
         package: "flash_attn_2", "flash_attn_3", "flash_attn_4" or "xformers".
 
+    Raises:
+        ValueError: for another name.
+
     >>> absence("xformers") == "" or "xformers" in absence("xformers")
     True
     """
+    if package not in _ABSENCE:
+        raise ValueError(f"package must be one of {', '.join(_ABSENCE)}; got {package!r}")
     return _ABSENCE[package]()
 
 
@@ -40,7 +45,12 @@ def state(package: str) -> str:
 
     Args:
         package: as in `absence`.
+
+    Raises:
+        ValueError: for one that cannot be used, and as `absence`.
     """
+    if reason := absence(package):
+        raise ValueError(f"package must be one that can be used, got {package!r}: {reason}")
     distribution = package.removesuffix("_2").replace("_", "-")
     found = f"{distribution} {_installed(distribution) or 'of unknown version'}"
     return found + _xformers_build() if package == "xformers" else found

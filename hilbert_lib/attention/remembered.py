@@ -19,6 +19,7 @@ from hilbert_lib.attention import packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.hardware import get_gpu_info
 from hilbert_lib.pattern import DilatedPattern
 
 VARIABLE = "HILBERT_CACHE"  # names another folder
@@ -30,7 +31,7 @@ class ShapeClass:
     """The calls that one measurement speaks for: length and heads up to the next power of two, the rest as it is.
 
     Attributes:
-        device: "cpu" or "cuda".
+        device: as `device_name` gives it.
         dtype: name of a torch dtype.
         length: of the sequences.
         heads: of all sequences of the batch.
@@ -59,6 +60,15 @@ def pattern_key(pattern: DilatedPattern) -> tuple:
     return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
 
 
+def device_name(device: torch.device) -> str:
+    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu".
+
+    >>> device_name(torch.device("cpu"))
+    'cpu'
+    """
+    return get_gpu_info(device).name if device.type == "cuda" else device.type
+
+
 def folder() -> Path:
     """Where measurements are kept: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
     if named := os.environ.get(VARIABLE):
@@ -78,8 +88,10 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
         The file.
 
     Raises:
+        ValueError: if order holds a name that no backend has, or not "eager", which serves what the others refuse.
         OSError: if the folder cannot be written.
     """
+    _check_order(order)
     machine = _machine()
     rule = shape.rule(order, f"{MEASURED}, {environment()['utc']}")
     held = {
@@ -108,7 +120,7 @@ def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
     """The rules measured on this machine with this software; files that hold none are ignored with a warning.
 
     Args:
-        device: "cpu" or "cuda".
+        device: as `device_name` gives it.
         dtype: of q, k and v.
     """
     return _rules_in(folder()).get((device, str(dtype).removeprefix("torch.")), ())
@@ -142,15 +154,19 @@ def _parsed(held: dict, machine: dict) -> Rule:
     if not isinstance(held["device"], str) or not isinstance(held["dtype"], str):
         raise TypeError(f"device and dtype must be strings, got {held['device']!r} and {held['dtype']!r}")
     rule = Rule(**{name: _tupled(value) for name, value in held["rule"].items()})
-    if not rule.order or not set(rule.order) <= set(BACKENDS):
-        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {rule.order!r}")
-    if "eager" not in rule.order:  # which serves what the others refuse
-        raise ValueError(f"order must hold eager, got {rule.order!r}")
+    _check_order(rule.order)
     for least, most in (rule.head_dims, rule.lengths, rule.heads):
         if not isinstance(least, int) or not isinstance(most, int):
             raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")
     pattern_key(DilatedPattern(*rule.pattern))
     return rule
+
+
+def _check_order(order: tuple[str, ...]) -> None:
+    if not set(order) <= set(BACKENDS):
+        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {order!r}")
+    if "eager" not in order:
+        raise ValueError(f"order must hold eager, got {order!r}")
 
 
 def _machine() -> dict:

@@ -86,7 +86,7 @@ def draw_ordering(data: pd.DataFrame, *, source: str) -> Figure:
         axes.set_xticks(range(len(labels)), labels, fontsize=8)
         who = f"{queries} query" if queries == 1 else f"{queries} queries" if queries else "all queries"
         axes.set(title=f"{who}, {length:,} keys", xlabel="row size, dilation, and when the copy is repaid")
-    panels[0].set_ylabel("time in sequence order / time in residue-major order")
+    panels[0].set_ylabel("time in sequence order / in residue-major order")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"What another order of k and v is worth, {source}")
     return figure

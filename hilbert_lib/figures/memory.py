@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from hilbert_lib.figures.kernels import _powers_of_two, _short
+from hilbert_lib.figures.safety import _plain_ticks
 
 # Okabe and Ito's colours and a marker each.
 STRATEGIES = {
@@ -39,7 +39,7 @@ def draw_graph_gains(data: pd.DataFrame, *, source: str) -> Figure:
             spread = [rows.ratio - rows.low, rows.high - rows.ratio]
             ratios.errorbar(rows.length, rows.ratio, spread, label=direction, capsize=3, **style)
         times.set(title=module, yscale="log")
-        times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _plain_ticks(times, pd.concat([data.a_ms, data.b_ms]))
         ratios.axhline(1, color="black", lw=0.8)
         ratios.set(xlabel="tokens", ylim=(0, None))
         for axes in (times, ratios):
@@ -141,7 +141,7 @@ def draw_pattern_cache(data: pd.DataFrame, *, source: str) -> Figure:
             beside = rows[rows.b == name]
             axes.plot(beside.length, beside.b_ms, color=colour, marker=marker, ls="--", label=_BESIDE[name])
         axes.set(title=what, xlabel="tokens", yscale="log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _plain_ticks(axes, pd.concat([data.a_ms, data.b_ms]))
         _powers_of_two(axes, rows.length)
     panels[0].set_ylabel("time on the host [ms]")
     handles, labels = panels[0].get_legend_handles_labels()

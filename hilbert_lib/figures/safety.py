@@ -71,7 +71,7 @@ def draw_pairs(data: pd.DataFrame, *, a: str, b: str, ratio: float, low: float, 
 
 
 def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
-    """Predicted and measured memory of a call by length, a panel a direction.
+    """Predicted and measured memory of a call by length, a panel a direction; backends stand side by side.
 
     Args:
         data: `outcome_table` of `hilbert_lib.safety.benchmarks`, the sides that were measured.
@@ -80,13 +80,15 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
     directions = list(data.direction.unique())
     figure = Figure(figsize=(4.8 * len(directions) + 1.5, 3.9), layout="constrained")
     panels = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
-    styles = dict(zip(data.backend.unique(), BACKEND_STYLES * len(data), strict=False))
+    backends = list(data.backend.unique())
+    styles = dict(zip(backends, BACKEND_STYLES * len(data), strict=False))
     for axes, direction in zip(panels, directions, strict=True):
         for backend, rows in data[data.direction == direction].groupby("backend", sort=False):
             colour, marker = styles[backend]
             rows = rows.sort_values("length")
-            axes.plot(rows.length, rows.predicted_bytes / MIB, "-", color=colour, linewidth=1.2)
-            axes.plot(rows.length, rows.peak_bytes / MIB, marker, color=colour, markersize=7, label=backend)
+            beside = rows.length * 1.12 ** (backends.index(backend) - (len(backends) - 1) / 2)
+            axes.plot(beside, rows.predicted_bytes / MIB, "-", color=colour, linewidth=1.2)
+            axes.plot(beside, rows.peak_bytes / MIB, marker, color=colour, markersize=7, label=backend)
         _length_axis(axes, data.length)
         axes.set_yscale("log")
         axes.set_title(direction)
@@ -112,16 +114,9 @@ def draw_progressive(data: pd.DataFrame, *, limit: str, source: str) -> Figure:
     axes = figure.subplots()
     axes.plot(data.length, data.predicted_bytes / MIB, "-", color=GREY, label="predicted")
     axes.plot(data.length, data.measured_bytes / MIB, "o", color=BLUE, markersize=7, label="measured")
-    stopped = data[data.status != "ran"]
-    axes.plot(
-        stopped.length,
-        stopped.predicted_bytes / MIB,
-        "x",
-        color=ORANGE,
-        markersize=10,
-        markeredgewidth=2.5,
-        label="not tried",
-    )
+    for status, rows in data[data.status != "ran"].groupby("status"):
+        style = {"color": ORANGE, "markersize": 10, "markeredgewidth": 2.5, "label": status}
+        axes.plot(rows.length, rows.predicted_bytes / MIB, "x", **style)
     axes.plot(data.length, data.room_bytes / MIB, "_--", color=ORANGE, markersize=12, label="allowed at that moment")
     _length_axis(axes, data.length)
     axes.set_yscale("log")

@@ -2,17 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import DTYPES, dilated_attention
+from hilbert_lib import checks
+from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.bench import REPORTS, Case, compare_paired, measure, read_records
-from hilbert_lib.checks import integer
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
 from hilbert_lib.pattern import DilatedPattern
@@ -76,15 +76,16 @@ def attention_points(
     >>> [point["length"] for point in points]
     [8, 16]
     """
-    for name in backends:
-        if name not in BACKENDS:
-            raise ValueError(f"backends must be of {', '.join(BACKENDS)}; got {name!r}")
-    for direction in directions:
-        if direction not in DIRECTIONS:
-            raise ValueError(f"directions must be of {', '.join(DIRECTIONS)}; got {direction!r}")
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
+        if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
+            raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
-    pattern.check_heads(integer("heads", heads, least=1))
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    pattern.check_heads(checks.integer("heads", heads, least=1))
     shared = {
         "pattern": {
             "segment_lengths": pattern.segment_lengths,
@@ -93,15 +94,15 @@ def attention_points(
             "mixing": pattern.mixing,
         },
         "heads": heads,
-        "head_dim": integer("head_dim", head_dim, least=1),
+        "head_dim": checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM),
         "dtype": dtype,
         "is_causal": is_causal,
-        "device": str(device),
+        "device": str(checks.device(device)),
         "sides": list(dict.fromkeys(backends)),
     }
     return [
-        {**shared, "length": integer("lengths", length, least=1), "direction": direction}
-        for direction, length in product(directions, lengths)
+        {**shared, "length": length, "direction": direction}
+        for direction, length in product(directions, checks.integers("lengths", lengths, least=1))
     ]
 
 
@@ -173,13 +174,13 @@ def attention_refusal(point: dict, side: str) -> str:
 
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:
-    """What memory one side of a point takes, as `estimate_memory` predicts it.
+    """What memory one side of a point takes, as `estimate_memory` predicts it, with what lies beside it in its process.
 
     >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
-    >>> attention_estimate(point, "eager").inputs  # q, k and v in float32
-    384
+    >>> attention_estimate(point, "eager").inputs  # q, k, v and a gradient of the output in float32
+    512
     """
-    return estimate_memory(
+    estimate = estimate_memory(
         DilatedPattern(**point["pattern"]),
         length=point["length"],
         heads=point["heads"],
@@ -190,6 +191,12 @@ def attention_estimate(point: dict, side: str) -> MemoryEstimate:
         is_causal=point["is_causal"],
         device=point["device"],
     )
+    items, beside = estimate.items, {}
+    if point["direction"] == "forward":
+        beside["dout, drawn and not read"] = items["out"]
+    elif side != point["sides"][0]:
+        beside["out and lse of the first side"] = items["out"] + items["lse"]
+    return replace(estimate, items={**beside, **items}, inputs=estimate.inputs + sum(beside.values()))
 
 
 ATTENTION = Benchmark("hilbert_lib.safety.benchmarks:measure_attention", attention_refusal, attention_estimate)
@@ -230,11 +237,11 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
 def committed_lines() -> list[dict]:
     """The points of the newest run of notebook 04 that is committed for an H200; empty where there is none.
 
-    >>> all(line["kind"] == "point" for line in committed_lines())
+    >>> {line["kind"] for line in committed_lines()} <= {"point"}
     True
     """
     runs = [read_records(path) for path in REPORTS.glob(f"h200/*/04_safe_benchmarking*/{POINTS}")]
-    return max(runs, key=lambda lines: lines[-1]["utc"], default=[])
+    return max(filter(None, runs), key=lambda lines: lines[-1]["utc"], default=[])
 
 
 def _work(point: dict) -> Workload:

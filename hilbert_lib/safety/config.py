@@ -6,8 +6,9 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from numbers import Real
 from pathlib import Path
+
+from hilbert_lib.checks import number
 
 PREFIX = "HILBERT_SAFETY_"
 
@@ -41,15 +42,13 @@ class SafetyConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{field.name} must be a number, got {value!r}")
+            value = number(field.name, getattr(self, field.name))
             least, includes_least, most = _ALLOWED[field.name]
             if not (least <= value <= most if includes_least else least < value <= most) or value == math.inf:
                 low = "at least" if includes_least else "above"
                 high = f" and at most {most}" if most < math.inf else " and finite"
                 raise ValueError(f"{field.name} must be {low} {least}{high}, got {value}")
-            object.__setattr__(self, field.name, float(value))
+            object.__setattr__(self, field.name, value)
 
     @classmethod
     def load(cls, path: str | Path | None = None, **overrides: float) -> "SafetyConfig":
@@ -88,6 +87,20 @@ _ALLOWED = {  # least, whether it is allowed itself, most
     "growth_factor": (1, False, math.inf),
     "max_temperature_c": (0, False, math.inf),
 }
+
+
+def config_or_default(config: object) -> SafetyConfig:
+    """The argument `config`; None is what `SafetyConfig.load` finds.
+
+    Raises:
+        TypeError: if it is no SafetyConfig.
+
+    >>> config_or_default(SafetyConfig(max_seconds=5)).max_seconds
+    5.0
+    """
+    if config is not None and not isinstance(config, SafetyConfig):
+        raise TypeError(f"config must be a SafetyConfig or None, got {config!r}")
+    return SafetyConfig.load() if config is None else config
 
 
 def _check_names(found: Iterable[str], allowed: list[str], what: str) -> None:

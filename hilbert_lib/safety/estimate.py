@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
 from hilbert_lib.attention import strided
-from hilbert_lib.attention.api import explain_backend
+from hilbert_lib.attention.api import LARGEST_HEAD_DIM, explain_backend
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.flex import FLEX_BLOCK
@@ -112,12 +112,17 @@ def estimate_memory(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(has_key_padding, bool):
+        raise TypeError(f"has_key_padding must be True or False, got {has_key_padding!r}")
     device = device_or_default(device)
     length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
     kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
     batch = checks.integer("batch", batch, least=1)
+    head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import TextIO
 
 import psutil
 
+from hilbert_lib.checks import number
 from hilbert_lib.safety.watch import Watcher
 
 CHILD = Path(__file__).with_name("child.py")
@@ -83,9 +85,16 @@ def run_isolated(
     Returns:
         How it ended. An exception in this process (KeyboardInterrupt) goes on after all is ended.
 
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed; for arguments that JSON cannot hold.
+
     >>> run_isolated("signal:raise_signal", [11], seconds=10).cause
     'by SIGSEGV'
     """
+    if not isinstance(target, str) or target.count(":") != 1:
+        raise ValueError(f"target must be 'module:function', got {target!r}")
+    if not 0 < (seconds := number("seconds", seconds)) < math.inf:
+        raise ValueError(f"seconds must be above 0 and finite, got {seconds}")
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can

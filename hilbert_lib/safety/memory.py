@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from hilbert_lib import checks
-from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.checks import number
+from hilbert_lib.safety.config import SafetyConfig, config_or_default
 
 GB = 2**30
 CGROUPS = Path("/sys/fs/cgroup")
@@ -62,8 +63,8 @@ class MemorySafetyChecker:
     """
 
     def __init__(self, config: SafetyConfig | None = None, device: object = None):
-        self.config = SafetyConfig.load() if config is None else config
-        self.device = device_or_default(device)
+        self.config = config_or_default(config)
+        self.device = present_device(device)
 
     def check_memory_available(self, required_gb: float) -> tuple[bool, str]:
         """Whether so much more may be taken on the device, and why not. The host's limits count on a GPU too.
@@ -75,8 +76,10 @@ class MemorySafetyChecker:
             Whether it fits; and a sentence with what is required, what is available and the limit that decides.
 
         Raises:
-            ValueError: if required_gb is below 0.
+            TypeError: if required_gb is no number.
+            ValueError: if it is below 0 or NaN.
         """
+        required_gb = number("required_gb", required_gb)
         if not required_gb >= 0:
             raise ValueError(f"required_gb must be at least 0, got {required_gb}")
         needs = [(*self._own(), required_gb)]
@@ -109,6 +112,22 @@ def device_or_default(device: object) -> torch.device:
     return checks.device(device)
 
 
+def present_device(device: object) -> torch.device:
+    """A device whose memory can be asked for, as `device_or_default` names it.
+
+    Raises:
+        ValueError: unless it is the CPU or a GPU that this process sees.
+
+    >>> present_device("cpu")
+    device(type='cpu')
+    """
+    device = device_or_default(device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type != "cpu" and (device.index or 0) >= gpus:
+        raise ValueError(f"device must be the CPU or a GPU that this process sees, got {device}")
+    return device
+
+
 def gpu_memory(device: torch.device) -> Memory:
     """Memory of a CUDA device; what torch's caching allocator holds and does not use counts as available."""
     free, total = torch.cuda.mem_get_info(device)
@@ -136,10 +155,13 @@ def measure_peak(run: Callable[[], object], device: object = None) -> int:
     Returns:
         Bytes, as torch's allocator counts them.
 
+    Raises:
+        ValueError: for a device that is neither the CPU nor a GPU that this process sees.
+
     >>> measure_peak(lambda: torch.zeros(1000, device="cpu") + 1, "cpu") // 1000
     8
     """
-    device = device_or_default(device)
+    device = present_device(device)
     if device.type != "cuda":
         return _measure_cpu_peak(run)
     torch.cuda.synchronize(device)

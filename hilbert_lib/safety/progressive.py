@@ -11,10 +11,10 @@ import torch
 from hilbert_lib import checks
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.config import SafetyConfig, config_or_default
 from hilbert_lib.safety.estimate import estimate_memory
 from hilbert_lib.safety.isolated import NO_MEMORY
-from hilbert_lib.safety.memory import GB, MemorySafetyChecker, device_or_default, measure_peak
+from hilbert_lib.safety.memory import GB, MemorySafetyChecker, measure_peak, present_device
 from hilbert_lib.safety.watch import LimitReachedError, Watcher
 
 # The work of the default run: five branches, as LongNet's (arXiv 2307.02486) grow, and few heads, for any machine.
@@ -78,8 +78,8 @@ class ProgressiveTester:
     """
 
     def __init__(self, config: SafetyConfig | None = None, device: object = None):
-        self.config = SafetyConfig.load() if config is None else config
-        self.device = device_or_default(device)
+        self.config = config_or_default(config)
+        self.device = present_device(device)
 
     def run_progressive_test(
         self,
@@ -103,7 +103,8 @@ class ProgressiveTester:
             The rows, and the limit.
 
         Raises:
-            ValueError: if end_len is below start_len, or only one of run and estimate is given.
+            TypeError, ValueError: if a length is no integer of at least 1, end_len is below start_len, or only one of
+                run and estimate is given, or one that is no function.
 
         >>> tester = ProgressiveTester(device="cpu")
         >>> tester.run_progressive_test(64, 256, run=torch.zeros, estimate=lambda n: 4 * n).longest
@@ -113,7 +114,11 @@ class ProgressiveTester:
         end_len = checks.integer("end_len", end_len, least=start_len)
         if (run is None) != (estimate is None):
             raise ValueError("run and estimate must be given together: a run without an estimate is not safe")
-        run, estimate = run or self._attention, estimate or self._attention_bytes
+        if run is None:
+            run, estimate = self._attention, self._attention_bytes
+        for name, function in (("run", run), ("estimate", estimate)):
+            if not callable(function):
+                raise TypeError(f"{name} must be a function of a length, got {function!r}")
         measure_peak(lambda: None, self.device)  # what it imports at first shall be neither timed nor interrupted
         checker = MemorySafetyChecker(self.config, self.device)
         rows, length, seconds, before = [], start_len, 0.0, start_len

@@ -54,6 +54,8 @@ class SafeBenchmarkRunner:
         config: SafetyConfig | None = None,
         device: torch.device | str | None = None,
     ):
+        if not isinstance(benchmark, Benchmark):
+            raise TypeError(f"benchmark must be a Benchmark, got {benchmark!r}")
         self.path = None if path is None else Path(path)
         self.benchmark = benchmark
         self._checker = MemorySafetyChecker(config, device)
@@ -90,6 +92,7 @@ class SafeBenchmarkRunner:
             `bench` writes them), "attempts" (of each process its "sides" and what `Ending` says), "key", "utc".
 
         Raises:
+            ValueError: for a point without sides.
             OSError: if the file cannot be written.
             KeyboardInterrupt: when it is interrupted, after the running process is ended and what it had measured is
                 in the file.
@@ -99,6 +102,8 @@ class SafeBenchmarkRunner:
         known = {line["key"]: line for line in before if line.get("kind") == "point"}
         lines = []
         for point in points:
+            if not isinstance(point, dict) or not point.get("sides"):
+                raise ValueError(f"points must be dictionaries with the names of their sides, got {point!r}")
             refused = self.why_not(point)
             tried = [side for side in point["sides"] if side not in refused]
             identity = [self.benchmark.target, point, tried, *(facts.get(name) for name in MACHINE)]

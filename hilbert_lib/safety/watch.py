@@ -14,8 +14,9 @@ import psutil
 import pynvml
 import torch
 
-from hilbert_lib.safety.config import SafetyConfig
-from hilbert_lib.safety.memory import Memory, device_or_default, host_memory
+from hilbert_lib import checks
+from hilbert_lib.safety.config import SafetyConfig, config_or_default
+from hilbert_lib.safety.memory import Memory, host_memory, present_device
 
 INTERVAL_SECONDS = 0.1
 MOST_SECONDS = 5.0  # that the end of the watch waits for its thread
@@ -61,7 +62,8 @@ class Watcher:
         peaks: the highest values seen.
 
     Raises:
-        ValueError: if there is no such process, or a block outside of the main thread is to be interrupted.
+        TypeError, ValueError: naming the argument; also if there is no such process or device, or if a block outside of
+            the main thread is to be interrupted.
 
     >>> with Watcher(device="cpu") as watch:
     ...     total = sum(range(1000))
@@ -77,14 +79,16 @@ class Watcher:
         pid: int | None = None,
         on_limit: Callable[[str], None] | None = None,
     ):
-        self.config = SafetyConfig.load() if config is None else config
+        self.config = config_or_default(config)
         self.cause = ""
         self.peaks = Peaks()
+        if on_limit is not None and not callable(on_limit):  # it would show when the limit is reached
+            raise TypeError(f"on_limit must be a function or None, got {on_limit!r}")
         try:
-            self._process = psutil.Process(pid)
+            self._process = psutil.Process(None if pid is None else checks.integer("pid", pid, least=0))
         except psutil.NoSuchProcess:
             raise ValueError(f"pid must be that of a process that runs, got {pid}") from None
-        device = device_or_default(device)
+        device = present_device(device)
         self._gpu = _Gpu(device) if device.type == "cuda" else None
         self._on_limit = on_limit
         self._interrupts = on_limit is None and self._process.pid == os.getpid()

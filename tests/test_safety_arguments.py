@@ -1,0 +1,112 @@
+"""A limit that was mistyped is no limit: every argument is refused by its name, its value and what is allowed."""
+
+import pytest
+import torch
+
+from hilbert_lib import (
+    DilatedPattern,
+    MemorySafetyChecker,
+    ProgressiveTester,
+    SafeBenchmarkRunner,
+    SafetyConfig,
+    Watcher,
+    estimate_memory,
+)
+from hilbert_lib.graph_benchmarks import graph_gains
+from hilbert_lib.memory_benchmarks import pool_comparison
+from hilbert_lib.safety.benchmarks import attention_points
+from hilbert_lib.safety.isolated import run_isolated
+from hilbert_lib.safety.memory import measure_peak
+
+PATTERN = DilatedPattern((4, 8), (1, 2))
+POINTS = {"lengths": [8], "backends": ["eager"]}
+SIZES = {"length": 64, "heads": 2, "head_dim": 8, "backend": "eager", "device": "cpu"}
+NAN = float("nan")
+
+
+def checker(required):
+    return MemorySafetyChecker(device="cpu").check_memory_available(required)
+
+
+def progressive(*lengths, **options):
+    return ProgressiveTester(device="cpu").run_progressive_test(*lengths, **options)
+
+
+def points(pattern=PATTERN, **options):
+    return attention_points(pattern, **{**POINTS, **options})
+
+
+def estimated(pattern=PATTERN, **options):
+    return estimate_memory(pattern, **{**SIZES, **options})
+
+
+def on_cpu(benchmark, *given, **options):
+    return list(benchmark(*given, pattern=PATTERN, heads=2, head_dim=4, device="cpu", **options))
+
+
+WRONG = [
+    (lambda: SafetyConfig(max_seconds=NAN), "max_seconds must be above 0 and finite, got nan"),
+    (lambda: SafetyConfig(min_free_host_gb="1"), "min_free_host_gb must be a number, got '1'"),
+    (lambda: SafetyConfig(max_memory_share=True), "max_memory_share must be a number, got True"),
+    (lambda: SafetyConfig(max_seconds=10**400), "max_seconds must be above 0 and finite"),
+    (lambda: checker("1"), "required_gb must be a number, got '1'"),
+    (lambda: checker(NAN), "required_gb must be at least 0, got nan"),
+    (lambda: checker(-1), "required_gb must be at least 0, got -1"),
+    (lambda: MemorySafetyChecker({"max_seconds": 1}), "config must be a SafetyConfig or None, got {'max_seconds': 1}"),
+    (lambda: MemorySafetyChecker(device="meta"), "device must be the CPU or a GPU that this process sees, got meta"),
+    (lambda: MemorySafetyChecker(device="cuda:99"), "device must be the CPU or a GPU .* got cuda:99"),
+    (lambda: measure_peak(list, "cuda:99"), "device must be the CPU or a GPU .* got cuda:99"),
+    (lambda: Watcher(0.9), "config must be a SafetyConfig or None, got 0.9"),
+    (lambda: Watcher(device="cuda:99"), "device must be the CPU or a GPU .* got cuda:99"),
+    (lambda: Watcher(device="cpu", pid="1"), "pid must be an integer of at least 0, got '1'"),
+    (lambda: Watcher(device="cpu", pid=-1), "pid must be an integer of at least 0, got -1"),
+    (lambda: Watcher(device="cpu", on_limit="stop"), "on_limit must be a function or None, got 'stop'"),
+    (lambda: ProgressiveTester("safe"), "config must be a SafetyConfig or None, got 'safe'"),
+    (lambda: progressive(8, 4), "end_len must be an integer of at least 8, got 4"),
+    (lambda: progressive(1.5, 4), "start_len must be an integer of at least 1, got 1.5"),
+    (lambda: progressive(4, 8, run=torch.zeros), "run and estimate must be given together"),
+    (lambda: progressive(4, 8, run=0, estimate=0), "run must be a function of a length, got 0"),
+    (lambda: progressive(4, 8, run=torch.zeros, estimate=32), "estimate must be a function of a length, got 32"),
+    (lambda: progressive(4, 8, run=torch.zeros, estimate=lambda n: NAN), "required_gb must be at least 0, got nan"),
+    (lambda: estimated(None), "pattern must be a DilatedPattern, got NoneType"),
+    (lambda: estimated(head_dim=-1), "head_dim must be an integer from 1 to 256, got -1"),
+    (lambda: estimated(head_dim=True), "head_dim must be an integer from 1 to 256, got True"),
+    (lambda: estimated(length=NAN), "length must be an integer of at least 1, got nan"),
+    (lambda: estimated(dtype="bfloat16"), "dtype must be a torch.dtype, got 'bfloat16'"),
+    (lambda: estimated(dtype=torch.int32), "q must be float16, .* got torch.int32"),
+    (lambda: estimated(has_key_padding=torch.zeros(2)), "has_key_padding must be True or False, got tensor"),
+    (lambda: points(None), "pattern must be a DilatedPattern, got NoneType"),
+    (lambda: points(lengths=[]), "lengths must hold at least one integer"),
+    (lambda: points(lengths=[8, 0]), r"lengths\[1\] must be an integer of at least 1, got 0"),
+    (lambda: points(backends="eager"), "backends must be a list of triton, .* got 'eager'"),
+    (lambda: points(backends=[]), r"backends must be a list of .* got \[\]"),
+    (lambda: points(backends=["fast"]), r"backends must be a list of .* got \['fast'\]"),
+    (lambda: points(directions=["both"]), r"directions must be a list of forward, backward; got \['both'\]"),
+    (lambda: points(head_dim=300), "head_dim must be an integer from 1 to 256, got 300"),
+    (lambda: points(is_causal=1), "is_causal must be True or False, got 1"),
+    (lambda: points(dtype="int32"), "dtype must be one of float16, .* got 'int32'"),
+    (lambda: points(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
+    (
+        lambda: SafeBenchmarkRunner(benchmark="attention", device="cpu"),
+        "benchmark must be a Benchmark, got 'attention'",
+    ),
+    (lambda: SafeBenchmarkRunner(device="cpu").run([{"length": 8}]), "points must be dictionaries with the names"),
+    (lambda: SafeBenchmarkRunner(device="cpu").run([{"sides": []}]), "points must be dictionaries with the names"),
+    (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
+    (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be above 0 and finite, got -1"),
+    (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be above 0 and finite, got nan"),
+    (lambda: on_cpu(graph_gains, [8]), "device must be a CUDA device, got cpu"),
+    (lambda: on_cpu(pool_comparison, [[8]]), "device must be a CUDA device, got cpu"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_a_wrong_argument_is_refused(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def test_a_direction_of_no_sweep_is_refused(monkeypatch):
+    monkeypatch.setattr("hilbert_lib.memory_benchmarks.require_cuda", lambda device: None)
+    with pytest.raises(ValueError, match="direction must be forward or training, got 'backward'"):
+        on_cpu(pool_comparison, [[8]], direction="backward")
