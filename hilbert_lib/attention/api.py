@@ -10,7 +10,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import Explanation, choose, choose_ordering, explain
-from hilbert_lib.checks import integer
+from hilbert_lib.checks import integer, number
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
