@@ -52,7 +52,9 @@ def neighbourhood_attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not q.is_cuda:
         return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
-    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), _tiles_within(block_size):
+    # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
+    kept = torch._functorch.config.patch(donated_buffer=False)
+    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept, _tiles_within(block_size):
         return _compiled()(q, k, v, block_mask=mask).transpose(1, 2)
 
 

@@ -69,7 +69,8 @@ def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) 
     if gpu_share is not None:
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(gpu_share, device)
+        # torch takes a device with an index alone here; one without is the child's first.
+        torch.cuda.set_per_process_memory_fraction(gpu_share, torch.device(device).index or 0)
 
 
 if __name__ == "__main__":
