@@ -5,7 +5,7 @@ NBVAL := $(BIN)/python -m pytest --nbval-current-env --nbval-cell-timeout=300
 # Notebooks that keep their outputs, which nbval compares; the others are stripped.
 STRICT := notebooks/00_question.ipynb
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-gpu test-multigpu reports lab lint
+.PHONY: help setup test test-all test-gpu test-multigpu test-browser reports lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,18 +17,21 @@ reports: setup  ## run every notebook with its defaults; the last line is the pa
 	@$(BIN)/hilbert run
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest -m "not full and not gpu and not multigpu"
+	@$(BIN)/python -m pytest -m "not full and not gpu and not multigpu and not browser"
 	@$(NBVAL) --nbval-lax notebooks $(STRICT:%=--ignore=%)
 	@$(NBVAL) --nbval $(STRICT)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest -m "not gpu and not multigpu"
+	@$(BIN)/python -m pytest -m "not gpu and not multigpu and not browser"
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
 
 test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are
 	@$(BIN)/python -m pytest -m multigpu
+
+test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
+	@$(BIN)/python -m pytest -rs -m browser
 
 lab: setup  ## open JupyterLab on the notebooks; make lab LAB="--no-browser" passes options on
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)

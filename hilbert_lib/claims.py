@@ -1,4 +1,4 @@
-"""The claims of the documents that can be timed again: their pair of two functions beside a pair of two layouts."""
+"""Claims that are timed by themselves: the documents' two functions beside two layouts of one, and dense attention."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from hilbert_lib.paired import Results, Side, ratio_table, relative_difference, 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.workload import Workload
 
-FUNCTIONS, LAYOUTS = "two functions", "two layouts"
+FUNCTIONS, LAYOUTS, DENSE = "two functions", "two layouts", "dense and dilated"
 REPETITIONS = 30
+REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the reference work of notebook 06
 CHECKED_ROWS = 32  # rows of each head of the restated kernels, held against float64
 
 
@@ -30,19 +31,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Claim:
-    """A row of the ledger: what is claimed, and at which sizes it is timed again."""
+    """A claim that is timed by itself: at which sizes, and beside dense attention over how many tokens."""
 
-    statement: str
-    sizes: tuple[Size, ...]
+    sizes: tuple[Size, ...] = ()
+    dense_lengths: tuple[int, ...] = ()
 
 
 EXTREME = Size(4096, 64, 7.95)
 MODERATE = (Size(2048, 2, 1.03), Size(1024, 1, 1.03))
 CLAIMS = {
-    "K3": Claim(
-        "L=4096, D=768, dilation 64: 138.66 ms against 17.44 ms, 7.95x", (EXTREME, *MODERATE, Size(4096, 1, None))
-    ),
-    "K4": Claim("L=1024 dilation 1: 1.03x; L=2048 dilation 2: 1.03x", MODERATE),
+    "K3": Claim((EXTREME, *MODERATE, Size(4096, 1, None))),
+    "K4": Claim(MODERATE),
+    "K10": Claim(dense_lengths=(8192, 32768, 131072)),
 }
 
 
@@ -59,6 +59,7 @@ def claim_pairs(
     "two functions": the documents' standard kernel beside their "Hilbert" kernel, restated (`seed_kernel`).
     "two layouts": one function, the fused kernel, on k and v stored linear and along a Hilbert curve, both read
     through a table.
+    "dense and dilated": attention to all keys, and to those of the reference work, each by what "auto" takes.
 
     Args:
         claims: ids of `CLAIMS`.
@@ -72,7 +73,7 @@ def claim_pairs(
     Raises:
         ValueError: for an unknown claim, or a segment that does not divide a length.
     """
-    device = torch.device(device)
+    device, claims = torch.device(device), list(claims)
     for size in claimed_sizes(claims):
         if size.length % segment_length or segment_length < size.dilation:
             raise ValueError(
@@ -88,6 +89,22 @@ def claim_pairs(
         )
         orders = Ordering.linear(size.length), Ordering.from_curve("hilbert", size.length)
         yield tuple(_layout_side(work, {**parameters, "pair": LAYOUTS}, order) for order in orders)
+    for length in dict.fromkeys(length for claim in claims for length in CLAIMS[claim].dense_lengths):
+        yield dense_pair(length, device=device, heads=heads, head_dim=head_dim)
+
+
+def dense_pair(length: int, *, device: torch.device, heads: int, head_dim: int) -> tuple[Side, Side]:
+    """Dense attention beside dilated attention of as many tokens: two functions, as is claimed.
+
+    Args:
+        length: tokens.
+        device, heads, head_dim: as in `claim_pairs`.
+    """
+    dilated = DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
+    patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": dilated}
+    return tuple(
+        _dense_side(name, Workload(pattern, length, heads, head_dim, device)) for name, pattern in patterns.items()
+    )
 
 
 def claimed_sizes(claims: Iterable[str]) -> list[Size]:
@@ -127,14 +144,15 @@ def claim_table(records: Sequence[dict]) -> pd.DataFrame:
     return table.reset_index()
 
 
-def rerun(claims: Iterable[str], *, segment_length: int = 1024) -> pd.DataFrame:
-    """Time some claims again on this machine's GPU.
+def time_again(claims: Iterable[str], *, segment_length: int = 1024, output_dir: str = "") -> list[dict]:
+    """Time some claims on this machine's GPU.
 
     Args:
         claims, segment_length: as in `claim_pairs`.
+        output_dir: folder of results.jsonl; empty writes nothing.
 
     Returns:
-        As `claim_table`.
+        Records, as `paired.run_sides` gives them.
 
     Raises:
         RuntimeError: without a CUDA device: times of Triton's interpreter mean nothing.
@@ -145,7 +163,7 @@ def rerun(claims: Iterable[str], *, segment_length: int = 1024) -> pd.DataFrame:
             "a claim is timed on a CUDA device, and torch sees none here; --dry-run shows what would run"
         )
     pairs = claim_pairs(claims, device="cuda", segment_length=segment_length)
-    return claim_table(run_sides(pairs, device="cuda", repetitions=REPETITIONS))
+    return run_sides(pairs, device="cuda", output_dir=output_dir, repetitions=REPETITIONS)
 
 
 def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | None) -> Side:
@@ -176,3 +194,12 @@ def _layout_side(work: Workload, parameters: dict, order: Ordering) -> Side:
         return (dilated_attention(work.tensors[0], *stored(), work.pattern, kv_ordering=order, backend="triton"),)
 
     return Side(order.kind, parameters, forward, work.error, useful_flop=work.flop_and_bytes[0])
+
+
+def _dense_side(name: str, work: Workload) -> Side:
+    def forward() -> Results:
+        with torch.no_grad():
+            return (dilated_attention(*work.tensors[:3], work.pattern),)
+
+    parameters = {"sweep": "claims", "pair": DENSE, "direction": "forward", **work.parameters}
+    return Side(name, parameters, forward, work.error, *work.flop_and_bytes[:2])

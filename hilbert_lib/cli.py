@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from hilbert_lib.cli_bench import bench
+from hilbert_lib.cli_claims import claims
 from hilbert_lib.cli_plan import plan
 
 Pairs = tuple[tuple[str, str], ...]
@@ -73,6 +74,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(claims)
 main.add_command(plan)
 
 
@@ -186,45 +188,6 @@ def compare(a: Path, b: Path) -> None:
     with _usage_errors():
         table = compare_runs(a, b)
     click.echo(table.to_string(index=False, float_format="{:.4g}".format))
-
-
-@main.command()
-@click.option("--rerun", "ids", multiple=True, metavar="ID", help="Time this claim again; repeatable.")
-@click.option(
-    "--segment-length",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Tokens of a segment; the documents do not say.",
-)
-@click.option("--dry-run", is_flag=True, help="Only show what would run.")
-def claims(ids: tuple[str, ...], segment_length: int, dry_run: bool) -> None:
-    """List the claims that can be timed again, or time some on this machine's GPU.
-
-    Each size is timed twice: the documents' two kernels, which compute two functions, and one function on two
-    layouts. A ratio above 1 says that the Hilbert side is the faster one.
-
-    \b
-    Example: hilbert claims --rerun K3
-    """
-    from hilbert_lib.claims import CLAIMS, claimed_sizes, rerun
-
-    with _usage_errors():
-        sizes = claimed_sizes(ids)
-    if not ids:
-        for name, claim in CLAIMS.items():
-            click.echo(f"{name}  {claim.statement}")
-        return
-    if dry_run:
-        for size in sizes:
-            click.echo(f"L={size.length} dilation={size.dilation}: two functions, two layouts")
-        return
-    try:
-        with _usage_errors():
-            table = rerun(ids, segment_length=segment_length)
-    except RuntimeError as error:  # no GPU
-        raise click.ClickException(str(error)) from error
-    click.echo(table.to_string(index=False, float_format="{:.3g}".format))
 
 
 @main.command()

@@ -236,7 +236,7 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
 
 
 def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
-    """The records of the newest run of a notebook that is committed for an H200; empty where there is none.
+    """The records of the newest run of a notebook that is committed for H200s; empty where there is none.
 
     Args:
         notebook: its name.
@@ -244,7 +244,7 @@ def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
     >>> all("environment" in record for record in committed_records())
     True
     """
-    runs = [read_records(path) for path in REPORTS.glob(f"h200/*/{notebook}*/{RESULTS}")]
+    runs = [read_records(path) for path in REPORTS.glob(f"h200*/*/{notebook}*/{RESULTS}")]
     return max(runs, key=lambda records: records[-1]["environment"]["utc"], default=[])
 
 
@@ -269,7 +269,7 @@ def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks")
     >>> records_to_draw([])[0] == committed_records()
     True
     """
-    if any(record["kind"] != "check" for record in records):
+    if any(record.get("kind") != "check" for record in records):
         return records, records[0]["environment"]["hardware"]
     committed = committed_records(notebook)
     return committed, f"committed record, {committed[0]['environment']['hardware']}" if committed else ""

@@ -4,16 +4,19 @@ import math
 import sys
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import benchmarks
+from hilbert_lib.ring import benchmarks, exchange
 from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
 from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.shards import gather, shard
@@ -23,6 +26,8 @@ SPECS = {
     "residue": OrderingSpec("residue", rate=3),
     "random": OrderingSpec("random", seed=1),
     "hilbert": OrderingSpec("hilbert"),
+    "chunked": OrderingSpec("hilbert", chunk=8),
+    **{kind: OrderingSpec(kind) for kind in ("linear", "morton", "snake", "tile")},
 }
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -191,12 +196,12 @@ def repeats(transport: str, lengths: list[int]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def one_rank_is_plain() -> bool:
+def one_rank_is_plain(backend: str) -> bool:
     """Whether a group of one rank computes the bits of the plain function, dropout and ordering included."""
     group = next(one for rank in range(dist.get_world_size()) if (one := _alone(rank)) is not None)
     q, k, v, dout = _inputs(24)
     pattern, spec = DilatedPattern(*BRANCHES["uneven"]), SPECS["random"]
-    options = {"pattern": pattern, "dropout_p": 0.2, "is_causal": True}
+    options = {"pattern": pattern, "dropout_p": 0.2, "is_causal": True, "backend": backend}
     ring = results(partial(ring_dilated_attention, group=group, kv_ordering=spec, **options), (q, k, v), dout)
     plain = results(partial(dilated_attention, kv_ordering=spec.ordering(24), **options), (q, k, v), dout)
     return all(torch.equal(a, b) for a, b in zip(ring, plain, strict=True))
@@ -242,7 +247,7 @@ class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.project = torch.nn.Linear(8, 8)
-        self.attention = RingDilatedAttention(DilatedPattern(*BRANCHES["aligned"]), transport="ring")
+        self.attention = RingDilatedAttention(DilatedPattern(*BRANCHES["aligned"]), transport="ring", dropout=0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attention(self.project(x), x, torch.sin(x), is_causal=True).cos()
@@ -258,8 +263,44 @@ def through(how: str) -> float:
         if how == "compile"
         else partial(checkpoint, layer, use_reentrant=False)
     )
-    plain, changed = ((out, *torch.autograd.grad(out.sum(), [x, *layer.parameters()])) for out in (layer(x), other(x)))
+
+    def run(module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        out = module(x)
+        torch.manual_seed(2)  # a forward that is repeated in the backward drops what it dropped
+        return [out, *torch.autograd.grad(out.sum(), [x, *layer.parameters()])]
+
+    plain, changed = run(layer), run(other)
     return max((a - b).abs().max().item() for a, b in zip(plain, changed, strict=True))
+
+
+def order_of_events() -> list[str]:
+    """What a forward with local and remote branches does: starts of an exchange, computations, waits."""
+    q, k, v, _ = _inputs(16)
+    events = []
+
+    def noted(name: str, function):
+        return lambda *args, **options: (events.append(name), function(*args, **options))[1]
+
+    started, computed, waited = exchange.exchange, operators.forward, exchange.Arriving.wait
+    exchange.exchange, operators.forward = noted("start", started), noted("compute", computed)
+    exchange.Arriving.wait = noted("wait", waited)
+    try:
+        ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather")
+    finally:
+        exchange.exchange, operators.forward, exchange.Arriving.wait = started, computed, waited
+    return events
+
+
+def nothing_to_compute() -> list[list]:
+    """Sizes of out and lse, and the sum of the gradients, where no rank has rows, and where there is no sequence."""
+    found = []
+    for batch, rows in ((2, 0), (0, 8)):
+        x = torch.ones(batch, rows, 2, 4, device=device(), requires_grad=True)
+        out, lse = ring_dilated_attention(x, x, x, DilatedPattern((4, 16), (1, 2)), return_lse=True)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        found.append([list(out.shape), list(lse.shape), grad.sum().item()])
+    return found
 
 
 def second_derivative() -> str:
@@ -274,6 +315,61 @@ def second_derivative() -> str:
     except RuntimeError as error:
         return str(error)
     return "nobody complained"
+
+
+def peak_memory(branches: list, tokens: int, transport: str, *, is_causal: bool) -> list[list[int]]:
+    """Bytes at the highest point of a forward, and of a backward: as allocated by torch; as planned; and what the
+    backend takes beside a call's tensors, as it does in a call of one process with this rank's rows."""
+    length, dtype = tokens // dist.get_world_size(), torch.bfloat16 if device().type == "cuda" else torch.float32
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shapes = [(1, length, n, sizes["head_dim"]) for n in (4, 2, 2, 4)]
+    *leaves, dout = (torch.randn(shape, generator=generator, dtype=dtype).to(device()) for shape in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
+    pattern = DilatedPattern(*branches)
+    rows = {"pattern": pattern, "is_causal": is_causal}
+    forward, backward = _peaks(partial(ring_dilated_attention, transport=transport, **rows), leaves, dout)
+    own_forward, own_backward = _peaks(partial(dilated_attention, **rows), leaves, dout)
+    qkv, scalars = sum(x.nbytes for x in leaves), 4 * length * sizes["heads"]  # lse, and delta
+    own_forward -= qkv + dout.nbytes + scalars
+    own_backward -= 2 * (qkv + dout.nbytes + scalars)
+    plan = plan_ring(
+        pattern,
+        (length,) * dist.get_world_size(),
+        batch=1,
+        dtype=dtype,
+        is_causal=is_causal,
+        transport=transport,
+        **sizes,
+    )
+    cost = plan.ranks[dist.get_rank()]
+    return [[forward, cost.memory_forward, own_forward], [backward, cost.memory_backward, own_backward]]
+
+
+def _peaks(call, leaves: list[torch.Tensor], dout: torch.Tensor) -> tuple[int, int]:
+    """Bytes at the highest point of a forward, and of a backward, with their arguments."""
+    torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
+    out, forward = _with_peak(partial(call, *leaves))
+    _, backward = _with_peak(partial(torch.autograd.grad, out, leaves, dout))
+    arguments = sum(x.nbytes for x in leaves)
+    kept = 2 * dout.nbytes + 4 * out.shape[1] * out.shape[2]  # dout, out and lse
+    return arguments + forward, arguments + kept + backward
+
+
+def _with_peak(run) -> tuple:
+    """What a call returns, and how many bytes more than before were allocated at its highest point."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = run()
+        torch.cuda.synchronize()
+        return found, torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        found = run()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return found, max(accumulate(event.nbytes() for event in events))
 
 
 def measured(**work) -> list[dict]:

@@ -1,12 +1,18 @@
-"""The claims that can be timed again: the restated kernels select what the documents say, and a GPU is asked for."""
+"""Claims that are timed by themselves: the restated kernels select what the documents say, dense beside dilated."""
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from hilbert_lib import claims
-from hilbert_lib.claims import CLAIMS, Claim, Size, claim_pairs, claim_table
-from hilbert_lib.cli import main
+from hilbert_lib.claims import (
+    CLAIMS,
+    Claim,
+    Size,
+    claim_pairs,
+    claim_table,
+    claimed_sizes,
+    dense_pair,
+    time_again,
+)
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import run_sides
 from hilbert_lib.seeds import seed_key_sets
@@ -19,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def small():
     """The pairs of a claim at a size that the interpreter can run, and their records."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CLAIMS, "T", Claim("tiny", (Size(36, 3, 2.0), Size(36, 1, None))))
+        patch.setitem(CLAIMS, "T", Claim((Size(36, 3, 2.0), Size(36, 1, None))))
         pairs = list(claim_pairs(["T"], device=DEVICE, segment_length=12, heads=1, head_dim=16))
     return pairs, run_sides(pairs, device=DEVICE, repetitions=5)
 
@@ -52,40 +58,31 @@ def test_every_side_is_held_against_its_own_function(small):
     assert standard.error(hilbert.run()) > 0.5
 
 
-def test_k3_is_rerun_at_the_sizes_of_the_documents(capsys):
-    shown = CliRunner().invoke(main, ["claims", "--rerun", "K3", "--dry-run"])
-    assert shown.exit_code == 0
-    sizes = {(4096, 64), (2048, 2), (1024, 1), (4096, 1)}
-    assert {
-        tuple(map(int, line.split(":")[0].replace("L=", "").split(" dilation="))) for line in shown.output.splitlines()
-    } == sizes
+def test_k3_is_timed_at_the_sizes_of_the_documents():
+    assert {(size.length, size.dilation) for size in claimed_sizes(["K3"])} == {
+        (4096, 64),
+        (2048, 2),
+        (1024, 1),
+        (4096, 1),
+    }
     parameters = next(iter(claim_pairs(["K3"], device="cpu")))[0].parameters
     assert parameters["heads"] * parameters["head_dim"] == 768
 
 
-def test_the_list_names_every_claim_that_can_be_rerun():
-    shown = CliRunner().invoke(main, ["claims"]).output
-    assert [line.split()[0] for line in shown.splitlines()] == list(CLAIMS)
+def test_dense_attention_stands_beside_dilated_attention_of_as_many_tokens():
+    pairs = list(claim_pairs(["K10"], device="cpu"))
+    assert [dense.parameters["length"] for dense, _ in pairs] == [8192, 32768, 131072]
+    assert all(dense.parameters["branches"] == f"{dense.parameters['length']}:1" for dense, _ in pairs)
+    pair = dense_pair(2048, device=torch.device(DEVICE), heads=1, head_dim=8)
+    (record,) = run_sides([pair], device=DEVICE)
+    assert max(record["a"]["error"], record["b"]["error"]) < 0.01
+    longer = dense_pair(4096, device=torch.device("cpu"), heads=1, head_dim=8)
+    assert longer[0].useful_flop > longer[1].useful_flop
 
 
-def test_without_a_gpu_nothing_is_timed_and_that_is_said(monkeypatch):
-    monkeypatch.setattr(claims.torch.cuda, "is_available", lambda: False)
-    shown = CliRunner().invoke(main, ["claims", "--rerun", "K4"])
-    assert shown.exit_code == 1
-    assert "on a CUDA device" in shown.output
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rerun", "K99"], "claims must be of K3, K4; got 'K99'"),
-        (["--rerun", "K3", "--segment-length", "0"], "segment-length"),
-    ],
-)
-def test_a_wrong_word_is_named(words, message):
-    shown = CliRunner().invoke(main, ["claims", *words])
-    assert shown.exit_code == 2
-    assert message in shown.output
+def test_an_unknown_claim_is_named():
+    with pytest.raises(ValueError, match="claims must be of K3, K4, K10; got 'K99'"):
+        claimed_sizes(["K99"])
 
 
 def test_a_segment_that_does_not_fit_is_refused():
@@ -95,6 +92,6 @@ def test_a_segment_that_does_not_fit_is_refused():
 
 @pytest.mark.gpu
 def test_a_claim_is_timed():
-    table = claims.rerun(["K3"])
+    table = claim_table(time_again(["K3"]))
     assert table.functions_apart[0] > 0.5
     assert table[["functions", "layouts"]].notna().all(axis=None)

@@ -50,6 +50,19 @@ def test_large_lse_neither_overflow_nor_vanish(shift):
     torch.testing.assert_close(lse, partial([0, 1, 2, 3])[1] + shift)
 
 
+@pytest.mark.parametrize(("parts", "centre"), [(2, 0.0), (2, 100.0), (8, 0.0)])
+def test_weights_in_float32_lose_no_digits_to_a_large_lse_or_to_many_parts(parts, centre):
+    generator = torch.Generator().manual_seed(0)
+    lse = torch.randn(parts, 20_000, generator=generator) * 3 + centre
+    out = torch.randn(parts, 20_000, 4, generator=generator)
+    exact = (lse.double().softmax(0)[..., None] * out.double()).sum(0)
+    merged = out[0], lse[0]
+    for part in zip(out[1:], lse[1:], strict=True):
+        merged = merge(*merged, *part)
+    unit = torch.finfo(torch.float32).eps  # outputs are of the order of 1
+    assert (merged[0].double() - exact).abs().max() < 10 * unit
+
+
 @pytest.fixture
 def at_once(monkeypatch):
     """Strided attention merges at once also where no GPU is: the kernels are interpreted."""

@@ -6,12 +6,18 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import exchange
+from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.workers import run_ranks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 GROUPED = {"heads": 6, "kv_heads": 3}
+DROPPING = ("eager", "reference")  # backends whose dropout bits are keyed by position
+# Without a GPU dropout takes Triton's interpreter long.
+INTERPRETED = {"branches": "longer", "batch": 1, "heads": 2, "kv_heads": 2, "backend": "triton", "dropout_p": 0.3}
 # By number of ranks: lengths, and what they are compared on. Of the patterns in cases.BRANCHES, "uneven" has rates that
 # divide no segment, "sparse" rows that are in no branch, and "longer" one segment that holds all ranks.
 COMPARED = {
@@ -24,6 +30,13 @@ COMPARED = {
             **{"backend": "triton", "ordering": "hilbert", "padded": True, "is_causal": True},
         },
         {"branches": "one", "lengths": [1, 20], "heads": 2, "transport": "all_to_all", "backend": "reference"},
+        *(
+            {"branches": "longer", "lengths": [18, 9], "heads": 4, "kv_heads": 2, "transport": transport}
+            | {"backend": backend, "dropout_p": 0.3}
+            for transport in ("ring", "all_gather", "all_to_all")
+            for backend in DROPPING
+        ),
+        *({"lengths": [9, 6], "transport": transport} | INTERPRETED for transport in ("ring", "all_to_all")),
     ],
     3: [
         *(
@@ -38,6 +51,17 @@ COMPARED = {
             for transport, order in (("ring", "residue"), ("all_gather", "hilbert"), ("all_to_all", "random"))
             for dropout_p in (0.0, 0.3)
         ),
+        *(
+            {"branches": "longer", "lengths": [14, 13, 6], "transport": "auto", "ordering": order, **GROUPED}
+            for order in ("linear", "chunked", "morton", "snake", "tile")
+        ),
+        *(
+            {"branches": "longer", "lengths": [20, 3, 16], "transport": transport, "backend": backend, **GROUPED}
+            | {"dropout_p": 0.3}
+            for transport in ("ring", "all_gather", "all_to_all")
+            for backend in DROPPING
+        ),
+        {"lengths": [8, 3, 7], "transport": "all_gather"} | INTERPRETED,
     ],
     4: [
         *(
@@ -69,8 +93,11 @@ DISAGREEMENTS = {
     "ordering": ({"kv_ordering": "hilbert"}, ("kv_ordering", "None on rank 0", "kind='hilbert'", "on rank 1")),
     "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
     "value": ({"dropout_p": 2.0}, ("dropout_p must be in [0, 1), got 2.0",)),
+    "is_causal": ({"is_causal": True}, ("is_causal", "False on rank 0", "True on rank 1")),
+    "scale": ({"scale": 0.5}, ("scale", "on rank 0", "0.5 on rank 1")),
     "transport": ({"transport": "all_gather"}, ("transport", "'auto' on rank 0", "'all_gather' on rank 1")),
     "backend": ({"backend": "flex"}, ("backend='flex'", "merged")),
+    "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
 MEASURED = {
     **{"sweep": "one", "ranks": 2, "tokens": 128, "heads": 4, "kv_heads": 4, "head_dim": 8},
@@ -78,19 +105,36 @@ MEASURED = {
     **{"sides": ["ring", "all_gather", "all_to_all", "gathered", "dense ring", "hilbert order"]},
 }
 REPEATED = {"all_gather": [8, 9, 4], "all_to_all": [8, 9, 4]}
+# Of branches inside ranks, of one that spans them, and of segments that straddle; how far above the plan memory may be.
+HELD = {
+    "local": ([[64, 256], [1, 4]], 1.05),
+    "spanning": ([[64, 1024, 16384], [1, 16, 256]], 1.05),
+    "straddling": ([[512, 3000], [4, 7]], 1.2),
+}
+
+
+def memory_of(kind: str, tokens: int, transport: str) -> dict:
+    return {"branches": HELD[kind][0], "tokens": tokens, "transport": transport, "is_causal": False}
+
+
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
-CALLS[2] += [["second_derivative", {}], ["one_rank_is_plain", {}], ["without_validation", {"lengths": [4, 9]}]]
+CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_compute", {}]]
+CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
+CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["measured", MEASURED]]
 CALLS[3] += [["count_bytes", case] for case in COUNTED]
 CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
+for ranks in (2, 4):
+    CALLS[ranks] += [["peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 
 
 @cache
 def _answers(ranks: int, backend: str) -> list[list]:
-    return run_ranks("ring_ranks:run", ranks, {"calls": CALLS[ranks]}, seconds=300, backend=backend)
+    # With kernels to compile one rank may wait long for another.
+    return run_ranks("ring_ranks:run", ranks, {"calls": CALLS[ranks]}, seconds=300, stall_seconds=120, backend=backend)
 
 
 def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> list:
@@ -131,6 +175,39 @@ def test_nccl_computes_and_sends_the_same(ranks):
         assert all(counted == planned for counted, planned in answers(ranks, "count_bytes", case, "nccl"))
 
 
+def check_memory(found: list, above: float, slack: int) -> None:
+    for rank in found:
+        for allocated, planned, own in rank:
+            assert abs(allocated - planned - own) <= max((above - 1) * (planned + own), slack), (
+                allocated,
+                planned,
+                own,
+            )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", HELD)
+def test_memory_allocated_is_the_plans_and_what_the_backend_takes(kind, ranks):
+    check_memory(answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
+
+
+@pytest.mark.parametrize("kind", ["local", "spanning"])
+def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
+    two, four = (answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
+    for half, quarter in zip(two[0], four[0], strict=True):  # forward, backward
+        assert quarter[0] < 0.51 * half[0]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("transport", ["ring", "all_gather"])
+def test_memory_of_a_gpu_is_the_plans_and_what_the_backend_takes(kind, transport):
+    ranks = torch.cuda.device_count()
+    calls = [["peak_memory", memory_of(kind, 2**17 * ranks, transport)]]
+    found = run_ranks("ring_ranks:run", ranks, {"calls": calls}, stall_seconds=120)
+    check_memory([rank[0] for rank in found], max(1.1, HELD[kind][1]), 64 * 2**20)
+
+
 @pytest.mark.parametrize("case", COUNTED, ids=name_of)
 def test_bytes_sent_are_those_of_the_plan(case):
     for counted, planned in answers(3, "count_bytes", case):
@@ -150,8 +227,9 @@ def test_repeated_runs_are_bitwise_equal(transport):
     assert all(answers(3, "repeats", {"transport": transport, "lengths": REPEATED[transport]}))
 
 
-def test_one_rank_is_the_plain_function_bit_for_bit():
-    assert all(answers(2, "one_rank_is_plain", {}))
+@pytest.mark.parametrize("backend", DROPPING)
+def test_one_rank_is_the_plain_function_bit_for_bit(backend):
+    assert all(answers(2, "one_rank_is_plain", {"backend": backend}))
 
 
 def test_a_group_may_be_part_of_the_world_and_a_mesh():
@@ -165,6 +243,40 @@ def test_validate_false_sends_no_header_and_remembers_lengths():
 @pytest.mark.parametrize("how", ["compile", "checkpoint"])
 def test_compiling_and_checkpointing_change_nothing(how):
     assert max(answers(2, "through", {"how": how})) < 1e-5
+
+
+def test_the_exchange_starts_before_the_local_branches_and_is_waited_for_after_them():
+    assert answers(2, "order_of_events", {}) == [["start", "compute", "wait", "compute"]] * 2
+
+
+def test_where_there_is_nothing_to_compute_out_and_gradients_are_empty():
+    empty = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
+    assert answers(2, "nothing_to_compute", {}) == [empty] * 2
+
+
+@pytest.fixture
+def four_ranks():
+    """This process as the first of four ranks that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_no_group_with_this_rank_is_refused(four_ranks):
+    x = torch.ones(1, 4, 1, 4)
+    for group, error, said in (
+        (dist.init_device_mesh("cpu", (2, 2)), ValueError, "group must be a mesh of 1 dimension, got 2"),
+        (dist.new_group([2, 3]), ValueError, "group must hold this rank, got a group of other ranks"),
+        ([0, 1], TypeError, "group must be a process group, a 1-D DeviceMesh or None, got list"),
+    ):
+        with pytest.raises(error, match=said):
+            ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)), group=group)
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    x = torch.ones(1, 4, 1, 4)
+    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group first"):
+        ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)))
 
 
 def test_second_derivatives_raise():

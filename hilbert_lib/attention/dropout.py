@@ -8,6 +8,7 @@ _ROUNDS = 10
 # Multipliers and key increments of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+NAME = 7  # words that name a (sequence, head) in a seed made by `named`
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
@@ -49,7 +50,7 @@ def keep_mask(
     The bits are Philox(seed; key position, query position, query head | branch << 16, batch).
 
     Args:
-        seed: (1,) int64.
+        seed: (1,) int64; or what `named` makes of it, and then the coordinates are those of the tensors at hand.
         dropout_p: in [0, 1).
         batch, head, queries, keys: int64 tensors that broadcast; indices and positions below 2^32 (heads and
             branches below 2^16).
@@ -63,6 +64,48 @@ def keep_mask(
     >>> round(kept.float().mean().item(), 2)
     0.75
     """
+    if seed.dtype == torch.int32:
+        seed, batch, head, branch, queries, keys = _renamed(seed, batch, head, branch, queries, keys)
     key = seed & _LOW, (seed >> 32) & _LOW
     bits = philox((keys, queries, head | branch << 16, batch), key)
     return bits >= round(dropout_p * 2**32)
+
+
+def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:
+    """A seed with which tensors that hold rows of a larger call drop what that call drops.
+
+    Row i of q and row j of k are at positions first_query + step * i and first_key + step * j of the larger call, but
+    that from row `before` on `missing` more rows of k lie between. It goes wherever a seed goes, to every backend.
+
+    Args:
+        seed: (1,) int64.
+        names: (batch, heads, 7) integers: sequence and query head in the larger call; step, first_query, first_key,
+            before, missing.
+        branches: indices of the branches in the larger call.
+
+    Returns:
+        int32: the seed's two words, the heads, the number of branches, the branches, and the names.
+
+    >>> p = torch.arange(8)
+    >>> larger = {"batch": p[1], "head": p[3], "branch": 2, "queries": 40 + 2 * p[:, None], "keys": 2 * p}
+    >>> own = {"batch": p[0], "head": p[0], "branch": 0, "queries": p[:, None], "keys": p}
+    >>> seed = torch.tensor([7])
+    >>> renamed = named(seed, torch.tensor([[[1, 3, 2, 40, 0, 8, 0]]]), (2,))
+    >>> torch.equal(keep_mask(renamed, 0.5, **own), keep_mask(seed, 0.5, **larger))
+    True
+    """
+    sizes = torch.tensor([names.shape[1], len(branches), *branches], dtype=torch.int32, device=seed.device)
+    return torch.cat([seed.view(torch.int32), sizes, names.flatten().to(torch.int32)])
+
+
+def _renamed(
+    table: Tensor, batch: Tensor, head: Tensor, branch: int, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, ...]:
+    # The seed, and what the larger call calls the rest.
+    words = table.to(torch.int64)
+    seed = words[:1] & _LOW | words[1:2] << 32
+    first = 4 + words[3] + (batch * words[2] + head) * NAME
+    batch, head, step, first_query, first_key, before, missing = (words[first + n] for n in range(NAME))
+    queries = first_query + step * queries
+    keys = first_key + step * (keys + torch.where(keys >= before, missing, 0))
+    return seed, batch, head, words[4 + branch], queries & _LOW, keys & _LOW

@@ -31,8 +31,9 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     """Attention over the union of two multisets of keys, from the attention over each.
 
     With L = log(exp(lse) + exp(other_lse)), the merged output is exp(lse - L) out + exp(other_lse - L) other_out:
-    the weighting by softmax denominators of LongNet (arXiv 2307.02486, eqs. 9-10). The operation is associative
-    and commutative; (0, -inf) is its neutral element.
+    the weighting by softmax denominators of LongNet (arXiv 2307.02486, eqs. 9-10). The weights are the logistic
+    functions of lse - other_lse and its negative. The operation is associative and commutative; (0, -inf) is its
+    neutral element.
 
     Args:
         out, other_out: (..., head_dim) partial outputs, float32 or float64.
@@ -47,6 +48,8 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     ([[0.0, 0.0]], [-inf])
     """
     merged = torch.logaddexp(lse, other_lse)
-    finite = merged.masked_fill(merged == -torch.inf, 0.0)  # -inf minus -inf would be NaN
-    weight, other_weight = (lse - finite).exp(), (other_lse - finite).exp()
+    nothing = merged == -torch.inf  # -inf minus -inf is NaN
+    # Not exp(lse - merged): that has the rounding of merged, which grows with lse, and its weights do not sum to one.
+    weight = (lse - other_lse).sigmoid().masked_fill(nothing, 0.0)
+    other_weight = (other_lse - lse).sigmoid().masked_fill(nothing, 0.0)
     return weight[..., None] * out + other_weight[..., None] * other_out, merged

@@ -13,11 +13,17 @@ from matplotlib.patches import Rectangle
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 from torch import Tensor
 
+from hilbert_lib.curves import curve_coordinates
 from hilbert_lib.figures.record import COLOURS, MARKERS
 
 # Dark to bright in grey print; its brightest end, which paper swallows, is left out.
 ALONG = ListedColormap(colormaps["plasma"](np.linspace(0, 0.85, 256)))
 AXIS_COLUMNS = {2: ["row", "col"], 3: ["a", "b", "c"]}
+GRIDS = {  # rows and columns, of n = 2^order; the last has an odd longest side, where one step must be diagonal
+    "n x n": lambda n: (n, n),
+    "n x 2n": lambda n: (n, 2 * n),
+    "n x (n + 1)": lambda n: (n, n + 1),
+}
 
 
 def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataFrame:
@@ -82,16 +88,7 @@ def _draw_path(axis: Axes, path: pd.DataFrame) -> None:
     rows, cols = path[["rows", "cols"]].iloc[0]
     points = path[["col", "row"]].to_numpy()
     axis.add_patch(Rectangle((-0.5, -0.5), cols, rows, fill=False, edgecolor="0.6", linewidth=0.8))
-    segments = np.stack([points[:-1], points[1:]], axis=1)
-    along = np.linspace(0, 1, len(segments))
-    jump = abs(np.diff(points, axis=0)).max(axis=1) > 1
-    width = np.clip(40 / max(rows, cols), 0.8, 3)
-    for chosen, style, thin in ((~jump, "solid", 1.0), (jump, (0, (1, 1.5)), 0.4)):
-        lines = LineCollection(segments[chosen], cmap=ALONG, linestyles=style, linewidths=width * thin)
-        lines.set_array(along[chosen])
-        lines.set_clim(0, 1)
-        lines.set_capstyle("butt" if thin < 1 else "projecting")
-        axis.add_collection(lines)
+    _draw_steps(axis, points, np.linspace(0, 1, len(points) - 1), width=np.clip(40 / max(rows, cols), 0.8, 3))
     if len(points) <= 64:
         axis.scatter(*points.T, s=9, color="black", zorder=3)
     outside = ((points < 0) | (points >= [cols, rows])).any(axis=1)
@@ -106,10 +103,50 @@ def _draw_path(axis: Axes, path: pd.DataFrame) -> None:
     axis.locator_params(integer=True, nbins=5)
 
 
+def _draw_steps(axis: Axes, points: np.ndarray, along: np.ndarray, *, width: float) -> None:
+    segments = np.stack([points[:-1], points[1:]], axis=1)
+    jump = abs(np.diff(points, axis=0)).max(axis=1) > 1
+    for chosen, style, thin in ((~jump, "solid", 1.0), (jump, (0, (1, 1.5)), 0.4)):
+        lines = LineCollection(segments[chosen], cmap=ALONG, linestyles=style, linewidths=width * thin)
+        lines.set_array(along[chosen])
+        lines.set_clim(0, 1)
+        lines.set_capstyle("butt" if thin < 1 else "projecting")
+        axis.add_collection(lines)
+
+
 def _bar_along(figure: Figure, axes: np.ndarray) -> None:
     mappable = LineCollection([], cmap=ALONG)
     mappable.set_clim(0, 100)
     figure.colorbar(mappable, ax=axes, label="place along the path (% of its cells)", shrink=0.8, aspect=30)
+
+
+def draw_walk(*, curve: str, order: int, shape: str, walked: int) -> Figure:
+    """A path through a grid up to some place on it, over the grey rest of the path.
+
+    Args:
+        curve: kind of `curve_coordinates`.
+        order: n is 2^order cells.
+        shape: of the grid, a key of `GRIDS`.
+        walked: how far, 1 to 100 % of the cells; a part of a cell counts as one.
+
+    Returns:
+        The figure.
+    """
+    rows, cols = GRIDS[shape](2**order)
+    points = curve_coordinates(curve, (rows, cols)).flip(1).numpy()  # column, row
+    count = -(-len(points) * walked // 100)
+    figure = Figure(figsize=(6.5, 6.5 * rows / cols + 0.9) if cols > rows + 1 else (5.2, 5.6))
+    axis = figure.subplots()
+    axis.plot(*points.T, color="0.85", linewidth=0.8, zorder=0)
+    along = np.linspace(0, 1, len(points) - 1)[: count - 1]
+    _draw_steps(axis, points[:count], along, width=np.clip(50 / max(rows, cols), 1, 4))
+    axis.scatter(*points[count - 1], s=60, color="black", zorder=4)
+    col, row = points[count - 1]
+    axis.set_title(f"{curve}, {rows} x {cols}: cell {count} of {len(points)} is row {row}, column {col}")
+    axis.set(xlabel="column (cells)", ylabel="row (cells)", xlim=(-0.7, cols - 0.3), ylim=(rows - 0.3, -0.7))
+    axis.set_aspect("equal")
+    axis.locator_params(integer=True, nbins=8)
+    return figure
 
 
 def draw_on_image(data: pd.DataFrame, *, title: str) -> Figure:

@@ -9,6 +9,10 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter
 
 from hilbert_lib.figures.record import COLOURS, MARKERS
+from hilbert_lib.locality.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, units_touched
+from hilbert_lib.locality.lru import kernel_trace, lru_hit_rates
+from hilbert_lib.locality.sweeps import compared_orderings, storage_map
+from hilbert_lib.pattern import DilatedPattern
 
 LAYOUT_TITLES = {"bshd": "(batch, seq, heads, dim)", "bhsd": "(batch, heads, seq, dim)"}
 UNIT_STYLES = {"sector": ("#D55E00", "o"), "line": ("#0072B2", "s"), "page": ("#000000", "^")}
@@ -28,13 +32,19 @@ def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 12
         The figure.
     """
     names = list(dict.fromkeys(data.ordering))
-    end = (data.slot.max() + 1) * row_bytes
     figure = Figure(figsize=(9, 0.5 + 0.42 * len(names)), layout="constrained")
-    axes = figure.subplots()
+    _storage_strips(figure.subplots(), data, names, row_bytes, line_bytes)
+    return figure
+
+
+def _storage_strips(axes: Axes, data: pd.DataFrame, names: list[str], row_bytes: int, line_bytes: int) -> None:
+    end = (data.slot.max() + 1) * row_bytes
+    step = -(-end // (8 * line_bytes)) * line_bytes  # nine ticks at most
     for place, name in enumerate(names):
         rows = data[data.ordering == name]
         read = rows[rows.read]
-        lines = sorted(set(read.slot * row_bytes // line_bytes))
+        spans = ((slot * row_bytes // line_bytes, -(-(slot + 1) * row_bytes // line_bytes)) for slot in read.slot)
+        lines = sorted({line for span in spans for line in range(*span)})
         axes.broken_barh(
             [(slot * row_bytes, row_bytes) for slot in rows.slot], (place - 0.3, 0.6), fc="white", ec="0.8"
         )
@@ -45,10 +55,63 @@ def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 12
         axes.text(end * 1.01, place, f"{len(read)} rows in {len(lines)} lines", va="center")
     axes.set(
         xlim=(0, end), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=_labels(names),
-        xticks=range(0, end + 1, line_bytes), xlabel="address in the storage of one head [bytes]",
+        xticks=range(0, end + 1, step), xlabel="address in the storage of one head [bytes]",
         title=f"Rows of {row_bytes} B that are read (filled), and the {line_bytes}-byte lines they pull in (framed)",
     )  # fmt: skip
     axes.tick_params(left=False)
+
+
+def draw_reading(
+    *, length: int, row_bytes: int, dilation: int, ordering: str, cache_kib: int, capacities_kib: list[int]
+) -> Figure:
+    """One head's branch read through one ordering beside the linear one: which lines come along, and what is reused.
+
+    k and v of one head, one segment of the whole length, a kernel of one program at a time: the model of
+    `hilbert_lib.locality`, not a measurement.
+
+    Args:
+        length: tokens.
+        row_bytes: bytes a row.
+        dilation: rate of the branch, at most the length.
+        ordering: a name of `compared_orderings`.
+        cache_kib: capacity at which the hit rate is read off [KiB].
+        capacities_kib: capacities of the curve [KiB].
+
+    Returns:
+        The figure.
+    """
+    every = compared_orderings(length, dilation)
+    chosen = {name: every[name] for name in dict.fromkeys(("linear", ordering))}
+    pattern = DilatedPattern((length,), (dilation,))
+    figure = Figure(figsize=(10, 6))  # placed by hand: a layout engine would double the time that a slider waits
+    figure.subplots_adjust(left=0.09, right=0.84, bottom=0.08, top=0.95, hspace=0.5, wspace=0.25)
+    panels = figure.subplot_mosaic([["strips", "strips"], ["units", "hits"]], height_ratios=(1, 2.4))
+    slots = storage_map(chosen, pattern, slots=max(16, 1024 // row_bytes))
+    _storage_strips(panels["strips"], slots, list(chosen), row_bytes, LINE_BYTES)
+    shift = np.linspace(-0.2, 0.2, 2) if len(chosen) == 2 else [0]
+    found = []
+    for place, (name, order) in enumerate(chosen.items()):
+        storage = Storage(order, row_bytes, layout="bhsd")
+        addresses = storage.addresses(branch_rows(storage, pattern).positions, head=0)
+        fewest = len(addresses) * row_bytes
+        excess = [units_touched(addresses, row_bytes, u) / -(-fewest // u) for u in (SECTOR_BYTES, LINE_BYTES)]
+        bars = panels["units"].bar(np.arange(2) + shift[place], excess, 0.36, color=COLOURS[name], label=name)
+        panels["units"].bar_label(bars, fmt="{:.3g}")
+        rates = lru_hit_rates(kernel_trace(storage, pattern), [1024 * kib for kib in (cache_kib, *capacities_kib)])
+        percent = 100 * rates.hit_rate
+        found.append(f"{name} {percent[0]:.1f} %")
+        look = {"color": COLOURS[name], "marker": MARKERS[name], "fillstyle": "none"}
+        panels["hits"].plot(capacities_kib, percent[1:], linestyle=LINE_STYLES[place], linewidth=4 - 2 * place, **look)
+    panels["units"].axhline(1, color="black", linewidth=0.8, linestyle=":")
+    panels["units"].set_xticks(range(2), [f"sectors ({SECTOR_BYTES} B)", f"lines ({LINE_BYTES} B)"])
+    panels["units"].set(ylabel="units touched / fewest", title=f"all {length} tokens, dilation {dilation}")
+    panels["units"].margins(y=0.3)
+    panels["units"].legend(loc="upper left", ncols=2)
+    panels["hits"].axvline(cache_kib, color="black", linewidth=0.8, linestyle=":")
+    panels["hits"].set_xscale("log", base=2)
+    panels["hits"].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels["hits"].set(xlabel="cache [KiB]", ylabel="hit rate [%]", ylim=(-3, 103))
+    panels["hits"].set_title(f"LRU model, {cache_kib} KiB: {', '.join(found)}")
     return figure
 
 

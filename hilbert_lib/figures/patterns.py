@@ -4,11 +4,13 @@ from itertools import cycle
 
 import numpy as np
 import pandas as pd
-from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+import torch
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from hilbert_lib.figures.record import COLOURS
+from hilbert_lib.pattern import DilatedPattern
 
 # Blues from light to dark: the count stays readable in grey print.
 _COUNT_COLOURS = ("#FFFFFF", "#9ECAE1", "#4292C6", "#08519C", "#08306B")
@@ -45,6 +47,57 @@ def draw_pattern(
     patches = [Patch(facecolor=c, edgecolor="#888888", label=f"{n}") for n, c in enumerate(colours(range(most + 1)))]
     figure.legend(handles=patches, title="branches that\nfind the key", loc="outside right center")
     figure.suptitle(title)
+    return figure
+
+
+def draw_query(
+    pattern: DilatedPattern,
+    *,
+    length: int,
+    kv_heads: int,
+    is_causal: bool,
+    branch: int,
+    head: int,
+    position: int,
+) -> Figure:
+    """What one query of one head sees through one branch, in the grid of all queries and beside the other branches.
+
+    Args:
+        pattern: the pattern.
+        length: tokens.
+        kv_heads: heads of k and v.
+        is_causal: whether keys after the query are excluded.
+        branch: the branch that is drawn in colour.
+        head: the KV head.
+        position: of the query.
+
+    Returns:
+        The figure.
+    """
+    every = torch.arange(length)
+    heads = {"kv_head": head, "kv_heads": kv_heads, "is_causal": is_causal}
+    masks = torch.stack([pattern.mask(i, every, every, **heads) for i in range(len(pattern.branches))]).numpy()
+    figure = Figure(figsize=(10, 4.4))  # placed by hand: a layout engine would double the time that a slider waits
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.13, top=0.91, wspace=0.36)
+    grid, strips = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    shades = ListedColormap(("#FFFFFF", "#DDDDDD", _BRANCH_COLOURS[branch % 5]))
+    grid.imshow(np.where(masks[branch], 2, masks.any(0)), cmap=shades, vmin=0, vmax=2, interpolation="nearest")
+    grid.axhspan(position - 0.5, position + 0.5, fill=False, edgecolor="black", linewidth=1.2)
+    grid.set(title=f"head {head}: through branch {branch}, others grey", xlabel="key", ylabel="query (position)")
+    grid.spines[:].set_visible(True)
+    for i, (w, _) in enumerate(pattern.branches):
+        start = position // w * w
+        keys = np.flatnonzero(masks[i, position])
+        strips.barh(i, min(w, length - start), left=start - 0.5, height=0.7, color="#F0F0F0", edgecolor="#AAAAAA")
+        colour = _BRANCH_COLOURS[i % 5] if i == branch else "#888888"
+        strips.plot(keys, np.full(len(keys), i), "s", color=colour, markersize=np.clip(240 / length, 1, 6))
+    strips.axvline(position, color="black", linewidth=1.2)
+    names = [f"branch {i}\nw = {w}, r = {r}" for i, (w, r) in enumerate(pattern.branches)]
+    strips.set_yticks(range(len(names)), names)
+    strips.set(xlim=(-1, length), ylim=(len(names) - 0.4, -0.6), xlabel="key (position); a box is the query's segment")
+    count = masks[:, position].sum(1)
+    found = f"{count[branch]} keys through branch {branch}, {count.sum()} through all"
+    strips.set_title(f"position {position} (line): {found}")
     return figure
 
 

@@ -57,7 +57,7 @@ def ring_dilated_attention(
         dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
         key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
-        backend: as in `dilated_attention`, but for "flex", which takes no merged results; with dropout, "eager" alone.
+        backend: as in `dilated_attention`, but for "flex", which takes no merged results.
         validate: whether ranks first tell each other what they ask for, so that those who disagree all raise. False
             leaves that out after a group's first call: shards must then be as long as when they last did so, or equal
             in length.
@@ -200,7 +200,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         out, lse, kept = passes.forward(q, k, v, job)
         # The mask and the seed too, so that autograd sees it if they are changed before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.seed, *kept.values())
+        ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.request.seed, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -239,8 +239,6 @@ def _checked(
         reason = BACKENDS[backend].refusal(q, call)
         if backend == "flex":
             reason = "cannot serve several ranks: its backward takes no merged out and lse"
-        elif call.dropout_p > 0.0 and backend != "eager":
-            reason = "no dropout on several ranks, where eager has it: its bits are keyed by rows of the tensors"
         if reason:
             raise ValueError(f"backend={backend!r} {reason}")
     return q, k, v, call
@@ -277,16 +275,14 @@ def _job(q: Tensor, k: Tensor, call: Call, lengths: tuple[int, ...], group, tran
         *(q.shape[0], q.shape[2], k.shape[2], q.shape[3]),
         call.is_causal,
         transport,
-        # A call on the shard counts positions from 0, and so would its dropout bits.
-        fuses=call.dropout_p == 0.0,
         by_offset=call.key_padding_mask is not None,
     )
     seed = None
     if call.dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
         dist.broadcast(seed, group=group, group_src=0)
-    request = Request(call.scale, call.dropout_p, backend, _needs_gradient(q, k))
-    return Job(layout, request, group, call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask, seed)
+    request = Request(call.scale, call.dropout_p, seed, backend, _needs_gradient(q, k))
+    return Job(layout, request, group, call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask)
 
 
 @lru_cache(maxsize=64)
@@ -302,7 +298,6 @@ def _layout(
     head_dim: int,
     is_causal: bool,
     transport: str,
-    fuses: bool,
     by_offset: bool,
 ) -> Layout:
     plan = plan_ring(
@@ -316,4 +311,4 @@ def _layout(
         is_causal=is_causal,
         transport=transport,
     )
-    return layout_of(plan, rank, device, fuses=fuses, by_offset=by_offset)
+    return layout_of(plan, rank, device, by_offset=by_offset)

@@ -27,7 +27,7 @@ TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
 GATHERED, DENSE_RING = "gathered", "dense ring"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
 SIDES = (*TRANSPORTS, GATHERED, DENSE_RING, *ORDERS)
-WARM_UP = 3
+WARM_UP = 1  # after the calls that were checked
 SECONDS = 540.0  # of all that one number of ranks measures
 STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
 
@@ -218,6 +218,7 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
         k, v = (order.apply(x.detach(), dim=1).requires_grad_(work.backward) for x in (k, v))
 
     def forward() -> Tensor:
+        graph.clear()
         graph[:] = [ring_dilated_attention(q, k, v, plan.pattern, **options)]
         options["validate"] = False  # the first call has, and the shards are equal
         return graph[0]
@@ -229,6 +230,7 @@ def _gathered(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) 
     start, graph = work.tokens // work.ranks * dist.get_rank(), []
 
     def forward() -> Tensor:
+        graph.clear()
         parts = [[torch.empty_like(x) for _ in range(work.ranks)] for x in (k, v)]
         for gathered, x in zip(parts, (k, v), strict=True):
             dist.all_gather(gathered, x.detach())
@@ -255,6 +257,7 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
     q, k, v, dout = inputs
     forward, backward = passes
     for _ in range(2):
+        out = dq = None
         if q.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -274,7 +277,7 @@ def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.devic
     """Times in ms, of the slowest rank in each repetition."""
     names = ("forward", "backward")[: 1 + work.backward]
     samples = {side: {name: [] for name in names} for side in passes}
-    for _ in range(min(WARM_UP, work.repetitions) + work.repetitions):
+    for _ in range(WARM_UP + work.repetitions):
         for side, calls in passes.items():
             for name, call in zip(names, calls, strict=False):
                 _meet(device)

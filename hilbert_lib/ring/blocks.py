@@ -9,8 +9,7 @@ from torch.nn.functional import pad
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import choose
-from hilbert_lib.attention.dense import Eager, Problem
-from hilbert_lib.attention.dropout import keep_mask
+from hilbert_lib.attention.dropout import NAME, named
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.layout import Block
 
@@ -22,53 +21,35 @@ class Request:
     Attributes:
         scale: factor of the scores.
         dropout_p: share of attention probabilities dropped.
+        seed: (1,) int64, the key of the dropout bits; or None.
         backend: its name, or "auto".
         gradient: whether the backward will run.
     """
 
     scale: float
     dropout_p: float
+    seed: Tensor | None
     backend: str
     gradient: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Masks:
-    """What takes weight from some pairs of a block.
-
-    Attributes:
-        padded: (segments, keys, batch) bool, True = no weight; or None.
-        seed: (1,) int64, the key of the dropout bits; or None.
-        queries, keys: (segments, rows, kv_heads), positions in the sequence, where there is dropout.
-    """
-
-    padded: Tensor | None = None
-    seed: Tensor | None = None
-    queries: Tensor | None = None
-    keys: Tensor | None = None
-
-
-def forward(q: Tensor, kv: Tensor, block: Block, request: Request, masks: Masks) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, kv: Tensor, block: Block, request: Request, padded: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and lse of a block.
 
     Args:
         q: (segments, queries, kv_heads, group, batch, head_dim).
         kv: (segments, keys, kv_heads, 2, batch, head_dim), k and v.
         block: which rows these are.
-        request, masks: the rest.
+        request: what it has in common with others.
+        padded: (segments, keys, batch) bool, True = no weight; or None.
 
     Returns:
         out like q, lse (segments, queries, kv_heads, group, batch).
     """
-    segments, group, batch = q.shape[0], q.shape[3], q.shape[4]
+    segments, group = q.shape[0], q.shape[3]
     queries, k, v = _dense_queries(q), *map(_dense_keys, kv.unbind(3))
-    if request.dropout_p > 0.0:
-        problem = _with_dropout(block, request, masks, group, batch)
-        out, lse = Eager.forward(*_heads_first(queries, k, v, group), problem)
-        out = out.transpose(1, 2)
-    else:
-        call, name = _call(queries, k, block, request, masks.padded)
-        out, lse = operators.forward(queries, *_lengthened(call, k, v), call, name)
+    call, name = _call(queries, k, block, request, padded)
+    out, lse = operators.forward(queries, *_lengthened(call, k, v), call, name)
     return _query_rows(out, segments, group), _query_rows(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
 
 
@@ -80,28 +61,21 @@ def backward(
     kv: Tensor,
     block: Block,
     request: Request,
-    masks: Masks,
+    padded: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and kv, shaped like them, from the gradient of out and the merged out and lse.
 
     Args:
         dout, q, out: (segments, queries, kv_heads, group, batch, head_dim). lse: likewise, with 1 for head_dim.
-        kv, block, request, masks: as for `forward`.
+        kv, block, request, padded: as for `forward`.
     """
-    segments, group, batch = q.shape[0], q.shape[3], q.shape[4]
+    segments, group = q.shape[0], q.shape[3]
     dout, queries, out, lse = map(_dense_queries, (dout, q, out, lse))
     k, v = map(_dense_keys, kv.unbind(3))
-    lse = lse[..., 0].transpose(1, 2)
-    if request.dropout_p > 0.0:
-        problem = _with_dropout(block, request, masks, group, batch)
-        rows = _heads_first(queries, k, v, group)
-        dq, *grads = Eager.backward(dout.transpose(1, 2), *rows, out.transpose(1, 2), lse, problem)
-        dq, grads = dq.transpose(1, 2), [x.unflatten(1, (-1, group)).sum(2).transpose(1, 2) for x in grads]
-    else:
-        call, name = _call(queries, k, block, request, masks.padded)
-        # The operators return out and lse dense, and kernels take them so.
-        dense = out.contiguous(), lse.contiguous()
-        dq, *grads = operators.backward(dout, queries, *_lengthened(call, k, v), *dense, call, name)
+    call, name = _call(queries, k, block, request, padded)
+    # The operators return out and lse dense, and kernels take them so.
+    dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
+    dq, *grads = operators.backward(dout, queries, *_lengthened(call, k, v), *dense, call, name)
     dkv = torch.stack([_key_rows(x[:, : k.shape[1]], segments) for x in grads], 3)
     return _query_rows(dq, segments, group), dkv
 
@@ -109,7 +83,14 @@ def backward(
 def _call(q: Tensor, k: Tensor, block: Block, request: Request, padded: Tensor | None) -> tuple[Call, str]:
     queries, keys = q.shape[1], k.shape[1]
     mask = None if padded is None else padded.transpose(1, 2).flatten(0, 1)
-    call = Call(DilatedPattern((max(queries, keys),), (1,)), block.is_causal, request.scale, key_padding_mask=mask)
+    call = Call(
+        DilatedPattern((max(queries, keys),), (1,)),
+        block.is_causal,
+        request.scale,
+        request.dropout_p,
+        _named(block, request, q.shape[0], q.shape[2]),
+        mask,
+    )
     name = choose(q, call, request.backend, gradient=request.gradient)
     if name == "triton" and queries != keys:
         # Its kernels look for a query's segment among those that the keys fill, and take lengths that differ for
@@ -127,26 +108,15 @@ def _lengthened(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(pad(x, (0, 0, 0, 0, 0, missing)) if missing else x for x in (k, v))
 
 
-def _with_dropout(block: Block, request: Request, masks: Masks, group: int, batch: int) -> Problem:
-    queries, keys = (
-        x.transpose(1, 2).repeat_interleave(group, 1)[:, None] for x in (masks.queries, masks.keys)
-    )  # (segments, 1, heads, rows)
-    heads = (block.kv_heads[:, None] * group + torch.arange(group, device=block.kv_heads.device)).flatten()
-    kept = keep_mask(
-        masks.seed,
-        request.dropout_p,
-        batch=torch.arange(batch, device=heads.device)[:, None, None, None],
-        head=heads[:, None, None],
-        branch=block.branch,
-        queries=queries[..., None],
-        keys=keys[..., None, :],
-    )
-    return Problem(
-        request.scale,
-        block.is_causal,
-        allowed=None if masks.padded is None else ~masks.padded.transpose(1, 2).flatten(0, 1)[:, None, None],
-        kept=kept.flatten(0, 1) / (1.0 - request.dropout_p),
-    )
+def _named(block: Block, request: Request, rows: int, heads: int) -> Tensor | None:
+    """The seed of a call of so many rows (a segment of a sequence each) and query heads."""
+    if request.seed is None:
+        return None
+    segments, group = block.names.shape[1], heads // len(block.kv_heads)
+    batch = torch.arange(rows // segments, device=request.seed.device)
+    head = block.kv_heads[:, None] * group + torch.arange(group, device=batch.device)
+    words = torch.broadcast_tensors(batch[:, None, None], head, *block.names[:, :, None, :, None])
+    return named(request.seed, torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
 
 
 def _dense_queries(x: Tensor) -> Tensor:
@@ -165,8 +135,3 @@ def _query_rows(x: Tensor, segments: int, group: int) -> Tensor:
 
 def _key_rows(x: Tensor, segments: int) -> Tensor:
     return x.unflatten(0, (segments, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Eager` takes them, with as many heads of k and v as of q."""
-    return q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))

@@ -4,7 +4,7 @@ A row is one (position, KV head), with the query heads of that KV head. Rows of 
 position * kv_heads + head, positions counted from the shard's first; received rows are numbered as they arrive.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,6 +14,8 @@ from hilbert_lib.pattern import DilatedPattern, rows_in_segment
 from hilbert_lib.ring.plan import RingPlan
 from hilbert_lib.ring.rows import Message, Rows
 from hilbert_lib.ring.segments import BranchPlan
+
+Positions = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,7 @@ class Block:
         is_causal: whether row i of the queries sees only rows 0 to i of the keys, which are the same rows.
         kv_heads: (heads,) numbers of the KV heads.
         queries, keys: (segments, rows, heads), which rows.
+        names: (5, segments, heads), their positions, as the last five words of `dropout.named` tell them.
     """
 
     branch: int
@@ -32,11 +35,12 @@ class Block:
     kv_heads: Tensor
     queries: Tensor
     keys: Tensor
+    names: Tensor | None = None
 
     def to(self, device: torch.device) -> "Block":
         """The same with its tensors on a device."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.type is Tensor}
-        return replace(self, **moved)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,6 @@ class Mail:
     Attributes:
         rows: (rows,) numbers of the own rows that it sends, destination after destination.
         sent, received: how many rows to and from each rank.
-        positions: (rows,) of the received rows, in the sequence.
         blocks: what it computes from received rows: for the ring by source, otherwise from all of them, under None.
         answers: how the answer to the rows sent is added up, for the ring by destination, otherwise under None: pairs
             of rows of the answer and their places in `Layout.touched`. No place is twice in a pair, so that the sum
@@ -56,7 +59,6 @@ class Mail:
     rows: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    positions: Tensor
     blocks: dict[int | None, tuple[Block, ...]]
     answers: dict[int | None, tuple[tuple[Tensor, Tensor], ...]]
 
@@ -68,6 +70,7 @@ class Layout:
     Attributes:
         start: the shard's first position. kv_heads: KV heads.
         fused: the branches that one call computes on the shard as it lies, as a pattern; None for none.
+        branches: their indices.
         touched: (rows,) numbers of the own rows, ascending, that take part in more than that call.
         own: attention inside the shard beside `fused`. Queries and keys are places in `touched`.
         mail: by transport. Queries of the blocks are places in `touched`, but with "all_to_all" they have been sent
@@ -77,23 +80,23 @@ class Layout:
     start: int
     kv_heads: int
     fused: DilatedPattern | None
+    branches: tuple[int, ...]
     touched: Tensor
     own: tuple[Block, ...]
     mail: dict[str, Mail]
 
 
-def layout_of(plan: RingPlan, rank: int, device: torch.device, *, fuses: bool, by_offset: bool) -> Layout:
+def layout_of(plan: RingPlan, rank: int, device: torch.device, *, by_offset: bool) -> Layout:
     """The part of a plan that one rank executes.
 
     Args:
         plan: the plan.
         rank: which one.
         device: where the index tensors go.
-        fuses: whether branches may go to a call that counts positions from the shard's first.
         by_offset: whether heads of different offsets are kept apart, because a mask tells their keys apart.
     """
     shard = _Shard(plan, rank, by_offset)
-    fused = shard.fused() if fuses else ()
+    fused = shard.fused()
     own = [block for i in range(len(plan.branches)) if i not in fused for block in shard.own_blocks(i)]
     mail = {transport: shard.mail(transport) for transport in plan.messages}
     numbers = [block.queries for block in own]
@@ -112,7 +115,6 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, *, fuses: bool, b
         mail[transport] = replace(
             one,
             rows=one.rows.to(device),
-            positions=one.positions.to(device),
             blocks={source: tuple(placed(block, *names) for block in blocks) for source, blocks in one.blocks.items()},
             answers=_answers(torch.searchsorted(touched, one.rows), one.sent, transport, device),
         )
@@ -120,6 +122,7 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, *, fuses: bool, b
         start=shard.start,
         kv_heads=plan.sizes.kv_heads,
         fused=_pattern_of(plan.pattern, fused),
+        branches=fused,
         touched=touched.to(device),
         own=tuple(placed(block, "queries", "keys") for block in own),
         mail=mail,
@@ -164,12 +167,13 @@ class _Shard:
                 count = rows_in_segment(size, branch.dilation_rate, offset)
                 rows = Rows(first + offset, count, branch.dilation_rate, heads)
                 some.append(self._square(number, heads, self._numbers(rows) + steps))
-            yield from self._joined(some)
+            yield from self._joined(some, self._own_positions, self._own_positions)
         if branch.transport != "all_to_all":
             for segment in branch.shared:
                 if self.rank in segment.ranks:
                     own = segment.rows[self.rank]
-                    yield from self._joined([self._square(number, x.kv_heads, self._numbers(x)) for x in own])
+                    squares = [self._square(number, x.kv_heads, self._numbers(x)) for x in own]
+                    yield from self._joined(squares, self._own_positions, self._own_positions)
 
     def mail(self, transport: str) -> Mail:
         messages, ranks = self.plan.messages[transport], range(len(self.plan.starts))
@@ -179,24 +183,26 @@ class _Shard:
         received = tuple(message.size if message else 0 for message in incoming)
         there = [(source, message) for source, message in enumerate(incoming) if message]
         if transport == "ring":
-            blocks = {source: self._received_blocks(transport, [(0, message)]) for source, message in there}
+            blocks = {source: self._received_blocks(transport, [message]) for source, message in there}
         else:
-            together = [(sum(received[:source]), message) for source, message in there]
-            blocks = {None: self._received_blocks(transport, together)}
+            blocks = {None: self._received_blocks(transport, [message for _, message in there])}
         nothing = torch.zeros(0, dtype=torch.int64)
         return Mail(
             rows=torch.cat([nothing, *rows]),
             sent=tuple(message.size if message else 0 for message in outgoing),
             received=received,
-            positions=torch.cat([nothing, *(_positions(x).flatten() for _, message in there for x in message.pieces)]),
             blocks=blocks,
             answers={},
         )
 
-    def _received_blocks(self, transport: str, messages: Iterable[tuple[int, Message]]) -> tuple[Block, ...]:
-        """What is computed from some messages, each with the number of its first row."""
+    def _received_blocks(self, transport: str, messages: list[Message]) -> tuple[Block, ...]:
+        """What is computed from the rows of some messages, one message after the other."""
         found: dict[tuple[int, int], dict[int, list[tuple[Rows, Tensor]]]] = {}
-        for first, message in messages:
+        pieces = [_positions(piece).flatten() for message in messages for piece in message.pieces]
+        positions = torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
+        queries_at = positions.__getitem__ if transport == "all_to_all" else self._own_positions
+        first = 0
+        for message in messages:
             tables = []
             for piece in message.pieces:
                 tables.append(torch.arange(first, first + piece.size).view(1, piece.count, len(piece.kv_heads)))
@@ -217,7 +223,7 @@ class _Shard:
                 own = segment.rows[self.rank][group]
                 # Sources that come later send nothing where causal: every key is before every query.
                 some.append(Block(number, False, torch.tensor(heads), self._numbers(own), keys))
-            blocks += self._joined(some)
+            blocks += self._joined(some, queries_at, positions.__getitem__)
         return tuple(blocks)
 
     def _square(self, number: int, kv_heads: range, rows: Tensor) -> Block:
@@ -227,8 +233,14 @@ class _Shard:
         """(1, count, heads)."""
         return (_positions(rows) - self.start) * self.plan.sizes.kv_heads + torch.tensor(rows.kv_heads)
 
-    def _joined(self, blocks: list[Block]) -> Iterator[Block]:
-        """Blocks of as many queries and keys as one, with the heads of all; without those that are empty."""
+    def _own_positions(self, numbers: Tensor) -> Tensor:
+        return self.start + numbers // self.plan.sizes.kv_heads
+
+    def _joined(self, blocks: list[Block], queries_at: Positions, keys_at: Positions) -> Iterator[Block]:
+        """Blocks of as many queries and keys as one, with the heads of all; without those that are empty.
+
+        `queries_at` and `keys_at` tell the positions of rows.
+        """
         alike: dict[tuple, list[Block]] = {}
         for number, block in enumerate(blocks):
             if block.queries.numel() and block.keys.numel():
@@ -236,7 +248,19 @@ class _Shard:
                 alike.setdefault(key, []).append(block)
         names = ("kv_heads", "queries", "keys")
         for same in alike.values():
-            yield replace(same[0], **{name: torch.cat([getattr(one, name) for one in same], dim=-1) for name in names})
+            tensors = {name: torch.cat([getattr(one, name) for one in same], dim=-1) for name in names}
+            rate = self.plan.pattern.dilation_rates[same[0].branch]
+            positions = queries_at(tensors["queries"]), keys_at(tensors["keys"])
+            yield replace(same[0], **tensors, names=_names(*positions, rate))
+
+
+def _names(queries: Tensor, keys: Tensor, rate: int) -> Tensor:
+    """`Block.names` of positions (segments, rows, heads). Rows of one branch are missing in one place at most: where
+    keys come from ranks before and after, and the own ones are elsewhere."""
+    first, last, count = keys[:, 0], keys[:, -1], keys.shape[1]
+    before = (keys == first[:, None] + rate * torch.arange(count)[:, None]).sum(1)
+    missing = (last - first) // rate - (count - 1)
+    return torch.stack([torch.full_like(first, rate), queries[:, 0], first, before, missing])
 
 
 def _positions(rows: Rows) -> Tensor:

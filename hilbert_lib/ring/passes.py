@@ -13,9 +13,10 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
+from hilbert_lib.attention.dropout import named
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring import blocks
-from hilbert_lib.ring.blocks import Masks, Request
+from hilbert_lib.ring.blocks import Request
 from hilbert_lib.ring.exchange import GATHERING, AllGather, Arriving, Ring, exchange
 from hilbert_lib.ring.layout import Block, Layout, Mail
 from hilbert_lib.ring.local import Merged, Shard, Sums
@@ -34,7 +35,6 @@ class Job:
         is_causal: whether keys after the query are excluded.
         ordering: in which the shards of k and v are stored, or None.
         key_padding_mask: (batch, rows of the shard) bool, or None.
-        seed: (1,) int64, where there is dropout.
     """
 
     layout: Layout
@@ -43,7 +43,6 @@ class Job:
     is_causal: bool
     ordering: Ordering | None
     key_padding_mask: Tensor | None
-    seed: Tensor | None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -67,12 +66,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
     lse_rows = lse.transpose(1, 2)[..., None]
     merged = Merged(shard.queries(out, layout.touched), shard.queries(lse_rows, layout.touched)[..., 0])
 
-    def add(block: Block, kv: Tensor, masks: Masks) -> None:
+    def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
         queries = shard.queries(q, layout.touched[block.queries])
-        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, masks))
+        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, padded))
 
     for block in layout.own:
-        add(block, shard.keys(k, v, layout.touched[block.keys]), _own_masks(block, shard, job))
+        add(block, shard.keys(k, v, layout.touched[block.keys]), _own_padded(block, shard, job))
     if exchanging:
         kept["exchanged"] = arriving.wait()
         answers = _exchanged_forward(exchanging, kept, job, lse.dtype)
@@ -80,7 +79,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
         mail = layout.mail[transport]
         for arrived in gather:
             for block in mail.blocks.get(arrived.source, ()):
-                add(block, arrived.rows[block.keys], _masks(block, job, kept, transport, arrived.source))
+                add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
     if exchanging:
         their_out, their_lse = (answer.wait() for answer in answers)
         for rows, places in exchanging.answers[None]:
@@ -112,17 +111,17 @@ def backward(
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     sums = Sums(shard.queries(grads[0], layout.touched), shard.keys(*grads[1:], layout.touched), lse.dtype)
 
-    def add(block: Block, kv: Tensor, masks: Masks) -> Tensor:
+    def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
         # Adds up dq and returns the gradient of kv.
         rows = layout.touched[block.queries]
         mine = (shard.queries(x, rows) for x in (dout, q, out, lse_rows))
-        dq, dkv = blocks.backward(*mine, kv, block, job.request, masks)
+        dq, dkv = blocks.backward(*mine, kv, block, job.request, padded)
         sums.dq[block.queries] += dq
         return dkv
 
     for block in layout.own:
         kv = shard.keys(k, v, layout.touched[block.keys])
-        sums.dkv[block.keys] += add(block, kv, _own_masks(block, shard, job))
+        sums.dkv[block.keys] += add(block, kv, _own_padded(block, shard, job))
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, kept, job)
     for transport, gather in gathers.items():
@@ -130,8 +129,8 @@ def backward(
         for arrived in gather:
             dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
             for block in mail.blocks.get(arrived.source, ()):
-                masks = _masks(block, job, kept, transport, arrived.source)
-                dkv[block.keys] += add(block, arrived.rows[block.keys], masks)
+                padded = _padded(block, mail, kept, transport, arrived.source)
+                dkv[block.keys] += add(block, arrived.rows[block.keys], padded)
             if late:
                 sums.add_keys(late[0], late[1].wait())
             # While this answer travels, the next step is computed.
@@ -165,10 +164,9 @@ def _exchanged_forward(mail: Mail, kept: dict[str, Tensor], job: Job, dtype: tor
     merged = Merged(torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf, dtype=dtype))
     for block in mail.blocks[None]:
         rows = received[block.queries]
-        masks = _masks(block, job, kept, EXCHANGING, None)
-        merged.add(
-            block.queries, *blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job.request, masks)
-        )
+        padded = _padded(block, mail, kept, EXCHANGING, None)
+        found = blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job.request, padded)
+        merged.add(block.queries, *found)
     back = mail.received, mail.sent, job.group
     return exchange(merged.out.to(received.dtype), *back), exchange(merged.lse, *back)
 
@@ -182,8 +180,8 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Te
     for block in mail.blocks[None]:
         rows = received[block.queries]
         mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
-        masks = _masks(block, job, kept, EXCHANGING, None)
-        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job.request, masks)
+        padded = _padded(block, mail, kept, EXCHANGING, None)
+        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job.request, padded)
         sums[block.queries] += torch.cat(some, 3)
     return exchange(sums, mail.received, mail.sent, job.group)
 
@@ -197,11 +195,20 @@ def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def _fused_call(q: Tensor, k: Tensor, job: Job) -> tuple[Call, str]:
-    call = Call(job.layout.fused, job.is_causal, job.request.scale, key_padding_mask=job.key_padding_mask)
-    name = choose(q, call, job.request.backend, gradient=job.request.gradient)
+    layout, request = job.layout, job.request
+    seed = None if request.seed is None else _shard_seed(request.seed, layout, *q.shape[::2])
+    call = Call(layout.fused, job.is_causal, request.scale, request.dropout_p, seed, job.key_padding_mask)
+    name = choose(q, call, request.backend, gradient=request.gradient)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))
     return call, name
+
+
+def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
+    names = torch.tensor([0, 0, 1, layout.start, layout.start, 0, 0], device=seed.device).repeat(batch, heads, 1)
+    names[..., 0] = torch.arange(batch, device=seed.device)[:, None]
+    names[..., 1] = torch.arange(heads, device=seed.device)
+    return named(seed, names, layout.branches)
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
@@ -241,26 +248,15 @@ def _paddings(shard: Shard, job: Job) -> dict[str, Tensor]:
     return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
 
 
-def _masks(block: Block, job: Job, kept: dict[str, Tensor], transport: str, source: int | None) -> Masks:
-    """Of a block whose keys were received."""
-    mail = job.layout.mail[transport]
-    keys = block.keys + (0 if source is None else sum(mail.received[:source]))
+def _padded(block: Block, mail: Mail, kept: dict[str, Tensor], transport: str, source: int | None) -> Tensor | None:
+    """Of a block whose keys were received: (segments, keys, batch) bool."""
     padded = kept.get(f"padded {transport}")
-    padded = None if padded is None else padded[keys[:, :, 0]].bool()  # the heads of a block are alike
-    if job.seed is None:
-        return Masks(padded)
-    exchanged = transport == EXCHANGING
-    queries = mail.positions[block.queries] if exchanged else _own_positions(block.queries, job)
-    return Masks(padded, job.seed, queries, mail.positions[keys])
+    if padded is None:
+        return None
+    keys = block.keys[:, :, 0] + (0 if source is None else sum(mail.received[:source]))
+    return padded[keys].bool()  # the heads of a block are alike
 
 
-def _own_masks(block: Block, shard: Shard, job: Job) -> Masks:
-    mask, rows = job.key_padding_mask, job.layout.touched[block.keys]
-    padded = None if mask is None else shard.padding(mask, rows[:, :, 0])
-    if job.seed is None:
-        return Masks(padded)
-    return Masks(padded, job.seed, *(_own_positions(x, job) for x in (block.queries, block.keys)))
-
-
-def _own_positions(places: Tensor, job: Job) -> Tensor:
-    return job.layout.start + job.layout.touched[places] // job.layout.kv_heads
+def _own_padded(block: Block, shard: Shard, job: Job) -> Tensor | None:
+    mask = job.key_padding_mask
+    return None if mask is None else shard.padding(mask, job.layout.touched[block.keys][:, :, 0])

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from hilbert_lib.attention import dropout
+
+NAME = tl.constexpr(dropout.NAME)
 # Numbers that differ from call to call: a kernel for every divisor of them would mean a compilation for most calls.
 NOT_SPECIALIZED = [
     *("first_query", "queries", "keys", "batch", "heads", "kv_heads", "group"),
@@ -98,9 +101,19 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 @triton.jit
 def dropout_factor(seed, dropout_p, b, h, branch, query, key):
     """0 for a dropped pair, else 1 / (1 - dropout_p): the bits of `attention.dropout.keep_mask`."""
+    words = tl.load(seed)
+    if seed.dtype.element_ty == tl.int32:  # what `attention.dropout.named` made
+        words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+        branch = tl.load(seed + 4 + branch)
+        name = seed + 4 + tl.load(seed + 3) + (b * tl.load(seed + 2) + h) * NAME
+        b = tl.load(name)
+        h = tl.load(name + 1)
+        step = tl.load(name + 2)
+        query = tl.load(name + 3) + step * query
+        key = tl.load(name + 4) + step * (key + tl.where(key >= tl.load(name + 5), tl.load(name + 6), 0))
     zero = tl.zeros_like(query + key)
     bits, _, _, _ = tl.philox(
-        tl.load(seed),
+        words,
         (key + zero).to(tl.uint32),
         (query + zero).to(tl.uint32),
         (zero + (h | branch << 16)).to(tl.uint32),

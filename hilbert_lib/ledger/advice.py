@@ -1,0 +1,149 @@
+"""What follows for a reader: plain sentences, each with its numbers from the records, and the premise below it."""
+
+from collections.abc import Mapping, Sequence
+from math import floor
+
+import pandas as pd
+
+from hilbert_lib.claims import REFERENCE
+from hilbert_lib.kernel_benchmarks import layout_verdicts
+from hilbert_lib.ledger.claim import Answer
+from hilbert_lib.ledger.kernels import grid_places, layout_ratios
+from hilbert_lib.ledger.ring import SIZES
+from hilbert_lib.locality.cache import LINE_BYTES
+from hilbert_lib.paired import ratio_table
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.balance import shard_lengths_for
+from hilbert_lib.ring.plan import plan_ring
+from hilbert_lib.ring.tables import spanning_pattern
+
+FASTER = 1.01  # an order or a backend counts as faster from one per cent on
+KERNELS = "06_kernel_benchmarks"
+WHOLE_LINES = f"row_bytes >= {LINE_BYTES} and work == 'whole sequence'"
+
+
+def advice(records: Sequence[dict], grids: Sequence[dict], answers: Mapping[str, Answer]) -> pd.DataFrame:
+    """When to use dilated attention, in which order to store, which backend to take, and how many GPUs.
+
+    Args:
+        records: of notebook 06.
+        grids: of notebook 08; where there are none, nothing is said of grids.
+        answers: of the ledger, by id.
+
+    Returns:
+        about, advice, premise (bool: whether the records bear out what the advice supposes) and rests_on.
+    """
+    rows = [_pattern(answers["K10"]), _order(records), _order_of_small_rows(records)]
+    rows += [_order_of_a_grid(grids)] if grids else []
+    rows += [_backend(records), _gpus(records, answers["R4"])]
+    return pd.DataFrame(rows, columns=["about", "advice", "premise", "rests_on"])
+
+
+def _pattern(timed: Answer) -> tuple:
+    short, long = 8192, 131072
+    saved = {n: _work(DilatedPattern((n,), (1,)), n) / _work(_reference(n), n) for n in (short, long)}
+    text = (
+        f"Use dilated attention for long sequences: with branches of {_branches(long)} it needs "
+        f"{saved[short]:.1f} times fewer FLOP than dense attention at {short:,} tokens and {saved[long]:.0f} times "
+        f"fewer at {long:,}. It is another function: whether a model bears it is for training to show."
+    )
+    if timed.cases is not None:
+        best = timed.cases.sort_values("length")
+        ratios = ", ".join(f"{row.value:.1f} times at {row.length:,}" for row in best.itertuples())
+        text += f" Its time is shorter by {ratios} tokens ({timed.hardware})."
+    return "when", text, 1 < saved[short] < saved[long], f"counts of the pattern; {timed.source or timed.verdict}"
+
+
+def _order(records: Sequence[dict]) -> tuple:
+    best = layout_ratios(records, order="best", where=WHOLE_LINES)
+    hilbert = layout_ratios(records, where=WHOLE_LINES)
+    faster = (hilbert.low > FASTER).sum()
+    text = (
+        f"Leave k and v in the order of the sequence. Where rows fill cache lines (head_dim 64 and more in bfloat16), "
+        f"the Hilbert order was faster by a per cent in {faster} of {len(hilbert)} works over whole sequences, at most "
+        f"{hilbert.value.max():.3f} times; the best of all orders at most {best.value.max():.3f} times."
+    )
+    return "which order", text, faster == 0 and best.value.max() < 1.05, KERNELS
+
+
+def _order_of_small_rows(records: Sequence[dict]) -> tuple:
+    table = ratio_table(list(records), "decoding")
+    one = table[(table.queries == table.queries.min()) & (table.dilation > 1)]
+    of = layout_verdicts(one).set_index(["row_bytes", "b"]).best
+    sizes = sorted(one.row_bytes.unique())
+    gains = ", ".join(
+        f"{of[size, 'residue']:.2f} (Hilbert {of[size, 'hilbert']:.2f}) at rows of {size} B" for size in sizes
+    )
+    text = (
+        "Store a cache that many single queries read at one dilation rate residue-major for that rate: decoding is "
+        f"faster by a factor of {gains}."
+    )
+    residue = one[one.b == "residue"]
+    ahead = all(of[size, "residue"] > of[size, "hilbert"] for size in sizes)
+    return "which order", text, bool((residue.low > FASTER).all()) and ahead, KERNELS
+
+
+def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
+    best = grid_places(grids)
+    widest = best.loc[best.value.idxmax()]
+    orders = best.order.value_counts()
+    text = (
+        "Where tokens lie on a grid and attend to a window around them, store q, k and v in an order that keeps "
+        f"neighbours together: the best was faster than raster in {(best.low > FASTER).sum()} of {len(best)} works, at "
+        f"most by a factor of {widest.value:.1f} ({widest.order}, {widest.length:,} tokens); it was "
+        f"{', '.join(f'{name} in {count}' for name, count in orders.items())}."
+    )
+    return "which order", text, (best.low > FASTER).mean() > 0.5, "08_where_a_curve_pays"
+
+
+def _backend(records: Sequence[dict]) -> tuple:
+    pairs = ratio_table(list(records), "backends")
+    work = ["length", "pattern", "head_dim", "is_causal", "direction"]
+    closest = pairs.loc[pairs.groupby(work).ratio.idxmin()]
+    ahead, behind = closest[closest.low > 1], closest[closest.high < 1]
+    names = " or ".join(sorted(behind.a.unique()))
+    text = 'Take backend="auto". The fused kernel, "triton", was faster than every other in '
+    text += f"{len(ahead)} of {len(closest)} works"
+    if len(behind):
+        text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"
+    return "which backend", f"{text}.", len(ahead) > 0.8 * len(closest), KERNELS
+
+
+def _gpus(records: Sequence[dict], timed: Answer) -> tuple:
+    gpu = records[-1]["environment"]["gpus"][0]
+    tokens, ranks = 2**20, 8
+    pattern = spanning_pattern(tokens, REFERENCE[0][0])
+    (alone,) = plan_ring(pattern, (tokens,), **SIZES).ranks
+    several = plan_ring(pattern, shard_lengths_for(tokens, ranks), **SIZES).ranks
+    together = ranks * max(each.memory_backward for each in several) / alone.memory_backward
+    per_token = alone.memory_backward / tokens
+    text = (
+        f"As few as hold the sequence. {SIZES['heads']} heads of {SIZES['head_dim']} in bfloat16 take "
+        f"{per_token / 1024:.0f} KiB a token at the highest point of a backward, as planned: one {gpu['name']} holds "
+        f"about {floor(gpu['memory_gib'] * 2**30 / per_token / 1e6)} million tokens, and p of them p times as many: "
+        f"the memory of {ranks} ranks together is {together:.2f} times that of one."
+    )
+    if timed.cases is not None:
+        scaling = timed.cases.query("what == 'scaling' and side == 'auto'")
+        text += f" Each of {scaling.ranks.max()} then works at {scaling.value.min():.0%} of its speed alone at least."
+    return "how many GPUs", text, together < 1.1, f"the ring's plan; {KERNELS}; {timed.source or timed.verdict}"
+
+
+def _reference(length: int) -> DilatedPattern:
+    return DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
+
+
+def _branches(length: int) -> str:
+    return ", ".join(f"{w}:{r}" for w, r in _reference(length).branches)
+
+
+def _work(pattern: DilatedPattern, length: int) -> int:
+    return pattern.work(length, heads=SIZES["heads"], head_dim=SIZES["head_dim"]).flop_forward
+
+
+def _where(works: pd.DataFrame) -> str:
+    return ", ".join(
+        f"{row.pattern} {row.direction} at {row.length:,} tokens, head_dim {row.head_dim}"
+        + (", causal" if row.is_causal else "")
+        for row in works.itertuples()
+    )

@@ -1,0 +1,267 @@
+"""Cases from the records of times on one GPU: layouts, backends, graphs, pools.
+
+Every function takes records and gives a table: value, low and high (its 95 % interval; equal where there is none), and
+the columns that distinguish a case.
+"""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from hilbert_lib.claims import DENSE, FUNCTIONS, LAYOUTS
+from hilbert_lib.graph_benchmarks import pair_table
+from hilbert_lib.kernel_benchmarks import NO_TABLE
+from hilbert_lib.ledger import models
+from hilbert_lib.ledger.claim import counted
+from hilbert_lib.locality.l2 import GPUS
+from hilbert_lib.memory_benchmarks import pool_table
+from hilbert_lib.paired import ratio_table, side_table
+from hilbert_lib.safety.benchmarks import outcome_table
+from hilbert_lib.selection import choice_table
+
+Records = Sequence[dict]
+INTERVAL = ["value", "low", "high"]
+WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
+
+
+def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") -> pd.DataFrame:
+    """Time of linear storage over that of an order, the same kernel and function.
+
+    Args:
+        records: of notebook 06.
+        order: kind of the order, or "best" for the fastest of all but "no table", work by work.
+        where: a query over the cases.
+
+    Returns:
+        work ("whole sequence" or "decoding"), length, queries, row_bytes, dilation and the interval; of "best" also
+        order.
+    """
+    case = ["work", "length", "queries", "row_bytes", "dilation"]
+    tables = [_ratios(records, sweep).assign(work=work) for sweep, work in WORKS.items()]
+    tables.append(_documents_sizes(records))
+    ratios = pd.concat([table for table in tables if not table.empty], ignore_index=True)
+    if order == "best":
+        ratios = ratios[ratios.b != NO_TABLE]
+        cases = ratios.loc[ratios.groupby(case).value.idxmax(), [*case, *INTERVAL, "b"]].rename(columns={"b": "order"})
+    else:
+        cases = ratios.loc[ratios.b == order, [*case, *INTERVAL]]
+    return (cases.query(where) if where else cases).reset_index(drop=True)
+
+
+def places(records: Records) -> pd.DataFrame:
+    """Where an order could pay and where one did: every timed work with its intensity, and its fastest order.
+
+    Args:
+        records: of notebook 06.
+
+    Returns:
+        `layout_ratios` of the "best" order, and intensity: useful FLOP for each useful byte.
+    """
+    case = ["work", "length", "queries", "row_bytes", "dilation"]
+    sides = pd.concat([side_table(list(records), sweep).assign(work=work) for sweep, work in WORKS.items()])
+    linear = sides[sides.name == "linear"].set_index(case)
+    intensity = (linear.useful_flop / linear.useful_bytes).rename("intensity")
+    return layout_ratios(records, order="best").join(intensity, on=case, how="inner")
+
+
+def grid_places(records: Records) -> pd.DataFrame:
+    """As `places`, for attention to a window on a grid: the fastest order of the tokens against raster order, forward.
+
+    Args:
+        records: of notebook 08; where there are none, the table is empty.
+    """
+    if not records:
+        return pd.DataFrame()
+    ratios = _ratios(records, "neighbourhood").query("a == 'raster' and direction == 'forward'")
+    best = ratios.loc[ratios.groupby(["side", "window", "block_size"]).value.idxmax()]
+    # q, k, v and the output once, two bytes an element; two products of window**2 keys for each row of q.
+    where = {"work": "window on a grid", "queries": 0, "dilation": 1, "intensity": best.window**2 / 2}
+    table = best.assign(length=best.side**2, row_bytes=2 * best.head_dim, order=best.b, **where)
+    return table[["work", "length", "queries", "row_bytes", "dilation", *INTERVAL, "order", "intensity"]]
+
+
+def claimed_pairs(records: Records, *, where: str) -> pd.DataFrame:
+    """The documents' two kernels, and one function on two layouts, at the documents' sizes.
+
+    Args:
+        records: of notebook 06, with its `claims`.
+        where: a query over pair, length and dilation.
+    """
+    cases = _ratios(records, "claims")
+    return cases[cases.pair.isin([FUNCTIONS, LAYOUTS])].query(where)[["pair", "length", "dilation", *INTERVAL]]
+
+
+def growth(records: Records, *, order: str = "hilbert") -> pd.DataFrame:
+    """How an order's ratio changes from the smallest to the largest dilation, and from the shortest to the longest.
+
+    The interval is that of two independent ratios: the widest that theirs allow.
+
+    Args:
+        records: of notebook 06.
+        order: kind of the order.
+
+    Returns:
+        along ("dilation" or "length"), row_bytes, fixed (the other of the two) and the interval.
+    """
+    ratios = layout_ratios(records, order=order, where="work == 'whole sequence'").drop(columns="queries")
+    # The documents' sizes have tokens of several heads side by side: another layout, no part of these series.
+    ratios = ratios.drop_duplicates(["length", "row_bytes", "dilation"])
+    tables = []
+    for along, other in (("dilation", "length"), ("length", "dilation")):
+        for (size, fixed), series in ratios.groupby(["row_bytes", other]):
+            first, last = series.loc[series[along].idxmin()], series.loc[series[along].idxmax()]
+            if first[along] == last[along]:
+                continue
+            case = {"along": along, "row_bytes": size, "fixed": fixed}
+            interval = (last.value / first.value, last.low / first.high, last.high / first.low)
+            tables.append(case | dict(zip(INTERVAL, interval, strict=True)))
+    return pd.DataFrame(tables)
+
+
+def longest(records: Records, *, asked: Sequence[int]) -> pd.DataFrame:
+    """Tokens of the longest sequence whose forward and backward were timed and checked, over those asked for.
+
+    Args:
+        records: of notebook 06.
+        asked: tokens.
+    """
+    found = _ratios(records, "backends").length.max()
+    return pd.DataFrame({"tokens": n, **dict.fromkeys(INTERVAL, found / n)} for n in asked)
+
+
+def over_dense(records: Records) -> pd.DataFrame:
+    """Time of dense attention over that of dilated attention at the same length: two functions, as is claimed."""
+    cases = _ratios(records, "claims")
+    return cases.loc[cases.pair == DENSE, ["length", "head_dim", "direction", *INTERVAL]]
+
+
+def over_manual(records: Records, *, backend: str, manual: str = "eager") -> pd.DataFrame:
+    """Time of plain matrix products over that of a dense kernel.
+
+    Both were timed beside the first backend of their point; the interval is the widest that the two ratios allow.
+
+    Args:
+        records: lines of the points of notebook 04.
+        backend, manual: the two.
+    """
+    case = ["length", "direction"]
+    table = outcome_table(records).dropna(subset=["ratio"])
+    sides = {name: table[table.backend == name].set_index(case) for name in (backend, manual)}
+    both = sides[backend].join(sides[manual].add_suffix("_manual"), how="inner")
+    values = {
+        "value": both.ratio / both.ratio_manual,
+        "low": both.low / both.high_manual,
+        "high": both.high / both.low_manual,
+    }
+    return pd.DataFrame(values).reset_index()
+
+
+def over_fixed(records: Records) -> pd.DataFrame:
+    """Time of each backend over that of the automatic choice, on every work that it serves."""
+    ratios = _ratios(records, "selection").rename(columns={"a": "backend"})
+    return ratios[["backend", "pattern", "length", "head_dim", "is_causal", "direction", *INTERVAL]]
+
+
+def backend_over_backend(records: Records, *, backend: str, base: str) -> pd.DataFrame:
+    """Time of one backend over another's, where both were timed beside the automatic choice; empty where not.
+
+    Args:
+        records: of notebook 05.
+        backend, base: the two; above 1, `backend` is the faster one.
+    """
+    choices = choice_table(records)
+    if not {backend, base} <= set(choices):
+        return pd.DataFrame()
+    both = choices.dropna(subset=[backend, base])
+    ratio = both[base].astype(float) / both[backend].astype(float)
+    return both[["pattern", "length", "head_dim", "is_causal", "direction"]].assign(value=ratio, low=ratio, high=ratio)
+
+
+def graph_gains(records: Records) -> pd.DataFrame:
+    """Time of a call over that of its CUDA graph's replay, from an idle device to the result."""
+    return _intervals(pair_table(records, "graphs"))[["module", "direction", "length", *INTERVAL]]
+
+
+def built_over(records: Records, *, opponent: str, what: str = "") -> pd.DataFrame:
+    """Time to build what is kept of a pattern or an ordering, over that of a look-up or of a whole call.
+
+    Args:
+        records: of notebook 05.
+        opponent: "look-up" or "call".
+        what: which table; by default all.
+    """
+    table = _intervals(pair_table(records, "pattern cache"))
+    cases = table[(table.b == opponent) & (table.what.eq(what) if what else True)]
+    return cases[["what", "length", *INTERVAL]]
+
+
+def saved_by_cache(records: Records) -> pd.DataFrame:
+    """The share of a call's time that is saved where its tables are found and not built."""
+    cases = built_over(records, opponent="call")
+    return cases.assign(**{name: cases[name] / (1 + cases[name]) for name in INTERVAL})
+
+
+def pool_gains(records: Records) -> pd.DataFrame:
+    """Time with torch's caching allocator over that with buffers held another way, on calls of one length."""
+    pools = pool_table(records, "pools").query("strategy != 'caching'")
+    pools = pools[~pools.lengths.str.contains(" ")]
+    return _intervals(pools.assign(tokens=pools.lengths.astype(int)))[["strategy", "direction", "tokens", *INTERVAL]]
+
+
+def pool_fragmentation(records: Records) -> pd.DataFrame:
+    """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
+    pools = pool_table(records, "pools")
+    mixed = pools[pools.lengths.str.contains(" ")]
+    base = mixed[mixed.strategy == "caching"].set_index("direction").fragmented_bytes
+    others = mixed[mixed.strategy != "caching"]
+    spared = (others.direction.map(base) - others.fragmented_bytes) / 2**30
+    return others[["strategy", "direction"]].assign(value=spared, low=spared, high=spared)
+
+
+def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
+    """The share that the Hilbert order saves against linear storage: as modelled, and as an H200 counted it.
+
+    Args:
+        records: rows of notebook 06's counters.csv.
+        column: of the counters.
+        **model: as `models.units_saved`.
+    """
+    hilbert, linear = _counters(records)
+    case = {"how": "counted", "layout": "bhsd"}  # the layout of those sweeps
+    counted_cases = counted((1 - hilbert[column] / linear[column]).rename("value").reset_index().assign(**case))
+    return pd.concat([models.units_saved(**model).assign(how="modelled"), counted_cases], ignore_index=True)
+
+
+def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
+    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in an H200's L2.
+
+    Args:
+        records: rows of notebook 06's counters.csv.
+        dilation: as `models.hit_rate_gained`.
+    """
+    hilbert, linear = _counters(records)
+    gain = (hilbert.l2_hit_percent - linear.l2_hit_percent).rename("value").reset_index()
+    l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))
+    counted_cases = counted(gain.assign(how="counted", cache_kib=l2.l2_bytes // 1024))
+    modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation)
+    return pd.concat([modelled, counted_cases], ignore_index=True)
+
+
+def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
+    table = pd.DataFrame(list(records)).set_index(["row_bytes", "dilation"])
+    return table[table.layout == "hilbert"], table[table.layout == "linear"]
+
+
+def _ratios(records: Records, sweep: str) -> pd.DataFrame:
+    return _intervals(ratio_table(list(records), sweep))
+
+
+def _intervals(table: pd.DataFrame) -> pd.DataFrame:
+    return table.rename(columns={"ratio": "value"})
+
+
+def _documents_sizes(records: Records) -> pd.DataFrame:
+    # The documents' sizes in sequence-first layout: rows of 64 elements in bfloat16, all heads of a token side by side.
+    sizes = _ratios(records, "claims")
+    sizes = sizes[sizes.pair == LAYOUTS]
+    return sizes.assign(work="whole sequence", queries=0, row_bytes=2 * sizes.head_dim)

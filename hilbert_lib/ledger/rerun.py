@@ -1,0 +1,84 @@
+"""Measuring a claim again: by its tests, its notebook, its own pairs, or by computing it."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from hilbert_lib.bench import RESULTS
+from hilbert_lib.claims import CLAIMS, time_again
+from hilbert_lib.environment import environment
+from hilbert_lib.ledger.claim import ROOT, Answer, Claim, answer, newest_run
+from hilbert_lib.ledger.ring import FILE as RING
+from hilbert_lib.ledger.ring import measure_scaling
+from hilbert_lib.suite.manifest import run_id
+
+PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli import main; main()"], "pytest": ["-m", "pytest"]}
+
+
+def command(claim: Claim, out: str | Path = "reports/local") -> str:
+    """The command line, from the root of the checkout, that measures a claim again.
+
+    Args:
+        claim: an entry of the ledger.
+        out: folder of the runs.
+
+    Raises:
+        ValueError: for a claim that cannot be tested.
+
+    >>> from hilbert_lib.ledger.claim import read_ledger
+    >>> command(read_ledger()["B3"])
+    'pytest tests/test_hardware.py::test_every_architecture_has_its_name_and_dtypes'
+    """
+    if claim.tests:
+        return shlex.join(["pytest", *claim.tests])
+    if not claim.measure:
+        raise ValueError(f"{claim.id} cannot be measured: {claim.untested}")
+    if claim.id in CLAIMS or claim.file == RING or not claim.record:
+        return f"hilbert claims --rerun {claim.id}"
+    words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
+    for config in sorted(ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml"))[:1]:
+        words += ["-f", config.relative_to(ROOT).as_posix()]
+    for name, value in claim.only.items():
+        words += ["-p", name, (",".join(map(str, value)) or "[]") if isinstance(value, list) else str(value).lower()]
+    return shlex.join(words)
+
+
+def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
+    """Measure a claim again and say what this measurement answers.
+
+    Args:
+        claim: an entry of the ledger.
+        out: folder of the runs; what is timed stays there.
+        segment_length: as in `claims.claim_pairs`.
+
+    Returns:
+        The answer, from the new records alone.
+
+    Raises:
+        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed.
+        ValueError: as `command`; or for a segment_length that does not fit.
+    """
+    if claim.record and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{claim.id} is measured on a CUDA device, and torch sees none here; --dry-run shows what would run"
+        )
+    line = command(claim, out.resolve())
+    folder = out / run_id(environment()) / f"claims_{claim.id}"
+    if claim.file == RING:
+        if (gpus := torch.cuda.device_count()) < 2:
+            raise RuntimeError(f"{claim.id} is measured on several CUDA devices, and torch sees {gpus} here")
+        measure_scaling(folder, [2**i for i in range(gpus.bit_length())])
+        return answer(claim, folder)
+    if claim.id in CLAIMS:
+        (folder / RESULTS).unlink(missing_ok=True)
+        time_again([claim.id], segment_length=segment_length, output_dir=str(folder))
+        return answer(claim, folder)
+    if not claim.record and not claim.tests:
+        return answer(claim)
+    program, *words = shlex.split(line)
+    if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
+        raise RuntimeError(f"{claim.id} was not measured again, because this failed: {line}")
+    return answer(claim, newest_run(claim.record, claim.file, [out]) if claim.record else None)

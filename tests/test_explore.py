@@ -1,0 +1,205 @@
+"""Widgets change their figure, say when they work and why they refuse; each figure shows what it should, in time."""
+
+from base64 import b64decode
+from functools import partial
+from io import BytesIO
+from itertools import pairwise
+from time import process_time
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from ipywidgets import Dropdown, Image, IntSlider, Label
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from hilbert_lib.curves import KINDS, curve_coordinates
+from hilbert_lib.figures import explore as exploring
+from hilbert_lib.figures.curves import GRIDS, draw_walk
+from hilbert_lib.figures.explore import DRAWING, explore
+from hilbert_lib.figures.locality import draw_reading
+from hilbert_lib.figures.patterns import draw_query
+from hilbert_lib.figures.record import STYLE
+from hilbert_lib.figures.ring import draw_plan
+from hilbert_lib.locality.sweeps import compared_orderings, count_units
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.balance import shard_lengths_for
+from hilbert_lib.ring.plan import TRANSPORTS, plan_ring
+from hilbert_lib.ring.tables import spanning_pattern
+
+PATTERN = DilatedPattern((8, 16, 48), (1, 2, 4))
+SIZES = {"batch": 2, "heads": 16, "kv_heads": 8, "head_dim": 64, "dtype": torch.bfloat16}
+READ = {"length": 4096, "row_bytes": 16, "dilation": 4, "cache_kib": 96, "capacities_kib": [64, 96, 128, 512]}
+STARTS = {  # as the notebooks show them first
+    "01": partial(draw_walk, curve="hilbert", order=3, shape="n x n", walked=40),
+    "02": partial(draw_query, PATTERN, length=48, kv_heads=4, is_causal=False, branch=0, head=0, position=20),
+    "03": partial(draw_reading, **READ, ordering="hilbert"),
+    "07": partial(draw_plan, spanning_pattern(2**24, 2048), tokens=2**24, ranks=8, transport="auto", **SIZES),
+}
+
+
+class Panel:
+    """What `explore` displayed, and its parts."""
+
+    def __init__(self, monkeypatch, draw, **controls):
+        made = {Image: [], Label: []}
+        for kind, instances in made.items():
+
+            def make(*args, kind=kind, instances=instances, **options):
+                instances.append(kind(*args, **options))
+                return instances[-1]
+
+            monkeypatch.setattr(exploring, kind.__name__, make)
+        shown = []
+        monkeypatch.setattr(exploring, "display", lambda bundle, raw: shown.append(bundle))
+        explore(draw, **controls)
+        (self.bundle,), (self.picture,), (self.state,) = shown, *made.values()
+
+
+def figure_of(number, name):
+    figure = Figure(figsize=(1, 1))
+    figure.text(0.1, 0.5, f"{name} {number}")
+    return figure
+
+
+def test_every_widget_changes_the_figure_and_is_named(monkeypatch):
+    controls = {"number": IntSlider(1, 0, 9), "name": Dropdown(options=["a", "b"], description="which")}
+    panel = Panel(monkeypatch, figure_of, **controls)
+    pictures = [panel.picture.value]
+    for name, value in (("number", 2), ("name", "b"), ("number", 1)):
+        controls[name].value = value
+        pictures.append(panel.picture.value)
+    assert len(set(pictures)) == 4
+    controls["name"].value = "a"
+    assert panel.picture.value == pictures[0]
+    assert [control.description for control in controls.values()] == ["number", "which"]
+
+
+def test_where_no_kernel_answers_the_first_figure_stands_beside_the_widgets(monkeypatch):
+    panel = Panel(monkeypatch, figure_of, number=IntSlider(3, 0, 9), name=Dropdown(options=["a"]))
+    assert "application/vnd.jupyter.widget-view+json" in panel.bundle
+    still = b64decode(panel.bundle["image/png"])
+    assert still == panel.picture.value
+    assert still.startswith(b"\x89PNG")
+
+
+def test_it_says_that_it_works_while_it_draws_and_nothing_after(monkeypatch):
+    said = []
+
+    def draw(number):
+        said.append(panel.state.value if number else None)  # the first figure is drawn before there is a panel
+        return figure_of(number, "")
+
+    number = IntSlider(0, 0, 9)
+    panel = Panel(monkeypatch, draw, number=number)
+    number.value = 1
+    assert said == [None, DRAWING]
+    assert panel.state.value == ""
+
+
+def test_a_refusal_is_shown_in_words_beside_the_last_figure_and_passes(monkeypatch):
+    def draw(number):
+        if number == 2:
+            raise ValueError("number must not be 2")
+        return figure_of(number, "")
+
+    number = IntSlider(1, 0, 9)
+    panel = Panel(monkeypatch, draw, number=number)
+    before = panel.picture.value
+    number.value = 2
+    assert (panel.state.value, panel.picture.value) == ("ValueError: number must not be 2", before)
+    number.value = 3
+    assert panel.state.value == ""
+    assert panel.picture.value != before
+
+
+@pytest.mark.parametrize("draw", STARTS.values(), ids=STARTS)
+def test_a_widget_answers_in_time(draw):
+    times = []
+    for _ in range(5):
+        start = process_time()
+        with matplotlib.rc_context(STYLE):
+            draw().savefig(BytesIO(), format="png", dpi=90)
+        times.append(process_time() - start)
+    assert min(times) < 0.4  # 0.2 s are promised on a machine that has nothing else to do
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("curve", KINDS)
+def test_the_walk_ends_where_the_curve_is(curve, shape):
+    sides = GRIDS[shape](4)
+    cells = curve_coordinates(curve, sides).flip(1).tolist()
+    for walked, count in ((1, 1), (50, len(cells) // 2), (100, len(cells))):
+        axes = draw_walk(curve=curve, order=2, shape=shape, walked=walked).axes[0]
+        lines = [part for part in axes.collections if isinstance(part, LineCollection)]
+        steps = [step.tolist() for part in lines for step in part.get_segments()]
+        assert sorted(steps) == sorted(map(list, pairwise(cells[:count])))
+        (head,) = (part for part in axes.collections if part not in lines)
+        assert head.get_offsets().tolist() == [cells[count - 1]]
+        assert f"cell {count} of {len(cells)}" in axes.get_title()
+
+
+@pytest.mark.parametrize(("head", "position"), [(0, 20), (1, 21), (3, 0)])
+def test_a_query_is_drawn_with_the_keys_of_every_branch(head, position):
+    who = {"length": 48, "kv_heads": 4, "is_causal": True}
+    grid, strips = draw_query(PATTERN, **who, branch=1, head=head, position=position).axes
+    *branches, line = strips.lines
+    drawn = [key for marks in branches for key in marks.get_xdata()]
+    assert sorted(drawn) == PATTERN.keys(position, kv_head=head, **who).tolist()
+    assert line.get_xdata()[0] == position
+    every = torch.arange(48)
+    mask = PATTERN.mask(1, every, every, kv_head=head, kv_heads=4, is_causal=True)
+    assert ((grid.images[0].get_array() == 2) == mask.numpy()).all()
+    boxes = [(box.get_x() + 0.5, box.get_width()) for box in strips.patches]
+    assert boxes == [(position // w * w, w) for w in PATTERN.segment_lengths]
+
+
+@pytest.mark.parametrize("ordering", compared_orderings(16, 2))
+def test_reading_shows_the_units_that_are_counted(ordering):
+    figure = draw_reading(**READ, ordering=ordering)
+    names = list(dict.fromkeys(("linear", ordering)))
+    strips, units, hits = figure.axes
+    counts = count_units(
+        length=4096, segment_length=4096, dilation_rates=[4], row_bytes=[16], page_bytes=4096, heads=1
+    ).set_index(["layout", "unit", "ordering"])
+    expected = [
+        counts.touched["bhsd", unit, name] / counts.fewest["bhsd", unit, name]
+        for name in names
+        for unit in ("sector", "line")
+    ]
+    assert [bar.get_height() for bar in units.patches] == pytest.approx(expected)
+    assert [text.get_text().split("\n")[0] for text in strips.get_yticklabels()] == names
+    assert len(hits.lines) == len(names) + 1  # and the line at the capacity
+    assert hits.lines[-1].get_xdata()[0] == 96
+
+
+def test_a_cache_between_two_orderings_is_shown_to_hold_one_of_them():
+    hits = draw_reading(**READ, ordering="hilbert").axes[2]
+    assert hits.get_title() == "LRU model, 96 KiB: linear 0.0 %, hilbert 87.5 %"
+
+
+def test_a_row_of_several_lines_counts_all_of_them():
+    strips = draw_reading(**READ | {"row_bytes": 256}, ordering="random").axes[0]
+    assert strips.texts[0].get_text() == "4 rows in 8 lines"
+
+
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+def test_a_plan_is_drawn_with_its_bytes_and_memory(transport):
+    pattern = spanning_pattern(2**16, 2048)
+    branches, pairs, memory, _ = draw_plan(pattern, tokens=2**16, ranks=8, transport=transport, **SIZES).axes
+    plan = plan_ring(pattern, shard_lengths_for(2**16, 8), transport=transport, **SIZES)
+    sent = np.nan_to_num(np.ma.filled(pairs.images[0].get_array(), 0.0))
+    assert (sent.sum(1) * 1e6).round().tolist() == [cost.sent_forward for cost in plan.ranks]
+    assert (sent.sum(0) * 1e6).round().tolist() == [cost.received_forward for cost in plan.ranks]
+    bars = [bar.get_width() * 1e6 for bar in branches.patches]
+    assert bars == pytest.approx([branch.bytes_forward for branch in plan.branches])
+    said = [text.get_text().split(",")[0] for text in branches.texts]
+    assert said == [branch.transport if branch.shared else "inside a rank" for branch in plan.branches]
+    held = [bar.get_height() * 1e9 for bar in memory.patches]
+    assert held == pytest.approx([getattr(c, f"memory_{way}") for way in ("forward", "backward") for c in plan.ranks])
+
+
+def test_a_plan_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="all_to_all"):
+        draw_plan(DilatedPattern((64,), (1,)), tokens=64, ranks=16, transport="all_to_all", **SIZES)

@@ -1,0 +1,409 @@
+"""The ledger: every claim is answered, every answer has a record, and a verdict says no more than its cases do."""
+
+import ast
+import copy
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from matplotlib.collections import PathCollection
+
+from hilbert_lib import selection
+from hilbert_lib.bench import REPORTS, read_records
+from hilbert_lib.cli import main
+from hilbert_lib.figures import verdict
+from hilbert_lib.kernel_benchmarks import committed_records
+from hilbert_lib.ledger import kernels, rerun, ring
+from hilbert_lib.ledger.advice import advice
+from hilbert_lib.ledger.claim import (
+    HOLDS,
+    HOLDS_NOT,
+    ROOT,
+    UNTESTED,
+    Band,
+    answer,
+    judge,
+    newest_run,
+    ratio_cases,
+    read_ledger,
+)
+from hilbert_lib.ledger.rerun import command
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.safety.benchmarks import attention_points, measure_attention
+from hilbert_lib.suite.parameters import read_parameter_file
+from hilbert_lib.suite.points import find_notebooks, make_points
+
+COUNTS = {"K": 11, "C": 9, "M": 4, "R": 7, "B": 10, "S": 2}  # the documents' claims, by kind
+# Claims whose record of GPUs is still to be made. Whoever commits the record takes its claims from this list.
+WAITING = {"K10", "K11", "M1", "R4", "B1", "B2", "B4", "B5", "B6", "B7", "B10"}
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return read_ledger()
+
+
+@pytest.fixture(scope="module")
+def answers(ledger):
+    return {name: answer(claim) for name, claim in ledger.items()}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return committed_records("06_kernel_benchmarks")
+
+
+def hilbert(*words, status=0):
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == status, result.output + repr(result.exception)
+    return result.output
+
+
+def comparison(a, b, ratio, *, peak=(0, 0), spread=0.01, ms=1.0, **parameters):
+    """A record as `paired.run_sides` writes it, of made-up times."""
+    sides = {"parameters": parameters, "error": 0.0, "useful_flop": 1.0, "useful_bytes": 1.0}
+    return {
+        "kind": "comparison",
+        "ratio": ratio,
+        "interval": (ratio - spread, ratio + spread),
+        "a": {"name": a, "samples_ms": [ms * ratio], "median_ms": ms * ratio, **sides},
+        "b": {"name": b, "samples_ms": [ms], "median_ms": ms, **sides},
+        "peak_bytes": peak,
+        "output_difference": 0.0,
+        "environment": {"utc": "2026-01-01", "hardware": "made up"},
+    }
+
+
+def answered_by(claim, records, folder):
+    """What a claim's answer would be if these were its records."""
+    for name in {claim.file, "results.jsonl"}:
+        environment = {"environment": {"utc": "2026", "hardware": "made up"}}
+        (folder / name).write_text("".join(json.dumps({**environment, **record}) + "\n" for record in records))
+    return answer(claim, folder)
+
+
+def test_every_claim_of_the_documents_has_an_entry(ledger):
+    assert list(ledger) == [f"{kind}{number}" for kind, count in COUNTS.items() for number in range(1, count + 1)]
+
+
+def test_every_claim_is_answered_but_those_whose_record_is_known_to_be_missing(answers):
+    waiting = {name: each.verdict for name, each in answers.items() if each.is_waiting}
+    assert set(waiting) <= WAITING, waiting
+    assert all(each.verdict for each in answers.values())
+
+
+def test_every_answer_has_a_record_that_is_committed_or_tests_that_exist_or_is_computed(answers):
+    for name, each in answers.items():
+        claim = each.claim
+        if each.is_waiting or (each.verdict.startswith(UNTESTED) and not claim.record):
+            continue
+        if claim.tests:
+            for test in claim.tests:
+                path, function = test.split("::")
+                defined = ast.walk(ast.parse((ROOT / path).read_text()))
+                (node,) = (x for x in defined if isinstance(x, ast.FunctionDef) and x.name == function)
+                marks = " ".join(ast.unparse(mark) for mark in node.decorator_list)
+                assert not re.search(r"mark\.(full|gpu|multigpu|skip|xfail)", marks), f"{test} is not always run"
+        elif claim.record:
+            assert each.record.is_file(), name
+            machine, _, folder, _ = each.record.relative_to(REPORTS).parts
+            assert machine.startswith("h200"), name
+            assert folder.startswith(claim.record), name
+            assert "H200" in each.hardware, name
+        else:
+            assert len(each.cases), name
+        assert each.source, name
+
+
+@pytest.mark.parametrize("name", ["K3", "K4"])
+def test_value_and_spread_are_those_of_the_records_samples(answers, name):
+    assert answers[name].record.name == "results.jsonl"
+    lines = read_records(answers[name].record)
+    rng = np.random.default_rng(1)
+    for case in answers[name].cases.itertuples():
+        (line,) = [
+            each
+            for each in lines
+            if (given := each.get("b", each)["parameters"])["sweep"] == "claims"
+            and (given["pair"], given["length"], given["dilation"]) == (case.pair, case.length, case.dilation)
+        ]
+        ratios = np.divide(line["a"]["samples_ms"], line["b"]["samples_ms"])
+        resampled = np.median(rng.choice(ratios, (4000, len(ratios))), axis=1)
+        assert case.value == pytest.approx(np.median(ratios))
+        assert (case.low, case.high) == pytest.approx(np.quantile(resampled, [0.025, 0.975]), rel=5e-3)
+
+
+def test_layouts_are_those_of_the_record(records):
+    table = kernels.layout_ratios(records, where="work == 'whole sequence' and row_bytes == 32 and dilation == 64")
+    found = {
+        line["b"]["parameters"]["length"]: line["ratio"]
+        for line in records
+        if (given := line.get("b", line)["parameters"])["sweep"] == "layouts"
+        and line["b"]["name"] == "hilbert"
+        and (given["row_bytes"], given["dilation"]) == (32, 64)
+    }
+    assert dict(zip(table.length, table.value, strict=True)) == found
+    best = kernels.layout_ratios(records, order="best")
+    assert (best.order != "no table").all()
+    assert len(best) == len(best.drop_duplicates(["work", "length", "queries", "row_bytes", "dilation"]))
+
+
+def test_counted_savings_are_those_of_the_recorded_counters(answers):
+    table = pd.read_csv(answers["C4"].record).set_index(["layout", "row_bytes"])
+    counted = answers["C4"].cases.query("how == 'counted'").set_index("row_bytes").value
+    for size in (32, 512):
+        assert counted[size] == 1 - table.dram_read_bytes["hilbert", size] / table.dram_read_bytes["linear", size]
+    points = answers["C3"].cases.query("how == 'counted'").set_index("row_bytes").value
+    assert points[32] == pytest.approx(table.l2_hit_percent["hilbert", 32] - table.l2_hit_percent["linear", 32])
+
+
+CASES = pd.DataFrame(
+    {
+        "what": ["time", "time", "memory", "memory"],
+        "ranks": [2, 4, 2, 4],
+        "value": [1.0, 2.0, 1.0, 1.0],
+        "low": [0.9, 1.9, 1.0, 1.0],
+        "high": [1.1, 2.1, 1.0, 1.0],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("bands", "said"),
+    [
+        ([Band(least=0.5)], HOLDS),
+        ([Band(least=3)], HOLDS_NOT),
+        ([Band(least=1.5)], "holds when what is time and ranks >= 4 (1 of 1 such cases, 1 of 4 in all)"),
+        ([Band(least=1.95)], HOLDS_NOT),  # the value lies in the range and its interval does not
+        ([Band(most=2)], "holds but where what is time and ranks >= 4 (3 of 4 cases)"),
+        ([Band(least=1, where="what == 'memory'")], HOLDS),
+        (
+            [Band(1, 1, "what == 'memory'"), Band(5, 6, "what == 'time'")],
+            "holds when what is memory (2 of 2 such cases",
+        ),
+    ],
+)
+def test_a_verdict_says_what_the_cases_that_bear_the_claim_out_have_in_common(bands, said):
+    assert judge(CASES, bands)[0].startswith(said)
+
+
+def test_a_range_that_speaks_of_no_case_is_refused():
+    with pytest.raises(ValueError, match="claimed must speak of some case"):
+        judge(CASES, [Band(least=1, where="ranks == 3")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"colour": "red"}, "X must have fields of .*, got .'colour'."),
+        ({"question": ""}, "X must have question"),
+        ({"measure": ""}, "X must be answered by measure, by tests, or say why"),
+        ({"tests": ["tests/test_x.py::test_y"]}, "one of the three"),
+        ({"claimed": []}, "X must say what range is claimed"),
+        ({"measure": "", "tests": ["a"], "verdict": "perhaps"}, "X must say whether its tests show that it holds"),
+    ],
+)
+def test_an_entry_that_cannot_be_answered_is_refused(tmp_path, changes, words):
+    entry = {"claim": "c", "source": "000", "question": "q", "measure": "models:stride_regularity", "claimed": [{}]}
+    path = tmp_path / "claims.yml"
+    path.write_text(yaml.safe_dump({"X": {**entry, **changes}}))
+    with pytest.raises(ValueError, match=words):
+        read_ledger(path)
+
+
+def test_the_newest_record_is_taken_and_a_longer_name_is_another_record(tmp_path):
+    for folder, utc in (("a/05_x-1", 3), ("b/05_x-2", 9), ("b/05_xy", 11), ("c/05_x", 5)):
+        path = tmp_path / "h200" / folder / "results.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"environment": {"utc": f"2026-{utc:02d}"}}))
+    machines = [tmp_path / "h200"]
+    assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-2"
+    assert newest_run("05", machines=machines) is None
+
+
+def pool(strategy, ratio, lengths, reserved, curve=""):
+    record = comparison("caching", strategy, ratio, peak=(2**30, 2**30), sweep="pools", lengths=lengths,
+                        direction="forward", curve=curve)  # fmt: skip
+    return {**record, "reserved_bytes": reserved}
+
+
+WORK = {
+    "pattern": "p",
+    "branches": "4:1",
+    "length": 64,
+    "heads": 2,
+    "head_dim": 16,
+    "is_causal": False,
+    "dtype": "float32",
+}
+CHOSEN = {"sweep": "selection", "direction": "forward", **WORK}
+TABLES = {"sweep": "pattern cache", "length": 64}
+RING = {"side": "auto", "rank": 0}
+TO_COME = [
+    ("B1", [comparison("sdpa", "triton", 1.5, **CHOSEN), comparison("eager", "triton", 1.1, **CHOSEN)],
+     "holds when backend is sdpa", [1.5, 1.1]),
+    ("B4", [comparison("sdpa", "triton", 3.0, **CHOSEN), comparison("xformers", "triton", 1.5, **CHOSEN)],
+     HOLDS, [2.0]),
+    ("B4", [comparison("sdpa", "triton", 3.0, **CHOSEN)], f"{UNTESTED}: xFormers was not installed", None),
+    ("B5", [pool("pool", 0.98, "8192", (0, 0)), pool("pool", 0.99, "131072", (0, 0)), pool("pool", 3.0, "1 2", (0, 0))],
+     "holds when tokens <= 8192", [0.98, 0.99]),
+    ("B6", [comparison("build", "look-up", 90.0, what="Hilbert ordering", **TABLES)], HOLDS, [90.0]),
+    ("B7", [comparison("eager", "replay", 4.0, sweep="graphs", module="attention", direction="forward", length=128),
+            comparison("eager", "replay", 1.0, sweep="graphs", module="attention", direction="forward", length=8192)],
+     "holds when length <= 128", [4.0, 1.0]),
+    ("B10", [pool("pool", 1.0, "1 2", (2**31, 2**30)), pool("kept", 1.0, "1 2", (2**31, 2**31))],
+     "holds when strategy is pool", [1.0, 0.0]),
+    ("K10", [comparison("dense", "dilated", 6.0, sweep="claims", pair="dense and dilated", length=64, head_dim=64,
+                        direction="forward")], HOLDS, [6.0]),
+    ("K11", [comparison("build", "call", 3.0, what="Hilbert ordering", **TABLES),
+             comparison("build", "call", 0.1, what="schedule tables", **TABLES)], HOLDS, [3.0]),
+    ("M1", [comparison("build", "call", 1.0, what="Hilbert ordering", **TABLES)], HOLDS, [0.5]),
+    ("R4", [{**RING, "ranks": 1, "tokens_per_s": 10.0, "hidden_forward": None},
+            {**RING, "ranks": 4, "tokens_per_s": 9.0, "hidden_forward": 0.2}],
+     "holds when what is scaling", [0.2, 0.9]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "made_up", "said", "values"), TO_COME, ids=[case[0] for case in TO_COME])
+def test_records_that_are_still_to_be_made_will_answer(ledger, tmp_path, name, made_up, said, values):
+    found = answered_by(ledger[name], made_up, tmp_path)
+    assert found.verdict.startswith(said)
+    assert values is None or found.cases.value.tolist() == pytest.approx(values)
+
+
+def test_the_fields_of_the_choice_of_backends_are_as_the_ledger_reads_them(ledger, tmp_path):
+    works = selection.works({"p": DilatedPattern((16,), (2,))}, lengths=[32], heads=1, head_dims=[8], dtype="float32",
+                            device=torch.device("cpu"))  # fmt: skip
+    made = selection.timed(selection.pairs(works, ["eager"]), device=torch.device("cpu"), repetitions=3, seconds=0.01)
+    assert set(answered_by(ledger["B1"], made, tmp_path).cases.backend) == {"eager"}
+
+
+def test_the_fields_of_the_points_of_backends_are_as_the_ledger_reads_them(ledger, tmp_path):
+    how = {"lengths": [32], "backends": ["sdpa", "eager", "reference"], "heads": 1, "head_dim": 8}
+    (point,) = attention_points(DilatedPattern((16,), (2,)), **how)
+    outcomes = {name: {"status": "ok", "paired": True, "cause": ""} for name in how["backends"]}
+    line = {"point": point, "records": list(measure_attention(point)), "outcomes": outcomes}
+    found = answered_by(replace(ledger["B2"], options={"backend": "reference"}), [line], tmp_path).cases
+    eager, reference = (record["ratio"] for record in line["records"])
+    assert found.value.tolist() == pytest.approx([reference / eager])
+    assert (found.low < found.value).all()
+
+
+def test_the_fields_of_the_ring_are_as_the_ledger_reads_them(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "SIZES", {"heads": 2, "head_dim": 8})
+    ring.measure_scaling(tmp_path, [1, 2], tokens=64)
+    found = answer(ledger["R4"], tmp_path)
+    scaling = found.cases.query("what == 'scaling'")
+    assert sorted(scaling["rank"]) == [0, 1]
+    assert (scaling.value > 0).all()
+    assert found.hardware
+
+
+def test_a_rerun_runs_what_the_notebooks_accept(ledger):
+    folder = ROOT / "notebooks"
+    there = {path.stem for path in folder.glob("*.ipynb")}
+    for name, claim in ledger.items():
+        words = shlex.split(command(claim))
+        assert words[0] in ("hilbert", "pytest"), name
+        if words[:2] == ["hilbert", "run"]:
+            assert claim.record in there, name
+            texts = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-p"}
+            assert set(texts) == set(claim.only), name
+            values = read_parameter_file(ROOT / words[words.index("-f") + 1]) if "-f" in words else {}
+            (point,) = make_points(find_notebooks(folder, [claim.record]), texts, values)
+            assert point.parameters.items() >= claim.only.items(), name
+
+
+def test_the_command_shows_every_claim_and_an_entry_with_its_cases(answers):
+    shown = hilbert("claims")
+    assert all(f"│ {name}" in shown for name in answers)
+    entry = hilbert("claims", "K3")
+    assert "does not hold" in entry
+    assert answers["K3"].record.relative_to(ROOT).as_posix() in entry
+    assert "two layouts" in entry
+
+
+def test_what_needs_no_gpu_is_measured_again(answers):
+    assert answers["C8"].value in hilbert("claims", "--rerun", "C8")
+
+
+def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, monkeypatch):
+    def timed(claims, *, output_dir, **_):
+        (made_up,) = (records for name, records, *_ in TO_COME if name == "K10")
+        Path(output_dir).mkdir(parents=True)
+        (Path(output_dir) / "results.jsonl").write_text(json.dumps(made_up[0]) + "\n")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rerun, "time_again", timed)
+    shown = hilbert("claims", "--rerun", "K10", "--out", tmp_path)
+    assert re.search(r"verdict +holds\n +value +6 \(5.99 to 6.01\)", shown)
+    (record,) = tmp_path.glob("*/claims_K10/results.jsonl")
+    assert str(record) in shown
+
+
+def test_tests_are_run_again(monkeypatch):
+    ran = []
+    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: ran.append(words) or CompletedProcess(words, 1))
+    assert "this failed: pytest tests/test_hardware.py" in hilbert("claims", "--rerun", "B3", status=1)
+    assert ran[0][1:3] == ["-m", "pytest"]
+
+
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("K4", "B7"):
+        assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
+    assert hilbert("claims", "--rerun", "B7", "--dry-run").startswith("hilbert run 05_backend_selection")
+
+
+def test_an_unknown_claim_is_named():
+    assert "got 'K99'" in hilbert("claims", "K99", status=2)
+    assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
+
+
+def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
+    advised = advice(records, [], answers)
+    assert advised.premise.all()
+    other = copy.deepcopy(records)
+    for line in other:
+        if line.get("b", line)["name"] == "hilbert":
+            line["ratio"], line["interval"] = 2.0, (1.9, 2.1)
+    changed = advice(other, [], answers)
+    assert not changed.premise[changed.about == "which order"].any()
+    assert changed.premise[changed.about == "which backend"].all()
+
+
+def test_advice_on_grids_is_that_of_its_record(records, answers):
+    grid = {"sweep": "neighbourhood", "direction": "forward", "side": 64, "block_size": 128, "head_dim": 64}
+    grids = [comparison("raster", name, ratio, window=9, **grid) for name, ratio in (("hilbert", 2.0), ("morton", 3.0))]
+    (sentence,) = [text for text in advice(records, grids, answers).advice if "grid" in text]
+    assert "in 1 of 1 works, at most by a factor of 3.0 (morton, 4,096 tokens)" in sentence
+    place = kernels.grid_places(grids).iloc[0]
+    assert (place.order, place.value, place.row_bytes, place.intensity) == ("morton", 3.0, 128, 40.5)
+
+
+def test_the_figures_show_every_case_and_every_claim_that_waits(records, answers):
+    cases = ratio_cases(answers.values())
+    figure = verdict.draw_claimed_and_measured(cases, source="test")
+    (axes,) = figure.axes
+    points = [each for each in axes.collections if isinstance(each, PathCollection) and each.get_label()[0] == "_"]
+    assert sum(len(each.get_offsets()) for each in points) == cases.value.notna().sum()
+    assert [text.get_text() for text in axes.texts] == cases.verdict[cases.value.isna()].tolist()
+    places = kernels.places(records)
+    drawn = verdict.draw_map(places, bound=200.0, line_bytes=128, source="test").axes[0]
+    labelled = [text.get_text() for text in drawn.texts if text.get_text()[0].isdigit()]
+    assert sorted(labelled) == sorted(f"{value:.2f}" for value in places.value[places.low > 1.01])
+
+
+def test_no_measured_number_is_typed_into_the_ledger():
+    names = {"value", "low", "high", "spread", "median"}
+    entries = yaml.safe_load(Path(REPORTS / "claims.yml").read_text())
+    assert not any(names & set(entry) for entry in entries.values())

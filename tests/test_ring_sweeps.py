@@ -1,0 +1,75 @@
+"""What notebook 07 measures: kept as it is found, not measured twice, and drawn from the records alone."""
+
+import json
+
+import pytest
+
+from hilbert_lib.figures import ring_speed
+from hilbert_lib.ring import benchmarks, sweeps
+from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, Work, run_works
+
+SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
+    folder = tmp_path_factory.mktemp("ring")
+    works = sweeps.scaling_works(ranks=[1, 2], weak_tokens=[32], strong_tokens=64, repetitions=3, **SIZES)
+    longest = {"longest_tokens": 256, "longest_head_dim": 4, "longest_segment": 16, "longest_growth": 4}
+    works += sweeps.long_works(ranks=2, tokens=[128], **SIZES, **longest)
+    return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
+
+
+def test_records_hold_samples_and_small_errors_of_every_side(measured):
+    works, _, records = measured
+    assert [record["side"] for record in records] == [side for work in works for side in work.sides]
+    for record, work in zip(records, [each for each in works for _ in each.sides], strict=True):
+        assert len(record["forward_samples_ms"]) == work.repetitions
+        assert len(record["backward_samples_ms"]) == work.repetitions * work.backward
+        assert (record["out_error"] is None) == (record["side"] == DENSE_RING)
+        assert (record["out_error"] or 0.0) < 1e-2  # bfloat16
+        assert (record["dq_error"] or 0.0) < 1e-2
+        assert record["environment"]["code_hash"]
+
+
+def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
+    works, folder, records = measured
+    assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == records
+    monkeypatch.setattr(benchmarks, "run_ranks", lambda *_, **__: pytest.fail("measured again"))
+    assert run_works(works, output_dir=str(folder), backend="gloo") == records
+
+
+def test_tables_and_figures_are_of_the_records(measured):
+    _, _, records = measured
+    table = sweeps.ring_table(records, "weak", "strong", "lengths")
+    assert len(table) == len(records)
+    strong = table[(table.sweep == "strong") & (table.ranks == 2)]
+    assert set(strong.side) == {*benchmarks.TRANSPORTS, GATHERED, DENSE_RING}
+    scaled = sweeps.efficiency(table).set_index(["sweep", "ranks"]).efficiency
+    assert scaled.weak[1] == scaled.strong[1] == 1
+    speed = table.set_index(["sweep", "ranks", "side"]).tokens_per_s
+    assert scaled.weak[2] == pytest.approx(speed.weak[2].auto / speed.weak[1].auto)
+    panel = ring_speed.draw_sides(strong, source="a test").axes[0]
+    assert [text.get_text() for text in panel.get_yticklabels()] == list(strong.side)
+    labels = ring_speed.draw_efficiency(sweeps.efficiency(table), source="a test").axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in labels] == ["strong: 64 tokens in all", "weak: 32 tokens a GPU"]
+
+
+def test_the_longest_forward_spans_the_sequence():
+    work = sweeps.long_works(
+        **{"ranks": 4, "tokens": [], "longest_tokens": 2**30, "longest_head_dim": 32, "longest_segment": 4096},
+        **{"longest_growth": 8, **SIZES},
+    )[0]
+    assert work.pattern.branches[-1] == (2**30, 2**18)
+    assert not work.backward
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"sides": ("fast",)}, "sides must be of auto"), ({"tokens": 65}, "tokens must be a multiple of the ranks, 2")],
+)
+def test_works_that_cannot_be_are_refused(wrong, words):
+    given = {"tokens": 64, "heads": 2, "kv_heads": 2, "head_dim": 8, "segment_lengths": (16,), "dilation_rates": (1,)}
+    with pytest.raises(ValueError, match=words):
+        Work("weak", 2, **{**given, **wrong})
