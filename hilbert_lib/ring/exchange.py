@@ -1,7 +1,9 @@
 """Rows on their way between ranks, all at once or step by step round the ring; and answers to them, the way back."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,39 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 Packed = Callable[[int | None], Tensor]
+
+
+class Beside:
+    """What is launched in it runs beside what was launched since it was made, on a stream of its own; on the CPU after.
+
+    A GPU that is given its long work first does not idle while the host packs rows and starts the exchange. What is
+    allocated here is freed after this device's current stream has read it, and not given away before the next `Beside`,
+    which waits for that stream: that keeps it whole.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device):
+        self._made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._stream = nullcontext()
+        if self._made is not None:
+            side = _side_stream(self._device)
+            side.wait_event(self._made)
+            self._stream = torch.cuda.stream(side)
+        self._stream.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._stream.__exit__(*error)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # Before the attention that is under way: its blocks would otherwise keep rows waiting that others wait for.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Forward and backward of one rank: the exchange first, the shard's own attention under it, then what has arrived.
+"""Forward and backward of one rank: the shard's own attention, the exchange beside it, then what has arrived.
 
 What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
 """
@@ -17,7 +17,7 @@ from hilbert_lib.attention.dropout import named
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring import blocks
 from hilbert_lib.ring.blocks import Request
-from hilbert_lib.ring.exchange import GATHERING, AllGather, Arriving, Ring, exchange
+from hilbert_lib.ring.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
 from hilbert_lib.ring.layout import Block, Layout, Mail
 from hilbert_lib.ring.local import Merged, Shard, Sums
 
@@ -56,13 +56,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
         out like q, lse (batch, heads, rows), and the rows kept.
     """
     layout, shard = job.layout, Shard(k.shape[2], job.ordering)
-    gathers = _start_gathers(k, v, shard, job)
-    exchanging = layout.mail.get(EXCHANGING)
-    if exchanging:
-        rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
-        arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
-    kept = _paddings(shard, job)
+    beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
+    exchanging = layout.mail.get(EXCHANGING)
+    with beside:
+        gathers = _start_gathers(k, v, shard, job)
+        if exchanging:
+            rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
+            arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
+    kept = _paddings(shard, job)
     lse_rows = lse.transpose(1, 2)[..., None]
     merged = Merged(shard.queries(out, layout.touched), shard.queries(lse_rows, layout.touched)[..., 0])
 
@@ -98,17 +100,19 @@ def backward(
         dout: like out. q, k, v, job: as for `forward`. out, lse, kept: what it returned.
     """
     layout, shard = job.layout, Shard(k.shape[2], job.ordering)
-    gathers = _start_gathers(k, v, shard, job)
+    beside = Beside(q.device)
+    grads = _fused_backward(dout, q, k, v, out, lse, job)
     lse_rows = lse.transpose(1, 2)[..., None]
     exchanging = layout.mail.get(EXCHANGING)
-    if exchanging:
-        dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
-        delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
-        arriving = [
-            exchange(rows, exchanging.sent, exchanging.received, job.group)
-            for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
-        ]
-    grads = _fused_backward(dout, q, k, v, out, lse, job)
+    with beside:
+        gathers = _start_gathers(k, v, shard, job)
+        if exchanging:
+            dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
+            delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
+            arriving = [
+                exchange(rows, exchanging.sent, exchanging.received, job.group)
+                for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
+            ]
     sums = Sums(shard.queries(grads[0], layout.touched), shard.keys(*grads[1:], layout.touched), lse.dtype)
 
     def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
