@@ -197,3 +197,53 @@ def compile_kernels(architecture, group):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offsets", ["head", "zero"])
+def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypatch, offsets, is_causal):
+    # As where a warp-specialised kernel computes the finest rates; a plain one stands in for it.
+    from hilbert_lib.attention.call import Call
+    from hilbert_lib.attention.triton import launch
+
+    served = []
+
+    def forward_of_one(q, k, v, call, one, out, lse):
+        served.append(one.branches)
+        config = launch.config_of("forward", q)
+        grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
+        launch.forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
+
+    def backward_of_one(dout, q, k, v, lse, delta, call, one, sums):
+        strides = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        grid, shared = launch._launch(
+            q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=True, last=True
+        )
+        launch.dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides)
+        if sums is not None:
+            config = launch.config_of("dq", q)
+            grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=True, last=False)
+            launch.dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides)
+        return dk, dv
+
+    monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
+    monkeypatch.setattr(launch, "_forward_on_hopper", forward_of_one)
+    monkeypatch.setattr(launch, "_backward_on_hopper", backward_of_one)
+    pattern = DilatedPattern((48, 96, 96), (2, 24, 48), offsets=offsets)  # some rows are in no branch of rate 2
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 90, heads, 16) for heads in (4, 2, 2, 4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
+    expected = out, *torch.autograd.grad(out, exact, dout.double())
+    call = Call(pattern, is_causal=is_causal, scale=0.25)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            found, lse = launch.forward(q, k, v, call)
+            grads = launch.backward(dout, q, k, v, found, lse, call)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for a, b in zip((found, *grads), expected, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
+    assert set(served) == {(0,)}

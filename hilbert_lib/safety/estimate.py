@@ -312,13 +312,16 @@ def _of_fused(given: tuple[Tensor, ...], call: Call, direction: str, device: tor
     if direction == "forward":
         if decode.serves(q, k, call):
             return {"parts of the keys, float32": _parts(q, k, call) * (in_float + lse)}
-        return {"partial out, float32": in_float, "partial lse": lse} if len(passes("forward")) > 1 else {}
+        if len(passes("forward")) == 1 or _on_hopper(q, k, call, device):
+            return {}
+        return {"partial out, float32": in_float, "partial lse": lse}
     workspace = {"delta": lse}
-    if _sums_by_atomics(q, k, call, device):
+    hopper = call.query_start is None and _on_hopper(q, k, call, device)
+    if hopper and not torch.are_deterministic_algorithms_enabled():
         return workspace | {"sums of dq, float32": in_float}
     if len(passes("dq")) > 1:
         workspace["partial dq, float32"] = in_float
-    if len(passes("dkv")) > 1:
+    if len(passes("dkv")) > 1 and not hopper:
         workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
     return workspace
 
@@ -336,11 +339,10 @@ def _parts(q: Tensor, k: Tensor, call: Call) -> int:
     return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
 
 
-def _sums_by_atomics(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
-    # Whether the warp-specialised backward serves, as `launch` decides it for dense tensors.
+def _on_hopper(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
+    # Whether the warp-specialised kernels serve, as `launch` decides it for dense tensors.
     from hilbert_lib.attention.triton import launch
 
     todo = schedule.passes(call.pattern, k.shape[1], launch.HOPPER_BACKWARD[128].block_n)
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
-    plain = call.query_start is not None or torch.are_deterministic_algorithms_enabled()
-    return device.type == "cuda" and hopper and not plain and launch.hopper_serves(q, k.shape[1], call, todo)
+    return device.type == "cuda" and hopper and launch.hopper_serves(q, k.shape[1], call, todo)

@@ -155,7 +155,8 @@ def dkv_kernel(
 ):  # fmt: skip
     """dk and dv (batch, keys, kv_heads, head_dim), in sequence order, of one tile of BLOCK_N keys.
 
-    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
+    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys. The partial
+    results may be dk and dv themselves.
     """
     b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         tl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
@@ -183,8 +184,8 @@ def dkv_kernel(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if READ_PARTIAL:
-        dk_acc = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
-        dv_acc = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0)
+        dk_acc = tl.load(partial_dk + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0).to(tl.float32) / scale
+        dv_acc = tl.load(partial_dv + dkv_rows[:, None] + dims[None, :], mask=here, other=0.0).to(tl.float32)
     last_query = first_query + queries - 1
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)
@@ -229,7 +230,7 @@ def dkv_kernel(
                         stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
-        tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc, mask=here)
+        tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc * scale, mask=here)
         tl.store(partial_dv + dkv_rows[:, None] + dims[None, :], dv_acc, mask=here)
     else:
         tl.store(dk + dkv_rows[:, None] + dims[None, :], (dk_acc * scale).to(dk.dtype.element_ty), mask=here)

@@ -33,7 +33,7 @@ def forward_kernel(
     """One tile of queries of one head through the branches of one pass; with IF_FLAG only where flag is set.
 
     out (batch, queries, heads, head_dim) and lse (batch, heads, queries) are dense. With WRITE_PARTIAL the result goes
-    to partial_out and partial_lse, float32, of the same shapes; with READ_PARTIAL it goes on from them.
+    to partial_out and partial_lse, of the same shapes; with READ_PARTIAL it goes on from them. They may be out and lse.
     """
     if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
         if tl.load(flag) == 0:
@@ -67,6 +67,7 @@ def forward_kernel(
         m = before / scale
         total = tl.where(seen, 1.0, 0.0)
         acc = tl.load(partial_out + out_rows[:, None] + dims[None, :], mask=seen[:, None] & in_dim, other=0.0)
+        acc = acc.to(tl.float32)
 
     for i in range(n_branches):
         w = tl.load(branches + 2 * i)

@@ -1,6 +1,6 @@
 """Tables, grids and launches: the kernels as the `forward` and `backward` of a backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -72,16 +72,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     q, k, v = _as_computed(q, k, v)
     config = config_of("forward", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
-    out = _result(q, todo, call)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
     if _on_hopper((q, k, v), k.shape[1], call, todo):
-        flag = _forward_on_hopper(q, k, v, call, todo[0], out, lse)
-        if flag is None:
-            return out, lse
-        # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not.
-        grid, shared = _launch(q, k, v, call, todo[0], config, rows="queries", first=True, last=True)
-        forward_kernel[grid](q, k, v, out, lse, out, lse, flag, **shared, IF_FLAG=True)
+        *others, finest = _in_place(todo)
+        out = _result(q, (finest,), call)
+        flag = _forward_on_hopper(q, k, v, call, finest, out, lse)
+        if flag is not None:
+            # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not.
+            grid, shared = _launch(q, k, v, call, finest, config, rows="queries", first=True, last=True)
+            forward_kernel[grid](q, k, v, out, lse, out, lse, flag, **shared, IF_FLAG=True)
+        for one in others:  # few rows, whose results these passes go on from and replace
+            grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=True)
+            forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
         return out, lse
+    out = _result(q, todo, call)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -110,11 +114,21 @@ def backward(
 
     todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
     on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call, todo)
-    with_dq = not torch.are_deterministic_algorithms_enabled()
     if on_hopper:
-        dq, dk, dv = _backward_on_hopper(dout, q, k, v, lse, delta, call, todo[0], with_dq)
-        if with_dq:
-            return dq, dk, dv
+        # Of few rows the other passes add the gradients to the results themselves.
+        sums = None if torch.are_deterministic_algorithms_enabled() else torch.zeros_like(q, dtype=torch.float32)
+        *others, finest = _in_place(todo)
+        dk, dv = _backward_on_hopper(dout, q, k, v, lse, delta, call, finest, sums)
+        config = config_of("dkv", q)
+        for one in others:
+            grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=False, last=True)
+            dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides_d)
+        if sums is not None:
+            config = config_of("dq", q)
+            for one in others:
+                grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=False)
+                dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides_d)
+            return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype)), dk, dv
 
     config = config_of("dq", q)
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
@@ -163,7 +177,9 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
-    """Whether the warp-specialised kernels can serve a call, on a GPU that runs them; the plain ones serve every call.
+    """Whether the warp-specialised kernels can serve the last pass of a call, the one with the finest rates.
+
+    They do so on a GPU that runs them; the plain kernels serve every call, and the other passes.
 
     Args:
         q: queries; shape and dtype count.
@@ -178,12 +194,16 @@ def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, .
         and call.inverse is None
         and call.key_padding_mask is None
         and call.dropout_p == 0.0
-        and len(todo) == 1
-        and len(todo[0].branches) <= HOPPER_BRANCHES
-        and todo[0].is_aligned
+        and len(todo[-1].branches) <= HOPPER_BRANCHES
+        and todo[-1].is_aligned
         # Rows past the last multiple of r are reached from the row before, which segment 0 may not have.
-        and all(min(w, keys) <= keys // r * r for w, r in call.pattern.branches)
+        and all(min(w, keys) <= keys // r * r for w, r in (call.pattern.branches[i] for i in todo[-1].branches))
     )
+
+
+def _in_place(todo: tuple[schedule.Pass, ...]) -> tuple[schedule.Pass, ...]:
+    # The passes where the last one comes first, and leaves alone the rows that are in none of its branches.
+    return *todo[:-1], replace(todo[-1], covers_all=False)
 
 
 def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
@@ -229,32 +249,29 @@ def _backward_on_hopper(
     delta: Tensor,
     call: Call,
     one: schedule.Pass,
-    with_dq: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    # Without dq, which it sums in an order that varies, dk and dv have the same bits every time.
+    sums: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    # dk and dv; adds dq, without its scale, to sums in an order that varies. Without sums the bits are always the same.
     from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
     branches = [call.pattern.branches[i] for i in one.branches]
-    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if with_dq else q
     part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
     descriptors = []
     for _, r in branches:
         descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
-        descriptors.append(hopper_tiles.descriptor(sums, r, *part) if with_dq else descriptors[-1])
+        descriptors.append(descriptors[-1] if sums is None else hopper_tiles.descriptor(sums, r, *part))
     descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
-    dk, dv = _result(k, (one,), call), _result(v, (one,), call)
+    dk, dv = (_result(x, (one,), call) for x in (k, v))
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
     hopper_backward.backward_kernel[grid](
         k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
         CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, q.device).cut,
-        WITH_DQ=with_dq,
+        WITH_DQ=sums is not None,
     )  # fmt: skip
-    if not with_dq:
-        return None, dk, dv
-    return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=q.dtype)), dk, dv
+    return dk, dv
 
 
 def _known(kernel, shared: dict) -> dict:
