@@ -110,9 +110,11 @@ def hopper(architecture: int) -> dict[str, str]:
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
             types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(HOPPER_BRANCHES)}
             types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
-            constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
-            args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
-            ptx[f"backward {columns} {causal}"] = compiled(hopper_backward.backward_kernel, *args)
+            for with_dq in (True, False)[: 1 + causal]:
+                constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+                args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
+                name = f"backward {columns} {causal}" + ("" if with_dq else " without dq")
+                ptx[name] = compiled(hopper_backward.backward_kernel, *args)
     return ptx
 
 
