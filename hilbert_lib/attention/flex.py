@@ -10,6 +10,7 @@ from math import lcm
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hilbert_lib.attention.call import Call, working_dtype
@@ -51,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
     run = _compiled() if q.is_cuda else flex_attention
     # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
-    kept = torch._functorch.config.patch(donated_buffer=False)
+    kept = functorch_config.patch(donated_buffer=False)
     with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept:
         out, more = run(
             *(_Permuted.apply(x, order.perm, order.inverse).transpose(1, 2) for x in (q, k, v)),

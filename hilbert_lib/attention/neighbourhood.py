@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hilbert_lib.attention.flex import FLEX_BLOCK, FLEX_COMPILATIONS
@@ -53,7 +54,7 @@ def neighbourhood_attention(
     if not q.is_cuda:
         return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
     # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
-    kept = torch._functorch.config.patch(donated_buffer=False)
+    kept = functorch_config.patch(donated_buffer=False)
     with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept, _tiles_within(block_size):
         return _compiled()(q, k, v, block_mask=mask).transpose(1, 2)
 
