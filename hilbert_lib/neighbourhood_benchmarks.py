@@ -8,6 +8,7 @@ from itertools import product
 import pandas as pd
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -229,7 +230,8 @@ def _side(name: str, stored: _Stored, attend: Attention, direction: str, more: d
     def compute() -> Results:
         if direction == "forward":
             return (attend(*stored.leaves),)
-        return torch.autograd.grad(out(), stored.leaves, stored.dout, retain_graph=True)
+        with functorch_config.patch(donated_buffer=False):  # or a compiled backward refuses to run again
+            return torch.autograd.grad(out(), stored.leaves, stored.dout, retain_graph=True)
 
     def run() -> Results:
         compute()

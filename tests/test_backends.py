@@ -105,7 +105,7 @@ FA4 = {"flash_attn/cute/interface.py": ""}
 STACK = dict.fromkeys(packages.CUTE_STACK, "1.0")
 XFORMERS = {
     "xformers/__init__.py": "",
-    "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128"}}),
+    "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128", "cuda": 1208}}),
 }
 STATES = {
     "nothing": ({}, {}, "flash_attn_2", "absent: pip install 'hilbert-lib[flash-attn]'"),
@@ -178,20 +178,24 @@ def test_the_state_of_a_package_is_told_in_words_and_nothing_is_imported(install
     assert reason in got if reason else got == ""
 
 
-@pytest.mark.parametrize(
-    ("built_for", "said"),
-    [
-        ("2.10.0+cu128", "compiled for torch 2.10.0+cu128, which does not load in"),
-        ("2.11.0", "compiled for torch 2.11"),
-    ],
-)
-def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, built_for, said):
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    build = json.dumps({"version": {"torch": built_for}})
-    installed({**XFORMERS, "xformers/cpp_lib.json": build}, {"xformers": "0.0.35"})
-    assert packages.absence("xformers") == ""
-    assert packages.state("xformers").startswith(f"xformers 0.0.35 {said}")
-    assert ("torch's kernels run beneath" in packages.state("xformers")) == (built_for != "2.11.0")
+@pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("13.0", False), (None, False)])
+def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cuda, found):
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(packages, "_loads", lambda library: asked.append(library) or found)
+    installed(XFORMERS, {"xformers": "0.0.35"})
+    reason = packages.absence("xformers")
+    assert asked == ["libcudart.so.12"] * bool(cuda)
+    if cuda and not found:
+        assert reason == "xformers 0.0.35 is compiled for a CUDA whose libcudart.so.12 is not found here"
+    else:
+        assert reason == ""
+        assert packages.state("xformers") == "xformers 0.0.35 compiled for torch 2.10.0+cu128"
+
+
+def test_xformers_without_its_compiled_part_cannot_serve(installed):
+    installed({"xformers/__init__.py": ""}, {"xformers": "0.0.35"})
+    assert "without its compiled part" in packages.absence("xformers")
 
 
 def dense(q, k, v, scale, causal):

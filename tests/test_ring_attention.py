@@ -246,9 +246,7 @@ def test_compiling_and_checkpointing_change_nothing(how):
 
 
 def test_the_exchange_is_under_way_beside_the_local_branches():
-    assert (
-        answers(2, "order_of_events", {}) == [["compute", "start", "wait", "compute"]] * 2
-    )
+    assert answers(2, "order_of_events", {}) == [["compute", "start", "wait", "compute"]] * 2
 
 
 def test_where_there_is_nothing_to_compute_out_and_gradients_are_empty():

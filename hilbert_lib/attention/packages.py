@@ -5,6 +5,7 @@ take (batch, rows, heads, head_dim), of which the views here are transpositions,
 Their backwards are given the merged out and lse, as every kernel's is.
 """
 
+import ctypes
 import importlib.util
 import json
 from functools import cache
@@ -18,7 +19,15 @@ from torch import Tensor
 from hilbert_lib.attention.dense import Problem
 
 # What flash-attn-4 loads when it first compiles a kernel: distributions, by the names that pip takes.
-CUTE_STACK = ("nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi", "torch-c-dlpack-ext", "einops")
+CUTE_STACK = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "quack-kernels",
+    "apache-tvm-ffi",
+    "torch-c-dlpack-ext",
+    "einops",
+)
 ABSENT = "absent"  # how a reason begins where nothing is installed
 FLASH_ATTN_2_SINCE = "2.7"  # before it, the functions called here return other things
 
@@ -41,7 +50,7 @@ def absence(package: str) -> str:
 
 
 def state(package: str) -> str:
-    """What is installed of a package that can be used: name and version, and for xformers whether its kernels load.
+    """What is installed of a package that can be used: name and version, and for xformers what it is compiled for.
 
     Args:
         package: as in `absence`.
@@ -53,20 +62,22 @@ def state(package: str) -> str:
         raise ValueError(f"package must be one that can be used, got {package!r}: {reason}")
     distribution = package.removesuffix("_2").replace("_", "-")
     found = f"{distribution} {_installed(distribution) or 'of unknown version'}"
-    return found + _xformers_build() if package == "xformers" else found
+    return f"{found} compiled for torch {_xformers_build()['torch']}" if package == "xformers" else found
 
 
 @cache
-def _xformers_build() -> str:
+def _xformers_build() -> dict | None:
+    """What xformers was compiled for, as it tells it; None where it has no compiled part."""
     build = _folder("xformers") / "cpp_lib.json"
-    if not build.exists():
-        return " without a compiled part: torch's kernels run beneath it"
-    built_for = json.loads(build.read_text())["version"]["torch"]
-    if Version(built_for).release[:2] == Version(torch.__version__).release[:2]:
-        return f" compiled for torch {built_for}"
-    return (
-        f" compiled for torch {built_for}, which does not load in {torch.__version__}: torch's kernels run beneath it"
-    )
+    return json.loads(build.read_text())["version"] if build.exists() else None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _folder(module: str) -> Path | None:
@@ -131,6 +142,13 @@ def _xformers_absence() -> str:
             f"xformers {_installed('xformers')} cannot be imported: it takes flash_attn for FlashAttention-2, "
             "and flash-attn-4 alone is there, without flash_attn_interface"
         )
+    build = _xformers_build()
+    if build is None:
+        return f"xformers {_installed('xformers')} is installed without its compiled part, and none of its kernels run"
+    runtime = f"libcudart.so.{(build['cuda'] or 0) // 100}"
+    if torch.version.cuda and build["cuda"] and not _loads(runtime):
+        # Its compiled part then stays away with a warning, and every call ends with an error.
+        return f"xformers {_installed('xformers')} is compiled for a CUDA whose {runtime} is not found here"
     return ""
 
 

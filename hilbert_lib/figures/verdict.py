@@ -50,7 +50,7 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, source: str) -> Figure:
         yticks=range(len(claims)), yticklabels=labels, xscale="log", xlim=(left, right), ylim=(len(claims) - 0.5, -0.5)
     )
     axes.set_xlabel("ratio of times; above 1 what is claimed to be faster is the faster one")
-    _plain_ticks(axes.xaxis, [0.5, 1, 2, 4, 8] + [right] * (right > 16))
+    _plain_ticks(axes.xaxis, [0.5, 1, 2, 4, 8] + [right] * bool(right > 16))
     axes.grid(axis="x", color="#DDDDDD")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=3)

@@ -11,8 +11,6 @@ from hilbert_lib.bench import RESULTS
 from hilbert_lib.claims import CLAIMS, time_again
 from hilbert_lib.environment import environment
 from hilbert_lib.ledger.claim import ROOT, Answer, Claim, answer, newest_run
-from hilbert_lib.ledger.ring import FILE as RING
-from hilbert_lib.ledger.ring import measure_scaling
 from hilbert_lib.suite.manifest import run_id
 
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli import main; main()"], "pytest": ["-m", "pytest"]}
@@ -36,7 +34,7 @@ def command(claim: Claim, out: str | Path = "reports/local") -> str:
         return shlex.join(["pytest", *claim.tests])
     if not claim.measure:
         raise ValueError(f"{claim.id} cannot be measured: {claim.untested}")
-    if claim.id in CLAIMS or claim.file == RING or not claim.record:
+    if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
     for config in sorted(ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml"))[:1]:
@@ -67,11 +65,6 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         )
     line = command(claim, out.resolve())
     folder = out / run_id(environment()) / f"claims_{claim.id}"
-    if claim.file == RING:
-        if (gpus := torch.cuda.device_count()) < 2:
-            raise RuntimeError(f"{claim.id} is measured on several CUDA devices, and torch sees {gpus} here")
-        measure_scaling(folder, [2**i for i in range(gpus.bit_length())])
-        return answer(claim, folder)
     if claim.id in CLAIMS:
         (folder / RESULTS).unlink(missing_ok=True)
         time_again([claim.id], segment_length=segment_length, output_dir=str(folder))

@@ -1,23 +1,19 @@
 """Cases of several ranks: bytes and memory as planned anywhere, times and overlap from the record of several GPUs."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
-from hilbert_lib.environment import environment
 from hilbert_lib.ledger.claim import counted
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.balance import shard_lengths_for
 from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.tables import scaling_table, spanning_pattern, split_table
-from hilbert_lib.ring.workers import run_ranks
 
 SIZES = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
 FIRST_SEGMENT = 2048
-FILE = "ring.jsonl"
 
 
 def memory_by_ranks(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
@@ -102,41 +98,50 @@ def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
     return counted(pd.DataFrame(cases))
 
 
-def measure_scaling(output_dir: Path, ranks: Sequence[int], *, tokens: int = 2**17) -> None:
-    """Time the ring with as many tokens a rank on few and on many ranks, and keep it: a line a rank and side.
-
-    Args:
-        output_dir: folder of `FILE`. ranks: numbers of ranks, 1 among them. tokens: of each rank.
-    """
-    lines, sizes = [], {name: SIZES[name] for name in ("heads", "head_dim")}
-    for p in ranks:
-        pattern = spanning_pattern(p * tokens, FIRST_SEGMENT)
-        sides = ["auto", "ring", "all_gather", "all_to_all"] if p > 1 else ["auto"]
-        order = {"tokens": tokens, "sides": sides, **sizes}
-        order |= {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
-        for rank, found in enumerate(run_ranks("hilbert_lib.ring.benchmarks:measure", p, order)):
-            lines += [{"ranks": p, "rank": rank, "tokens": tokens, **side} for side in found]
-    facts = {"environment": environment()}
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / FILE).write_text("".join(json.dumps({**line, **facts}) + "\n" for line in lines))
-
-
 def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
-    """The share of the exchange that is hidden under compute, and tokens per second of a rank over those of one alone.
+    """The share of a forward's exchange that ran under other kernels, and a rank's speed over that of one rank alone.
 
     Args:
-        records: of `measure_scaling`.
+        records: of notebook 07.
 
     Returns:
-        what ("hidden" or "scaling"), side, ranks, rank and the value.
+        what ("hidden" or "scaling"), sweep, ranks, tokens (in all) and the value; the interval of a speed is that of
+        the quartiles of both times.
     """
-    table = pd.DataFrame(list(records))
-    case = ["side", "ranks", "rank"]
-    (alone,) = table[table.ranks == 1].tokens_per_s
-    several = table[table.ranks > 1]
-    hidden = several.dropna(subset=["hidden_forward"])
-    parts = [
-        hidden[case].assign(what="hidden", value=hidden.hidden_forward.astype(float)),
-        several[case].assign(what="scaling", value=several.tokens_per_s / alone),
-    ]
-    return counted(pd.concat(parts, ignore_index=True))
+    auto = [record for record in records if record["side"] == "auto" and record["sweep"] in ("weak", "strong")]
+    alone = {(one["sweep"], one["tokens"]): _together(one) for one in auto if one["ranks"] == 1}
+    cases = []
+    for record in auto:
+        ranks, case = record["ranks"], {name: record[name] for name in ("sweep", "ranks", "tokens")}
+        if ranks == 1:
+            continue
+        hidden = record["hidden_forward"]
+        cases.append({"what": "hidden", **case, "value": hidden, "low": hidden, "high": hidden})
+        weak = record["sweep"] == "weak"
+        times = _together(record)
+        ideal = alone[record["sweep"], record["tokens"] // (ranks if weak else 1)] / (1 if weak else ranks)
+        speed = {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
+        cases.append({"what": "scaling", **case, **speed})
+    return pd.DataFrame(cases)
+
+
+def _together(record: dict) -> np.ndarray:
+    # Quartiles of the time of a forward and its backward.
+    samples = np.add(record["forward_samples_ms"], record["backward_samples_ms"])
+    return np.quantile(samples, [0.25, 0.5, 0.75])
+
+
+def longest(records: Sequence[dict], *, both: int, forward: int) -> pd.DataFrame:
+    """Tokens of the longest sequence that ran and was held against float64 rows, over those asked for.
+
+    Args:
+        records: of notebook 07.
+        both: tokens asked for, forward and backward. forward: likewise, forward alone.
+    """
+    checked = [record for record in records if record["out_error"] is not None]
+    reached = {"forward and backward": [r["tokens"] for r in checked if r["backward"]]}
+    reached["forward"] = [r["tokens"] for r in checked]
+    asked = {"forward and backward": both, "forward": forward}
+    return counted(
+        pd.DataFrame({"what": what, "asked": asked[what], "value": max(reached[what]) / asked[what]} for what in asked)
+    )
