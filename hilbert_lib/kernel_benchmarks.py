@@ -1,6 +1,7 @@
 """The sweeps of notebook 06: which pairs of calls answer how fast the kernels are, and what a layout changes."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -270,9 +271,15 @@ def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks")
     True
     """
     if any(record.get("kind") != "check" for record in records):
-        return records, records[0]["environment"]["hardware"]
+        return records, _hardware(records)
     committed = committed_records(notebook)
-    return committed, f"committed record, {committed[0]['environment']['hardware']}" if committed else ""
+    return committed, f"committed record, {_hardware(committed)}" if committed else ""
+
+
+def _hardware(records: list[dict]) -> str:
+    # "4 x A" for four GPUs of a kind, which an environment names one by one.
+    counted = Counter(records[0]["environment"]["hardware"].split(" + "))
+    return " + ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())
 
 
 def layout_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:

@@ -118,7 +118,7 @@ def draw_speedups(data: pd.DataFrame, *, block_size: int, source: str) -> Figure
         axes_row[0].set_ylabel("time, raster over order")
     for axes in panels[-1]:
         axes.set_xlabel("window [cells a side]")
-    _legend(figure, panels[0, -1])
+    _legend(figure, max(panels.flat, key=lambda axes: len(axes.get_legend_handles_labels()[1])))
     figure.suptitle(f"Above 1 an order is faster than raster, blocks of {block_size}, {source}")
     return figure
 

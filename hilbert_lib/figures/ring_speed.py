@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from hilbert_lib.figures.kernels import STYLES
 from hilbert_lib.figures.ring import short
@@ -22,7 +23,9 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
     columns = min(2, len(works))
     rows = -(-len(works) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[len(works) :]:
+        unused.set_axis_off()
     for axes, ((tokens, is_causal), work) in zip(panels, works, strict=False):
         place = np.arange(len(work))
         for name, at, (colour, hatch, _) in (("forward", -0.2, STYLES[0]), ("backward", 0.2, STYLES[1])):
@@ -34,7 +37,7 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
             hidden = "" if pd.isna(row.hidden_forward) else f", {row.hidden_forward:.0%} hidden"
             longest = np.nanmax([row.forward_high, row.backward_high])
             axes.annotate(
-                f"{row.sent_mb:,.3g} MB{hidden}",
+                f"{row.sent_mb:,.1f} MB{hidden}",
                 (longest, y),
                 xytext=(5, 0),
                 textcoords="offset points",
@@ -43,9 +46,12 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
             )
         axes.set_yticks(place, work.side)
         axes.invert_yaxis()
-        axes.margins(x=0.45)
-        ranks = work.ranks.iloc[0]
-        axes.set(xlabel="slowest rank [ms]", xlim=(0, None))
+        ranks, most = work.ranks.iloc[0], work[["forward_ms", "backward_ms"]].max().max()
+        fewest = work[["forward_ms", "backward_ms"]].min().min()
+        axes.set(xlabel="slowest rank [ms]", xlim=(0, 1.6 * most))
+        if most > 20 * fewest:
+            axes.set(xscale="log", xlim=(fewest / 2, most * (most / fewest) ** 0.45))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_title(f"{short(tokens)} tokens on {ranks} GPUs{', causal' if is_causal else ''}")
         axes.grid(axis="x", color="#DDDDDD")
         axes.set_axisbelow(True)
