@@ -62,11 +62,14 @@ def drawn(length, heads, kv_heads, head_dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_equal_the_reference_and_the_plain_kernels(served, case, dtype):
+def test_output_and_gradients_equal_the_reference_and_the_plain_kernels(served, case, heads_first, dtype):
     branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
     pattern = DilatedPattern(*branches)
     tensors = drawn(length, heads, kv_heads, head_dim, dtype)
+    if heads_first:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     exact = [x.double().requires_grad_() for x in tensors[:3]]
     out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
     expected = out, *torch.autograd.grad(out, exact, tensors[3].double())

@@ -17,21 +17,22 @@ class Beside:
     """What is launched in it runs beside what was launched since it was made, on a stream of its own; on the CPU after.
 
     A GPU that is given its long work first does not idle while the host packs rows and starts the exchange. What is
-    allocated here is freed after this device's current stream has read it, and not given away before the next `Beside`,
-    which waits for that stream: that keeps it whole.
+    allocated here is freed after the current stream has read it, and not given away before the next `Beside` of that
+    stream, which waits for it: that keeps it whole.
 
     Args:
         device: of the tensors.
     """
 
     def __init__(self, device: torch.device):
-        self._made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._device = device
+        self._stream, self._current = nullcontext(), None
+        if device.type == "cuda":
+            self._current = torch.cuda.current_stream(device)
+            self._made = self._current.record_event()
 
     def __enter__(self) -> None:
-        self._stream = nullcontext()
-        if self._made is not None:
-            side = _side_stream(self._device)
+        if self._current is not None:
+            side = _beside(self._current)
             side.wait_event(self._made)
             self._stream = torch.cuda.stream(side)
         self._stream.__enter__()
@@ -41,9 +42,9 @@ class Beside:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     # Before the attention that is under way: its blocks would otherwise keep rows waiting that others wait for.
-    return torch.cuda.Stream(device, priority=-1)
+    return torch.cuda.Stream(stream.device, priority=-1)
 
 
 @dataclass(frozen=True)

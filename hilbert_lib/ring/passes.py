@@ -3,6 +3,7 @@
 What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     exchanging = layout.mail.get(EXCHANGING)
-    with beside:
+    with beside if layout.mail else nullcontext():  # a side stream without mail would never be joined again
         gathers = _start_gathers(k, v, shard, job)
         if exchanging:
             rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
@@ -104,7 +105,7 @@ def backward(
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     lse_rows = lse.transpose(1, 2)[..., None]
     exchanging = layout.mail.get(EXCHANGING)
-    with beside:
+    with beside if layout.mail else nullcontext():
         gathers = _start_gathers(k, v, shard, job)
         if exchanging:
             dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))

@@ -81,7 +81,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not.
             grid, shared = _launch(q, k, v, call, finest, config, rows="queries", first=True, last=True)
             forward_kernel[grid](q, k, v, out, lse, out, lse, flag, **shared, IF_FLAG=True)
-        for one in others:  # few rows, whose results these passes go on from and replace
+        # Of few rows, these passes go on from the results and replace them, rounded once more each time.
+        for one in others:
             grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=True)
             forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
         return out, lse
@@ -115,8 +116,9 @@ def backward(
     todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
     on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call, todo)
     if on_hopper:
-        # Of few rows the other passes add the gradients to the results themselves.
-        sums = None if torch.are_deterministic_algorithms_enabled() else torch.zeros_like(q, dtype=torch.float32)
+        # Of few rows the other passes add the gradients to the results themselves. Sums are dense whatever q's strides.
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        sums = None if is_deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         *others, finest = _in_place(todo)
         dk, dv = _backward_on_hopper(dout, q, k, v, lse, delta, call, finest, sums)
         config = config_of("dkv", q)
