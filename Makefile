@@ -17,12 +17,12 @@ reports: setup  ## run every notebook with its defaults; the last line is the pa
 	@$(BIN)/hilbert run
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest -m "not full and not gpu and not multigpu and not browser"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not full and not gpu and not multigpu and not browser"
 	@$(NBVAL) --nbval-lax notebooks $(STRICT:%=--ignore=%)
 	@$(NBVAL) --nbval $(STRICT)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest -m "not gpu and not multigpu and not browser"
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not multigpu and not browser"
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu

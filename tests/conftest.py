@@ -13,6 +13,11 @@ os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers 
 torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much where the cores are busy
 
 
+def pytest_make_parametrize_id(val):
+    # The same in every process that collects the tests.
+    return " ".join(sorted(map(str, val))) if isinstance(val, set | frozenset) else None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         for marker, gpus in (("gpu", 1), ("multigpu", 2)):

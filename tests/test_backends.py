@@ -73,7 +73,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype", "head_dim", "served"), SERVED, ids=str)
+@pytest.mark.parametrize(("capability", "dtype", "head_dim", "served"), SERVED)
 def test_which_backends_serve_a_plain_call_by_architecture_dtype_and_head_dim(gpu, capability, dtype, head_dim, served):
     gpu(*capability)
     q = on_gpu(dtype, head_dim)

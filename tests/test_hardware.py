@@ -35,7 +35,7 @@ def properties(name="H200", **more):
     return SimpleNamespace(name=name, **sizes, shared_memory_per_block_optin=232448, **more)
 
 
-@pytest.mark.parametrize(("model", "capability", "architecture", "dtypes", "recommended"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("model", "capability", "architecture", "dtypes", "recommended"), CASES)
 def test_every_architecture_has_its_name_and_dtypes(model, capability, architecture, dtypes, recommended):
     info = gpu_info(capability, properties(model))
     assert (info.name, info.capability, info.architecture) == (model, capability, architecture)
