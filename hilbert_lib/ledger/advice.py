@@ -119,8 +119,9 @@ def _gpus(records: Sequence[dict], timed: Answer) -> tuple:
     per_token = alone.memory_backward / tokens
     text = (
         f"As few as hold the sequence. {SIZES['heads']} heads of {SIZES['head_dim']} in bfloat16 take "
-        f"{per_token / 1024:.0f} KiB a token at the highest point of a backward, as planned: one {gpu['name']} holds "
-        f"about {floor(gpu['memory_gib'] * 2**30 / per_token / 1e6)} million tokens, and p of them p times as many: "
+        f"{per_token / 1024:.0f} KiB a token at the highest point of a backward, as planned, and what the kernels need "
+        f"beside: one {gpu['name']} holds at most "
+        f"{floor(gpu['memory_gib'] * 2**30 / per_token / 1e6)} million tokens, and p of them p times as many: "
         f"the memory of {ranks} ranks together is {together:.2f} times that of one."
     )
     if timed.cases is not None:
