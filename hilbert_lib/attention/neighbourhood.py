@@ -1,5 +1,6 @@
 """Neighbourhood attention on a grid by FlexAttention, with the tokens stored in any order, and what it should give."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +53,9 @@ def neighbourhood_attention(
     mask = neighbourhood_mask(neighbourhood, ordering, block_size, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not q.is_cuda:
-        return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
+        with warnings.catch_warnings():  # that it is not compiled, as said above
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
     # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
     kept = functorch_config.patch(donated_buffer=False)
     with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept, _tiles_within(block_size):
