@@ -329,8 +329,8 @@ def _traced(run: Pass, device: torch.device) -> tuple[float | None, float | None
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    exchange = sorted(kernels[True])[1:]  # without the barrier
-    took = sum(end - begin for begin, end in _joined(exchange)) / 1e3
+    exchange = list(_joined(kernels[True]))[1:]  # without the barrier, however many events tell of it
+    took = sum(end - begin for begin, end in exchange) / 1e3
     share = covered(exchange, by=kernels[False]) if exchange else 1.0
     longest = _over_ranks(took, device, dist.ReduceOp.MAX)
     least = _over_ranks(share, device, dist.ReduceOp.MIN)
