@@ -1,4 +1,5 @@
-"""Claims that are timed by themselves: the documents' two functions beside two layouts of one, and dense attention."""
+"""Claims that are timed by themselves: the documents' two functions beside two layouts of one, dense attention, and one
+backend beside another."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hilbert_lib.paired import Results, Side, ratio_table, relative_difference, 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.workload import Workload
 
-FUNCTIONS, LAYOUTS, DENSE = "two functions", "two layouts", "dense and dilated"
+FUNCTIONS, LAYOUTS, DENSE, BACKENDS = "two functions", "two layouts", "dense and dilated", "two backends"
 REPETITIONS = 30
 REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the reference work of notebook 06
 CHECKED_ROWS = 32  # rows of each head of the restated kernels, held against float64
@@ -31,10 +32,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that is timed by itself: at which sizes, and beside dense attention over how many tokens."""
+    """A claim that is timed by itself.
+
+    Attributes:
+        sizes: of the documents' two kernels and of two layouts.
+        dense_lengths: tokens over which dense attention stands beside dilated attention.
+        backends: two backends to be compared, the base first; `lengths`: over how many tokens.
+    """
 
     sizes: tuple[Size, ...] = ()
     dense_lengths: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 EXTREME = Size(4096, 64, 7.95)
@@ -43,6 +52,7 @@ CLAIMS = {
     "K3": Claim((EXTREME, *MODERATE, Size(4096, 1, None))),
     "K4": Claim(MODERATE),
     "K10": Claim(dense_lengths=(8192, 32768, 131072)),
+    "B4": Claim(backends=("sdpa", "xformers"), lengths=(8192, 65536)),
 }
 
 
@@ -60,6 +70,7 @@ def claim_pairs(
     "two layouts": one function, the fused kernel, on k and v stored linear and along a Hilbert curve, both read
     through a table.
     "dense and dilated": attention to all keys, and to those of the reference work, each by what "auto" takes.
+    "two backends": the reference work by the two backends that the claim names.
 
     Args:
         claims: ids of `CLAIMS`.
@@ -91,6 +102,19 @@ def claim_pairs(
         yield tuple(_layout_side(work, {**parameters, "pair": LAYOUTS}, order) for order in orders)
     for length in dict.fromkeys(length for claim in claims for length in CLAIMS[claim].dense_lengths):
         yield dense_pair(length, device=device, heads=heads, head_dim=head_dim)
+    for claim in (CLAIMS[name] for name in claims):
+        for length in claim.lengths:
+            work = Workload(reference_pattern(length), length, heads, head_dim, device)
+            yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in claim.backends)
+
+
+def reference_pattern(length: int) -> DilatedPattern:
+    """The branches of the reference work that are no longer than so many tokens.
+
+    >>> reference_pattern(8192).segment_lengths
+    (2048, 4096, 8192)
+    """
+    return DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
 
 
 def dense_pair(length: int, *, device: torch.device, heads: int, head_dim: int) -> tuple[Side, Side]:
@@ -100,10 +124,10 @@ def dense_pair(length: int, *, device: torch.device, heads: int, head_dim: int) 
         length: tokens.
         device, heads, head_dim: as in `claim_pairs`.
     """
-    dilated = DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
-    patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": dilated}
+    patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": reference_pattern(length)}
     return tuple(
-        _dense_side(name, Workload(pattern, length, heads, head_dim, device)) for name, pattern in patterns.items()
+        _attention_side(name, Workload(pattern, length, heads, head_dim, device), DENSE)
+        for name, pattern in patterns.items()
     )
 
 
@@ -196,10 +220,10 @@ def _layout_side(work: Workload, parameters: dict, order: Ordering) -> Side:
     return Side(order.kind, parameters, forward, work.error, useful_flop=work.flop_and_bytes[0])
 
 
-def _dense_side(name: str, work: Workload) -> Side:
+def _attention_side(name: str, work: Workload, pair: str, *, backend: str = "auto") -> Side:
     def forward() -> Results:
         with torch.no_grad():
-            return (dilated_attention(*work.tensors[:3], work.pattern),)
+            return (dilated_attention(*work.tensors[:3], work.pattern, backend=backend),)
 
-    parameters = {"sweep": "claims", "pair": DENSE, "direction": "forward", **work.parameters}
+    parameters = {"sweep": "claims", "pair": pair, "direction": "forward", **work.parameters}
     return Side(name, parameters, forward, work.error, *work.flop_and_bytes[:2])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hilbert_lib.attention.packages import _ABSENCE
 from hilbert_lib.claims import (
     CLAIMS,
     Claim,
@@ -13,6 +14,7 @@ from hilbert_lib.claims import (
     dense_pair,
     time_again,
 )
+from hilbert_lib.ledger.kernels import base_over_backend
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import run_sides
 from hilbert_lib.seeds import seed_key_sets
@@ -80,8 +82,25 @@ def test_dense_attention_stands_beside_dilated_attention_of_as_many_tokens():
     assert longer[0].useful_flop > longer[1].useful_flop
 
 
+def test_two_backends_compute_one_function_on_the_reference_work(monkeypatch):
+    monkeypatch.setitem(CLAIMS, "T", Claim(backends=("sdpa", "eager"), lengths=(2048,)))
+    ((base, other),) = claim_pairs(["T"], device=DEVICE, heads=1, head_dim=8)
+    assert (base.name, other.name) == ("sdpa", "eager")
+    (record,) = run_sides([(base, other)], device=DEVICE)
+    assert record["output_difference"] < 0.01
+    assert base_over_backend([record]).length.item() == 2048
+
+
+def test_b4_names_a_backend_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(_ABSENCE, "xformers", lambda: "absent: not here")
+    base, xformers = next(iter(claim_pairs(["B4"], device="cpu")))
+    assert (base.name, base.parameters["length"]) == ("sdpa", 8192)
+    with pytest.raises(ValueError, match="backend='xformers' absent: not here"):
+        xformers.run()
+
+
 def test_an_unknown_claim_is_named():
-    with pytest.raises(ValueError, match="claims must be of K3, K4, K10; got 'K99'"):
+    with pytest.raises(ValueError, match="claims must be of K3, K4, K10, B4; got 'K99'"):
         claimed_sizes(["K99"])
 
 

@@ -251,9 +251,8 @@ RING = {"side": "auto", "sweep": "weak"}
 TO_COME = [
     ("B1", [comparison("sdpa", "triton", 1.5, **CHOSEN), comparison("eager", "triton", 1.1, **CHOSEN)],
      "holds when backend is sdpa", [1.5, 1.1]),
-    ("B4", [comparison("sdpa", "triton", 3.0, **CHOSEN), comparison("xformers", "triton", 1.5, **CHOSEN)],
-     HOLDS, [2.0]),
-    ("B4", [comparison("sdpa", "triton", 3.0, **CHOSEN)], f"{UNTESTED}: xFormers was not installed", None),
+    ("B4", [comparison("sdpa", "xformers", 2.0, sweep="claims", pair="two backends", length=64, head_dim=64,
+                       direction="forward")], HOLDS, [2.0]),
     ("B5", [pool("pool", 0.98, "8192", (0, 0)), pool("pool", 0.99, "131072", (0, 0)), pool("pool", 3.0, "1 2", (0, 0))],
      "holds when tokens <= 8192", [0.98, 0.99]),
     ("B6", [comparison("build", "look-up", 90.0, what="Hilbert ordering", **TABLES)], HOLDS, [90.0]),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from hilbert_lib.claims import DENSE, FUNCTIONS, LAYOUTS
+from hilbert_lib.claims import BACKENDS, DENSE, FUNCTIONS, LAYOUTS
 from hilbert_lib.graph_benchmarks import pair_table
 from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.ledger import models
@@ -17,7 +17,6 @@ from hilbert_lib.locality.l2 import GPUS
 from hilbert_lib.memory_benchmarks import pool_table
 from hilbert_lib.paired import ratio_table, side_table
 from hilbert_lib.safety.benchmarks import outcome_table
-from hilbert_lib.selection import choice_table
 
 Records = Sequence[dict]
 INTERVAL = ["value", "low", "high"]
@@ -162,19 +161,10 @@ def over_fixed(records: Records) -> pd.DataFrame:
     return ratios[["backend", "pattern", "length", "head_dim", "is_causal", "direction", *INTERVAL]]
 
 
-def backend_over_backend(records: Records, *, backend: str, base: str) -> pd.DataFrame:
-    """Time of one backend over another's, where both were timed beside the automatic choice; empty where not.
-
-    Args:
-        records: of notebook 05.
-        backend, base: the two; above 1, `backend` is the faster one.
-    """
-    choices = choice_table(records)
-    if not {backend, base} <= set(choices):
-        return pd.DataFrame()
-    both = choices.dropna(subset=[backend, base])
-    ratio = both[base].astype(float) / both[backend].astype(float)
-    return both[["pattern", "length", "head_dim", "is_causal", "direction"]].assign(value=ratio, low=ratio, high=ratio)
+def base_over_backend(records: Records) -> pd.DataFrame:
+    """Time of a base over that of the backend that is claimed to be faster, on the reference work."""
+    cases = _ratios(records, "claims")
+    return cases.loc[cases.pair == BACKENDS, ["length", "head_dim", "direction", *INTERVAL]]
 
 
 def graph_gains(records: Records) -> pd.DataFrame:
