@@ -6,7 +6,15 @@ import tempfile
 import pytest
 import torch
 
-from hilbert_lib.environment import prepare_kernels
+from hilbert_lib.environment import environment, prepare_kernels
+from hilbert_lib.hardware import get_gpu_info
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it
+if WORKER and torch.cuda.device_count() > 1:  # each worker has one GPU, in turn
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices = given.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(WORKER.removeprefix("gw")) % len(devices)]
 
 prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
@@ -16,6 +24,12 @@ torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much 
 def pytest_make_parametrize_id(val):
     # The same in every process that collects the tests.
     return " ".join(sorted(map(str, val))) if isinstance(val, set | frozenset) else None
+
+
+def pytest_xdist_auto_num_workers():
+    gpus = [get_gpu_info(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
+    fitting = sum(gpu.memory_bytes // WORKER_BYTES for gpu in gpus)
+    return max(1, min(fitting, environment()["cpu_cores"])) if gpus else None  # None: as many as there are cores
 
 
 def pytest_collection_modifyitems(items):

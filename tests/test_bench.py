@@ -310,6 +310,7 @@ def test_compare_runs_leaves_out_what_failed_or_was_not_finished(run_folder):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cold_cache_reads_memory_and_warm_cache_reads_l2():
     x = torch.ones(2**22, device="cuda")  # 16 MB: fits in the L2 of the GPUs that this is run on
     y = torch.empty((), device="cuda")
@@ -321,6 +322,7 @@ def test_cold_cache_reads_memory_and_warm_cache_reads_l2():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch():
     x, y = torch.ones(2**18, device="cuda"), torch.empty((), device="cuda")
     measurement = measure(Case("sum", lambda: torch.sum(x, 0, out=y), parameters={}, error=0.0), device="cuda")
@@ -333,6 +335,7 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_paired_comparison_recovers_the_ratio_of_two_products():
     x = torch.randn(4096, 4096, device="cuda")
 

@@ -11,7 +11,7 @@ from hilbert_lib.attention import reference
 from hilbert_lib.attention.call import Call
 
 decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 PATTERN = DilatedPattern((1024, 8192), (1, 8))
 LENGTH, HEADS, HEAD_DIM = 2**20 + 2085, 16, 128

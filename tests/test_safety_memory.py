@@ -116,6 +116,7 @@ def test_the_peak_is_zero_where_only_what_was_there_is_freed():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_what_the_allocator_keeps_counts_as_available():
     device = torch.device("cuda", 0)
     torch.cuda.empty_cache()

@@ -132,6 +132,7 @@ def test_a_run_without_an_estimate_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_attention_on_a_gpu_takes_what_was_predicted():
     config = SafetyConfig(growth_factor=4)
     result = ProgressiveTester(config, "cuda").run_progressive_test(2**16, 2**20)

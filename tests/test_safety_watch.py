@@ -130,6 +130,7 @@ def test_what_cannot_be_watched_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_gpus_memory_and_temperature_are_seen():
     with Watcher(SafetyConfig(), "cuda") as one:
         x = torch.ones(2 * GB, dtype=torch.uint8, device="cuda")
