@@ -34,7 +34,7 @@ cli         the `hilbert` command; cli_bench its benchmarks
 from hilbert_lib.attention.api import dilated_attention, explain_backend
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.hardware import GpuInfo, get_gpu_info
-from hilbert_lib.ordering import Ordering
+from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
 from hilbert_lib.ring.plan import plan_ring
@@ -53,6 +53,7 @@ __all__ = [
     "MemorySafetyChecker",
     "MultiheadDilatedAttention",
     "Ordering",
+    "OrderingSpec",
     "ProgressiveTester",
     "RingDilatedAttention",
     "SafeBenchmarkRunner",
