@@ -37,7 +37,7 @@ def command(claim: Claim, out: str | Path = "reports/local") -> str:
     if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    for config in sorted(ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml"))[:1]:
+    for config in sorted(ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml"))[-1:]:
         words += ["-f", config.relative_to(ROOT).as_posix()]
     for name, value in claim.only.items():
         words += ["-p", name, (",".join(map(str, value)) or "[]") if isinstance(value, list) else str(value).lower()]
