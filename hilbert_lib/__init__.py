@@ -14,6 +14,7 @@ samples     the text and the image that the notebooks use
 seeds       what the documents under examination published
 timers      the clocks of CPU and GPU
 bench       timing, statistics and records
+committed   which run speaks for a notebook
 paired      sides that run in turns, recorded as they go
 baselines   other people's ways, restated: what the kernels are measured against
 exact_rows  float64 results of some rows, at any length

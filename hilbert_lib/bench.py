@@ -20,6 +20,7 @@ from hilbert_lib.environment import environment
 from hilbert_lib.timers import CpuTimer, CudaTimer
 
 RESULTS = "results.jsonl"
+FAILED = ".failed"  # ends the name of the folder of an attempt that did not finish
 REPORTS = Path(__file__).parents[1] / "reports"  # the committed evidence, in a checkout
 CASE_KEY = ("name", "parameters", "device", "cache")  # equal in two runs: the same case
 RESAMPLES, SEED = 5000, 0  # of every bootstrap: the same samples give the same interval
@@ -360,7 +361,7 @@ def _read_run(folder: Path) -> list[dict]:
     measurements = []
     for path in sorted(folder.rglob(RESULTS)):
         inside = path.relative_to(folder).parts
-        if any(part.startswith(".") or part.endswith(".failed") for part in inside):
+        if any(part.startswith(".") or part.endswith(FAILED) for part in inside):
             continue  # what the suite has not finished, or could not
         for record in read_records(path):
             sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)

@@ -2,6 +2,7 @@
 
 # torch and papermill take seconds to import: each command imports what it needs, so that --help is quick.
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from hilbert_lib.cli_plan import plan
 
 Pairs = tuple[tuple[str, str], ...]
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+EXISTING_PATH = click.Path(exists=True, path_type=Path)
 
 parameters_option = click.option(
     "-p",
@@ -45,7 +46,13 @@ def running_options(command: Callable) -> Callable:
     """The options that `run` and `sweep` share."""
     options = [
         parameters_option,
-        click.option("-f", "file", type=EXISTING_FILE, help="Flat YAML file of parameters; -p goes before it."),
+        click.option(
+            "-f",
+            "source",
+            type=EXISTING_PATH,
+            help="Flat YAML file of parameters, or a folder of such files, NAME.yaml for the notebook of that name; "
+            "-p goes before it.",
+        ),
         out_option,
         notebooks_option,
         click.option(
@@ -102,21 +109,23 @@ def list_notebooks(folder: Path | None) -> None:
 @main.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @running_options
-def run(names: tuple[str, ...], pairs: Pairs, file: Path | None, folder: Path | None, **how) -> None:
+def run(names: tuple[str, ...], pairs: Pairs, source: Path | None, folder: Path | None, **how) -> None:
     """Run notebooks, all of them without a NAME, and build their report.
 
-    What is finished is reused. The last line is the path of the report's index page; the exit status is 1
-    if a notebook failed.
+    What is finished is reused, so that a call which was cut short goes on where it was. The last line is the path
+    of the report's index page; the exit status is 1 if a notebook failed. Where there is no git repository,
+    HILBERT_COMMIT and HILBERT_DIRTY (0 or 1) in the environment say which code runs.
 
     \b
     Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
+    Example: hilbert run -f notebooks/configs/h200 --out reports/h200
     """
     from hilbert_lib.suite.points import make_points
     from hilbert_lib.suite.report import write_report
 
     notebooks = _notebooks(folder, names)
     with _usage_errors():
-        points = make_points(notebooks, _texts(pairs), _values(file))
+        points = make_points(notebooks, _texts(pairs), *_values(source, folder))
     run_folder, status = _run_points(points, len(points), **how)
     if run_folder:
         with _disk_errors():
@@ -128,7 +137,7 @@ def run(names: tuple[str, ...], pairs: Pairs, file: Path | None, folder: Path | 
 @click.argument("name")
 @click.option("--shard", metavar="I/N", default="1/1", help="Only every N-th point from the I-th on; I from 1 to N.")
 @running_options
-def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path | None, **how) -> None:
+def sweep(name: str, shard: str, pairs: Pairs, source: Path | None, folder: Path | None, **how) -> None:
     """Run one notebook at every combination of the values given.
 
     A point that fails does not end the others. Give each job of a scheduler's array its --shard; when all
@@ -141,7 +150,8 @@ def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path |
 
     (notebook,) = _notebooks(folder, [name])
     with _usage_errors():
-        points = make_grid(notebook, _texts(pairs), _values(file))
+        values, own = _values(source, folder)
+        points = make_grid(notebook, _texts(pairs), values | own.get(notebook.name, {}))
         share = take_shard(points, shard)
     run_folder, status = _run_points(share, len(points), **how)
     if run_folder:
@@ -155,12 +165,16 @@ def sweep(name: str, shard: str, pairs: Pairs, file: Path | None, folder: Path |
 def report(folder: Path, redraw: bool) -> None:
     """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
 
-    A redrawn figure changes as a file and on the index page; a notebook keeps the figures of its run.
+    Where FOLDER holds the committed machines' folders (reports), its index page and README.md lead through their
+    newest runs, and the numbers in the README.md above it are written anew from their records. A redrawn figure
+    changes as a file and on the index page; a notebook keeps the figures of its run.
 
     \b
     Example: hilbert report reports/local --redraw
+    Example: hilbert report reports
     """
     from hilbert_lib.figures import redraw as redraw_figures
+    from hilbert_lib.ledger.evidence import write_evidence
     from hilbert_lib.suite.report import find_runs, write_report
 
     with _usage_errors():
@@ -170,6 +184,9 @@ def report(folder: Path, redraw: bool) -> None:
             click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
         for each in runs:
             click.echo(str(write_report(each, rebuild=True)))
+        with _usage_errors():
+            for path in write_evidence(folder):
+                click.echo(os.path.relpath(path))
 
 
 @main.command()
@@ -243,10 +260,16 @@ def _texts(pairs: Pairs) -> dict[str, str]:
     return dict(pairs)
 
 
-def _values(file: Path | None) -> dict[str, object]:
+def _values(source: Path | None, folder: Path | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """The values for every notebook of the call, and those for one notebook alone."""
     from hilbert_lib.suite.parameters import read_parameter_file
+    from hilbert_lib.suite.points import notebooks_folder, read_parameter_folder
 
-    return read_parameter_file(file) if file else {}
+    if source is None:
+        return {}, {}
+    if source.is_dir():
+        return {}, read_parameter_folder(source, folder or notebooks_folder())
+    return read_parameter_file(source), {}
 
 
 def _run_points(

@@ -16,7 +16,8 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.baselines import BASELINES
-from hilbert_lib.bench import REPORTS, RESULTS, read_records
+from hilbert_lib.bench import RESULTS, read_records
+from hilbert_lib.committed import newest_run
 from hilbert_lib.curves import curve_coordinates, curve_index
 from hilbert_lib.locality.counters import count_launches
 from hilbert_lib.locality.sweeps import compared_orderings
@@ -237,7 +238,7 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
 
 
 def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
-    """The records of the newest run of a notebook that is committed for H200s; empty where there is none.
+    """The records of a notebook's `newest_run`; empty where there is none.
 
     Args:
         notebook: its name.
@@ -245,8 +246,8 @@ def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
     >>> all("environment" in record for record in committed_records())
     True
     """
-    runs = [read_records(path) for path in REPORTS.glob(f"h200*/*/{notebook}*/{RESULTS}")]
-    return max(runs, key=lambda records: records[-1]["environment"]["utc"], default=[])
+    run = newest_run(notebook)
+    return read_records(run / RESULTS) if run else []
 
 
 def _counted_sides(**options) -> Iterator[Side]:

@@ -89,6 +89,32 @@ def test_list_parameters_reach_the_notebook_as_lists(hilbert):
     hilbert("run", "00_a", "-f", "sizes.yaml", "-p", "rates", "3,4", "-p", "causal", "true")
 
 
+def test_a_folder_of_files_gives_each_notebook_its_own_and_the_rest_their_defaults(hilbert):
+    for name in ("00_a", "01_b", "02_c"):
+        write_notebook(Path("notebooks"), name)
+    Path("sizes").mkdir()
+    Path("sizes/00_a.yaml").write_text("seq_len: 16\nscale: 2\n")
+    Path("sizes/02_c.yaml").write_text("rates: [7]\n")
+    lines = hilbert("run", "-f", "sizes", "--dry-run").splitlines()
+    assert lines[-1] == "3 of 3 to run"
+    assert [line.split("  ")[1] for line in lines[:3]] == ["seq_len=16 scale=2.0", "with its defaults", "rates=[7]"]
+    assert all(
+        "seq_len=4" in line
+        for line in hilbert("run", "-f", "sizes", "-p", "seq_len", "4", "--dry-run").splitlines()[:3]
+    )
+    assert "rates=[7] seq_len=2" in hilbert("sweep", "02_c", "-f", "sizes", "-p", "seq_len", "1,2", "--dry-run")
+
+
+def test_a_run_with_a_folder_of_files_finishes_what_is_left(hilbert):
+    for name in ("00_a", "01_b"):
+        write_notebook(Path("notebooks"), name, FAIL_AT_2)
+    Path("sizes").mkdir()
+    Path("sizes/01_b.yaml").write_text("seq_len: 2\n")
+    assert "2 runs: 1 ok, 1 failed" in hilbert("run", "-f", "sizes", status=1)
+    Path("sizes/01_b.yaml").write_text("seq_len: 4\n")
+    assert "2 runs: 1 reused, 1 ok" in hilbert("run", "-f", "sizes")
+
+
 def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     output = hilbert("sweep", "00_a", "-p", "seq_len", "1,2,3", "-p", "rates", "1;1,2", "--dry-run")
@@ -110,6 +136,8 @@ def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
         (["run", "-p", "seq_len", "4", "-p", "seq_len", "5"], "given more than once"),
         (["run", "-f", "sections.yaml"], "must be flat"),
         (["run", "-f", "quoted.yaml"], "seq_len must be int, got '8'"),
+        (["run", "-f", "sizes"], "no notebook is named '00_aa'; did you mean '00_a'"),
+        (["run", "00_a", "-f", "notebooks"], "notebooks holds no parameters (NAME.yaml"),
         (["run", "-p", "output_dir", "x"], "--out"),
         (["run", "--timeout", "0"], "timeout"),
         (["sweep", "00_a", "-p", "seq_len", "1,x"], "each value of seq_len must be int, got '1,x'"),
@@ -124,6 +152,8 @@ def test_a_wrong_word_is_refused_before_anything_runs(hilbert, words, message):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     Path("sections.yaml").write_text("00_a:\n  seq_len: 8\n")
     Path("quoted.yaml").write_text("seq_len: '8'\n")
+    Path("sizes").mkdir()
+    Path("sizes/00_aa.yaml").write_text("seq_len: 8\n")
     if "99" in words or words == ["list"]:
         Path("notebooks/99.ipynb").write_text("{")
     assert message in " ".join(hilbert(*words, status=2).split())

@@ -23,7 +23,7 @@ from hilbert_lib.cli import main
 from hilbert_lib.figures import verdict
 from hilbert_lib.kernel_benchmarks import committed_records
 from hilbert_lib.ledger import kernels, rerun
-from hilbert_lib.ledger.advice import advice
+from hilbert_lib.ledger.advice import advice, short_answer
 from hilbert_lib.ledger.claim import (
     HOLDS,
     HOLDS_NOT,
@@ -32,7 +32,6 @@ from hilbert_lib.ledger.claim import (
     Band,
     answer,
     judge,
-    newest_run,
     ratio_cases,
     read_ledger,
 )
@@ -220,16 +219,6 @@ def test_an_entry_that_cannot_be_answered_is_refused(tmp_path, changes, words):
         read_ledger(path)
 
 
-def test_the_newest_record_is_taken_and_a_longer_name_is_another_record(tmp_path):
-    for folder, utc in (("a/05_x-1", 3), ("b/05_x-2", 9), ("b/05_xy", 11), ("c/05_x", 5)):
-        path = tmp_path / "h200" / folder / "results.jsonl"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"environment": {"utc": f"2026-{utc:02d}"}}))
-    machines = [tmp_path / "h200"]
-    assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-2"
-    assert newest_run("05", machines=machines) is None
-
-
 def pool(strategy, ratio, lengths, reserved, curve=""):
     record = comparison("caching", strategy, ratio, peak=(2**30, 2**30), sweep="pools", lengths=lengths,
                         direction="forward", curve=curve)  # fmt: skip
@@ -383,6 +372,9 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
     changed = advice(other, [], answers)
     assert not changed.premise[changed.about == "which order"].any()
     assert changed.premise[changed.about == "which backend"].all()
+    grids = committed_records("08_where_a_curve_pays")
+    assert short_answer(records, grids).premise.all()
+    assert short_answer(other, grids).premise.tolist() == [False, True, True]
 
 
 def test_advice_on_grids_is_that_of_its_record(records, answers):

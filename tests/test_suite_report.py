@@ -1,18 +1,14 @@
 """Reports: pages that read without a network, built from what lies in the folders."""
 
 import json
-import os
 import re
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from tiny_notebooks import write_notebook
+from tiny_notebooks import LOADS, make_run
 
-from hilbert_lib.environment import environment
 from hilbert_lib.suite.html import markdown_html, write_html
-from hilbert_lib.suite.manifest import end_manifest, start_manifest
-from hilbert_lib.suite.points import Point, read_notebook
 from hilbert_lib.suite.report import find_runs, write_report
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -23,14 +19,12 @@ One formula $\\sum_{i<n} i$ here, none in `$code$`, and alone
 
 $$\\frac{a}{b}$$
 
-[onward](01_next.ipynb#end), [outward](https://example.org/01_next.ipynb)
+[onward](01_next.ipynb#end), [nowhere](02_missing.ipynb), [outward](https://example.org/01_next.ipynb)
 """
-# What a page could load from elsewhere: the attributes of elements that load, and styles.
-LOADS = re.compile(
-    r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*?\b(?:src|href|data|srcset)\s*=\s*[\"']?\s*"
-    r"(?:https?:)?//|@import|url\(\s*[\"']?(?:https?:)?//|\bimport\s*\(?[\"']https?:|<script[^>]*\bsrc=",
-    re.IGNORECASE,
-)
+
+
+def page_of(name):
+    return {"01_next": "../01_next-0123abcd/01_next.html"}.get(name)
 
 
 @pytest.fixture
@@ -55,26 +49,8 @@ def executed(tmp_path):
     return path
 
 
-def make_run(
-    run_folder, name="00_a", *, changes=None, error=None, prose="# Title\n\nQuestion $n$?", figures=("b_first.png",)
-):
-    """A run's folder as `run_point` leaves it, without running anything."""
-    path = write_notebook(run_folder.parent.parent / "notebooks", name, "print(1)", prose=prose)
-    point = Point(read_notebook(path), changes or {})
-    folder = run_folder / (point.name + (".failed" if error else ""))
-    folder.mkdir(parents=True)
-    manifest = start_manifest(point, folder, environment())
-    (folder / path.name).write_bytes(path.read_bytes())
-    for moment, picture in enumerate(figures):
-        (folder / picture).write_bytes(b"png")
-        os.utime(folder / picture, (moment, moment))
-    (folder / "a_table.csv").write_text("a\n1\n")
-    end_manifest(manifest, folder, error)
-    return folder
-
-
 def test_the_page_of_a_notebook_asks_no_host_for_anything(executed, manifest):
-    page = write_html(executed, manifest).read_text()
+    page = write_html(executed, manifest, page_of).read_text()
     assert not LOADS.findall(page)
     assert "require.min.js" not in page
     assert "MathJax" not in page
@@ -88,7 +64,7 @@ def test_the_search_for_loads_finds_what_the_stock_page_loads(executed):
 
 
 def test_formulas_become_mathml_and_code_stays(executed, manifest):
-    page = write_html(executed, manifest).read_text()
+    page = write_html(executed, manifest, page_of).read_text()
     assert page.count("<math") == 4  # heading, sum, fraction, and the output that is LaTeX
     assert 'display="block"' in page
     assert "<mfrac>" in page
@@ -97,28 +73,30 @@ def test_formulas_become_mathml_and_code_stays(executed, manifest):
 
 
 def test_a_widget_is_shown_as_its_picture(executed, manifest):
-    page = write_html(executed, manifest).read_text()
+    page = write_html(executed, manifest, page_of).read_text()
     assert f"data:image/png;base64,{PIXEL}" in page
     assert "widget-view+json" not in page
     assert "widget-state+json" not in page
     assert "widgets" in nbformat.read(executed, as_version=4).metadata  # JupyterLab still finds it
 
 
-def test_links_between_notebooks_lead_to_their_pages(executed, manifest):
-    page = write_html(executed, manifest).read_text()
-    assert 'href="../01_next/01_next.html#end"' in page
+def test_links_between_notebooks_lead_to_their_pages_and_none_to_a_missing_one(executed, manifest):
+    page = write_html(executed, manifest, page_of).read_text()
+    assert 'href="../01_next-0123abcd/01_next.html#end"' in page
+    assert "02_missing" not in page
+    assert "nowhere" in page
     assert 'href="https://example.org/01_next.ipynb"' in page
 
 
 def test_the_page_of_a_failed_run_says_so_at_its_top(executed, manifest):
     error = {"type": "ValueError", "message": "too short", "cell": 3}
-    page = write_html(executed, manifest | {"status": "failed", "error": error}).read_text()
+    page = write_html(executed, manifest | {"status": "failed", "error": error}, page_of).read_text()
     assert page.index("did not finish") < page.index("<mfrac>")
     assert "ValueError: too short (cell In [3])" in page
 
 
 def test_markdown_with_an_attached_picture_carries_it():
-    page = markdown_html("![x](attachment:x.png)", {"x.png": {"image/png": PIXEL}})
+    page = markdown_html("![x](attachment:x.png)", attachments={"x.png": {"image/png": PIXEL}})
     assert f"data:image/png;base64,{PIXEL}" in page
 
 
@@ -138,6 +116,21 @@ def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     links = re.findall(r"(?:href|src)=\"([^\"]+)\"", page)
     assert {"00_a/00_a.html", "00_a/00_a.ipynb", "00_a/a_table.csv", "00_a/b_first.png"} <= set(links)
     assert all((run_folder / link).exists() for link in links)
+
+
+def test_notebooks_of_a_run_lead_to_each_other_whatever_their_parameters(tmp_path):
+    run_folder = tmp_path / "local" / "cpu-1"
+    first = make_run(run_folder, prose="# First?\n\nThen [the next](01_b.ipynb), not [this](02_c.ipynb).")
+    second = make_run(run_folder, "01_b", changes={"seq_len": 16}, prose="# Next?\n\nAfter [it](00_a.ipynb).")
+    index = write_report(run_folder)
+    pages = [index, first / "00_a.html", second / "01_b.html"]
+    links = {
+        (page.parent / link).resolve()
+        for page in pages
+        for link in re.findall(r'href="([^"#]+_[^"#]+)"', page.read_text())
+    }
+    assert {first / "00_a.html", second / "01_b.html"} <= links
+    assert all(link.exists() for link in links)
 
 
 def test_the_index_of_all_runs_links_each_of_them(tmp_path):

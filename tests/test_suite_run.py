@@ -98,13 +98,15 @@ def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, me
 
 def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts):
     one_cell = run_point(point_of(tmp_path, "import time\ntime.sleep(60)"), tmp_path / "run", facts, timeout=1)
-    # Each of these cells alone would be in time.
+    # Each of these cells alone would be in time. A busy machine takes seconds to start the first.
     cells = ["import time\ntime.sleep(0.4)"] * 100
-    many_cells = run_point(point_of(tmp_path, *cells), tmp_path / "run", facts, timeout=1)
-    for manifest in (one_cell, many_cells):
+    many_cells = run_point(
+        point_of(tmp_path, *cells), tmp_path / "run", facts, timeout=4
+    )  # a busy machine starts slowly
+    for manifest, seconds in ((one_cell, 1), (many_cells, 4)):
         assert manifest["error"]["type"] == "TimeoutError"
-        assert manifest["error"]["message"] == "the notebook took longer than 1 s"
-    assert 1 <= many_cells["error"]["cell"] < 10
+        assert manifest["error"]["message"] == f"the notebook took longer than {seconds} s"
+    assert 1 <= many_cells["error"]["cell"] <= 11
 
 
 def test_a_finished_run_holds_notebook_data_and_manifest_and_no_machine_path(batch):

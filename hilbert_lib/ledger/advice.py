@@ -5,10 +5,10 @@ from math import floor
 
 import pandas as pd
 
-from hilbert_lib.claims import REFERENCE
+from hilbert_lib.claims import LAYOUTS, REFERENCE, reference_pattern
 from hilbert_lib.kernel_benchmarks import layout_verdicts
-from hilbert_lib.ledger.claim import Answer
-from hilbert_lib.ledger.kernels import grid_places, layout_ratios
+from hilbert_lib.ledger.claim import Answer, read_ledger
+from hilbert_lib.ledger.kernels import claimed_pairs, fused_speeds, grid_gains, grid_places, layout_ratios
 from hilbert_lib.ledger.ring import SIZES
 from hilbert_lib.locality.cache import LINE_BYTES
 from hilbert_lib.paired import ratio_table
@@ -18,7 +18,7 @@ from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.tables import spanning_pattern
 
 FASTER = 1.01  # an order or a backend counts as faster from one per cent on
-KERNELS = "06_kernel_benchmarks"
+KERNELS, GRIDS = "06_kernel_benchmarks", "08_where_a_curve_pays"
 WHOLE_LINES = f"row_bytes >= {LINE_BYTES} and work == 'whole sequence'"
 
 
@@ -39,9 +39,61 @@ def advice(records: Sequence[dict], grids: Sequence[dict], answers: Mapping[str,
     return pd.DataFrame(rows, columns=["about", "advice", "premise", "rests_on"])
 
 
+def short_answer(records: Sequence[dict], grids: Sequence[dict]) -> pd.DataFrame:
+    """When a Hilbert order makes attention faster, in three sentences.
+
+    Args:
+        records: of notebook 06.
+        grids: of notebook 08.
+
+    Returns:
+        answer, premise and rests_on, as in `advice`.
+    """
+    rows = [_nothing_in_sequences(records), _gain_on_grids(grids), _what_makes_it_fast(records)]
+    return pd.DataFrame(rows, columns=["answer", "premise", "rests_on"])
+
+
+def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
+    hilbert, best = _whole_lines(records)
+    printed = read_ledger()["K3"]
+    left = claimed_pairs(records, **printed.options).set_index("pair").loc[LAYOUTS]
+    text = (
+        "Not in dilated attention over a sequence: where rows fill cache lines (head_dim 64 and more in bfloat16), "
+        f"the same kernel was at most {hilbert.value.max():.3f} times as fast with k and v stored along a Hilbert "
+        f"curve, and the {printed.claimed[0].least} times that the documents print are {left.value:.2f} where both "
+        "sides compute one function."
+    )
+    return text, _is_nothing(hilbert, best) and left.low < 1.05, KERNELS
+
+
+def _gain_on_grids(grids: Sequence[dict]) -> tuple:
+    gains = grid_gains(grids).query("direction == 'forward'").groupby("order").value
+    most, least = gains.max(), gains.min().hilbert
+    worst = f" ({least:.1f} at worst, where a small window on a small grid touches more)" if least < 0.95 else ""
+    text = (
+        "It pays where tokens lie on a grid and attend to a window around them: a Hilbert order is up to "
+        f"{most.hilbert:.1f} times as fast there as storage row by row, as it touches fewer blocks{worst}, and other "
+        f"compact orders pay as much (tiles {most.tile:.1f}, Morton {most.morton:.1f})."
+    )
+    return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
+
+
+def _what_makes_it_fast(records: Sequence[dict]) -> tuple:
+    long, speeds = 131072, fused_speeds(records)
+    speeds = speeds[speeds.head_dim == speeds.head_dim.max()].set_index("direction")
+    over = speeds.tflop_per_s / speeds.other_tflop_per_s
+    text = (
+        f"What makes dilated attention fast is the dilation, {_saved(long):.0f} times fewer FLOP than dense attention "
+        f"at {long:,} tokens, and one kernel for all branches: {speeds.tflop_per_s.forward:.0f} TFLOP/s forward and "
+        f"{speeds.tflop_per_s.backward:.0f} backward at head_dim {speeds.head_dim.iloc[0]}, {over.forward:.2f} and "
+        f"{over.backward:.2f} times the best of the others."
+    )
+    return text, over.min() > 1, KERNELS
+
+
 def _pattern(timed: Answer) -> tuple:
     short, long = 8192, 131072
-    saved = {n: _work(DilatedPattern((n,), (1,)), n) / _work(_reference(n), n) for n in (short, long)}
+    saved = {n: _saved(n) for n in (short, long)}
     text = (
         f"Use dilated attention for long sequences: with branches of {_branches(long)} it needs "
         f"{saved[short]:.1f} times fewer FLOP than dense attention at {short:,} tokens and {saved[long]:.0f} times "
@@ -55,15 +107,23 @@ def _pattern(timed: Answer) -> tuple:
 
 
 def _order(records: Sequence[dict]) -> tuple:
-    best = layout_ratios(records, order="best", where=WHOLE_LINES)
-    hilbert = layout_ratios(records, where=WHOLE_LINES)
-    faster = (hilbert.low > FASTER).sum()
+    hilbert, best = _whole_lines(records)
     text = (
         f"Leave k and v in the order of the sequence. Where rows fill cache lines (head_dim 64 and more in bfloat16), "
-        f"the Hilbert order was faster by a per cent in {faster} of {len(hilbert)} works over whole sequences, at most "
-        f"{hilbert.value.max():.3f} times; the best of all orders at most {best.value.max():.3f} times."
+        f"the Hilbert order was faster by a per cent in {(hilbert.low > FASTER).sum()} of {len(hilbert)} works over "
+        f"whole sequences, at most {hilbert.value.max():.3f} times; the best of all orders at most "
+        f"{best.value.max():.3f} times."
     )
-    return "which order", text, faster == 0 and best.value.max() < 1.05, KERNELS
+    return "which order", text, _is_nothing(hilbert, best), KERNELS
+
+
+def _whole_lines(records: Sequence[dict]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    # What the Hilbert order gains, and the best of all orders, where an order can save neither sectors nor lines.
+    return layout_ratios(records, where=WHOLE_LINES), layout_ratios(records, order="best", where=WHOLE_LINES)
+
+
+def _is_nothing(hilbert: pd.DataFrame, best: pd.DataFrame) -> bool:
+    return not (hilbert.low > FASTER).any() and best.value.max() < 1.05
 
 
 def _order_of_small_rows(records: Sequence[dict]) -> tuple:
@@ -93,7 +153,7 @@ def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
         f"most by a factor of {widest.value:.1f} ({widest.order}, {widest.length:,} tokens); it was "
         f"{', '.join(f'{name} in {count}' for name, count in orders.items())}."
     )
-    return "which order", text, (best.low > FASTER).mean() > 0.5, "08_where_a_curve_pays"
+    return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
 
 
 def _backend(records: Sequence[dict]) -> tuple:
@@ -130,12 +190,12 @@ def _gpus(records: Sequence[dict], timed: Answer) -> tuple:
     return "how many GPUs", text, together < 1.1, f"the ring's plan; {KERNELS}; {timed.source or timed.verdict}"
 
 
-def _reference(length: int) -> DilatedPattern:
-    return DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
+def _saved(length: int) -> float:
+    return _work(DilatedPattern((length,), (1,)), length) / _work(reference_pattern(length), length)
 
 
 def _branches(length: int) -> str:
-    return ", ".join(f"{w}:{r}" for w, r in _reference(length).branches)
+    return ", ".join(f"{w}:{r}" for w, r in reference_pattern(length).branches)
 
 
 def _work(pattern: DilatedPattern, length: int) -> int:

@@ -16,6 +16,7 @@ import pandas as pd
 import yaml
 
 from hilbert_lib.bench import REPORTS, RESULTS, read_records
+from hilbert_lib.committed import newest_run, run_environment
 
 ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
 HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"
@@ -160,7 +161,7 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
         run = newest_run(claim.record, claim.file) if run is None else run
         if run is None:
             return Answer(claim, f"waits for: {claim.record}")
-        path, hardware = run / claim.file, _facts(run, claim.file)["hardware"]
+        path, hardware = run / claim.file, run_environment(run, claim.file)["hardware"]
     cases = claim.cases(path)
     if cases.empty:
         reason = claim.untested or f"{claim.record} holds no such measurement"
@@ -265,20 +266,6 @@ def counted(cases: pd.DataFrame, value: pd.Series | None = None) -> pd.DataFrame
     return cases.assign(value=value, low=value, high=value).reset_index(drop=True)
 
 
-def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
-    """The folder of the newest run of a notebook, or of another kind of record; None without one.
-
-    Args:
-        name: of the folder, or what stands before the hash of the run's parameters.
-        file: that it must hold.
-        machines: folders of runs; by default those that are committed for H200s.
-    """
-    machines = REPORTS.glob("h200*") if machines is None else machines
-    kinds = (f"*/{name}/{file}", f"*/{name}-*/{file}")
-    runs = [path.parent for machine in machines for kind in kinds for path in machine.glob(kind)]
-    return max(runs, key=lambda run: _facts(run, file)["utc"], default=None)
-
-
 def _claim(name: str, entry: dict) -> Claim:
     known = {each.name for each in fields(Claim)}
     if unknown := sorted(set(entry) - known):
@@ -334,12 +321,6 @@ def _value(cases: pd.DataFrame) -> str:
         return value if low == high else f"{value} ({low} to {high})"
     low, high = (f"{each:.4g}" for each in (cases.value.min(), cases.value.max()))
     return f"{low if low == high else f'{low} to {high}'}, {len(cases)} cases"
-
-
-def _facts(run: Path, file: str) -> dict:
-    """The environment of a run, of which not every file of records tells."""
-    path = run / RESULTS
-    return read_records(path if path.exists() else run / file)[-1]["environment"]
 
 
 def _read(path: Path) -> list[dict]:

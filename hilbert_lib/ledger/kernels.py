@@ -79,6 +79,39 @@ def grid_places(records: Records) -> pd.DataFrame:
     return table[["work", "length", "queries", "row_bytes", "dilation", *INTERVAL, "order", "intensity"]]
 
 
+def grid_gains(records: Records) -> pd.DataFrame:
+    """Time of raster order over that of every other order of the tokens of a grid, forward and backward.
+
+    Args:
+        records: of notebook 08.
+
+    Returns:
+        order, side, window, block_size, direction and the interval.
+    """
+    ratios = _ratios(records, "neighbourhood").query("a == 'raster'")
+    return ratios[["b", "side", "window", "block_size", "direction", *INTERVAL]].rename(columns={"b": "order"})
+
+
+def fused_speeds(records: Records) -> pd.DataFrame:
+    """Speed of the fused kernel and of the fastest other backend on the reference work, not causal.
+
+    Args:
+        records: of notebook 06.
+
+    Returns:
+        length (at which most backends were timed), heads, branches, direction, head_dim, tflop_per_s, error (relative,
+        against float64), other (its name) and other_tflop_per_s, the largest head first.
+    """
+    sides = side_table(list(records), "backends").query("pattern == 'reference' and not is_causal")
+    timed = sides.groupby("length").name.nunique()
+    sides = sides[sides.length == max(timed.index, key=lambda n: (timed[n], n))].sort_values("tflop_per_s")
+    case = ["direction", "head_dim"]
+    others = sides[sides.name != "triton"].drop_duplicates(case, keep="last").set_index(case)
+    others = others[["name", "tflop_per_s"]].set_axis(["other", "other_tflop_per_s"], axis=1)
+    fused = sides[sides.name == "triton"].join(others, on=case).sort_values(case, ascending=False)
+    return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
+
+
 def claimed_pairs(records: Records, *, where: str) -> pd.DataFrame:
     """The documents' two kernels, and one function on two layouts, at the documents' sizes.
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
-from hilbert_lib.bench import REPORTS, Case, compare_paired, measure, read_records
+from hilbert_lib.bench import Case, compare_paired, measure, read_records
+from hilbert_lib.committed import newest_run
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
 from hilbert_lib.pattern import DilatedPattern
@@ -240,8 +241,8 @@ def committed_lines() -> list[dict]:
     >>> {line["kind"] for line in committed_lines()} <= {"point"}
     True
     """
-    runs = [read_records(path) for path in REPORTS.glob(f"h200/*/04_safe_benchmarking*/{POINTS}")]
-    return max(filter(None, runs), key=lambda lines: lines[-1]["utc"], default=[])
+    run = newest_run("04_safe_benchmarking", POINTS)
+    return read_records(run / POINTS) if run else []
 
 
 def _work(point: dict) -> Workload:

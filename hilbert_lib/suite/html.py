@@ -1,6 +1,7 @@
 """An executed notebook as one HTML file that reads without a network."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,8 +34,19 @@ main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
 """
 
 
+PageOf = Callable[[str], str | None]  # where the page of a notebook lies, by its name; None where there is none
+
+
+def _no_page(_name: str) -> None:
+    return None
+
+
 class _Renderer(IPythonRenderer):
-    """Markdown with formulas as MathML, and with links between notebooks led to their HTML."""
+    """Markdown with formulas as MathML, and with links between notebooks led to their HTML, or to nothing."""
+
+    def __init__(self, page_of: PageOf, **options) -> None:
+        super().__init__(**options)
+        self.page_of = page_of
 
     def inline_math(self, body: str) -> str:
         return mathml(body)
@@ -48,23 +60,28 @@ class _Renderer(IPythonRenderer):
     def link(self, text: str, url: str, title: str | None = None) -> str:
         parts = urlsplit(url)
         if not parts.scheme and not parts.netloc and parts.path.endswith(".ipynb"):
-            name = Path(parts.path).stem
-            url = parts._replace(path=f"../{name}/{name}.html").geturl()
+            page = self.page_of(Path(parts.path).stem)
+            if page is None:
+                return text
+            url = parts._replace(path=page).geturl()
         return super().link(text, url, title)
 
 
 class _OfflineExporter(HTMLExporter):
+    page_of: PageOf = staticmethod(_no_page)
+
     @pass_context
     def markdown2html(self, context, source: str) -> str:
         attachments = context.get("cell", {}).get("attachments", {})
-        return markdown_html(source, attachments)
+        return markdown_html(source, self.page_of, attachments)
 
 
-def markdown_html(source: str, attachments: dict | None = None) -> str:
+def markdown_html(source: str, page_of: PageOf = _no_page, attachments: dict | None = None) -> str:
     """Markdown as HTML, its formulas as MathML.
 
     Args:
         source: Markdown of a cell.
+        page_of: where a link to a notebook leads; one to a notebook without a page becomes plain text.
         attachments: the pictures that the cell carries.
 
     Returns:
@@ -73,16 +90,17 @@ def markdown_html(source: str, attachments: dict | None = None) -> str:
     >>> markdown_html("of $n$").count("<mi>n</mi>")
     1
     """
-    renderer = _Renderer(escape=False, attachments=attachments, exclude_anchor_links=True)
+    renderer = _Renderer(page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
     return MarkdownWithMath(renderer=renderer).render(source)
 
 
-def write_html(notebook_file: Path, manifest: dict) -> Path:
+def write_html(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
     """Write the HTML of an executed notebook beside it.
 
     Args:
         notebook_file: the executed notebook.
         manifest: of its run; what did not finish is said at the top of the page.
+        page_of: as in `markdown_html`.
 
     Returns:
         The HTML file.
@@ -96,7 +114,9 @@ def write_html(notebook_file: Path, manifest: dict) -> Path:
     if manifest["status"] != "ok":
         text = f"**This run did not finish: {manifest['status']}.** {error_line(manifest)}"
         notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text))
-    page, _resources = _OfflineExporter(raw_template=TEMPLATE).from_notebook_node(notebook)
+    exporter = _OfflineExporter(raw_template=TEMPLATE)
+    exporter.page_of = page_of
+    page, _resources = exporter.from_notebook_node(notebook)
     target = notebook_file.with_suffix(".html")
     draft = target.with_suffix(".draft")
     draft.write_text(page, encoding="utf-8")

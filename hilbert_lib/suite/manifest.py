@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from hilbert_lib.bench import FAILED
 from hilbert_lib.environment import code_hash, sm_clocks_mhz
 from hilbert_lib.suite.points import Point
 
 MANIFEST = "manifest.json"
-FAILED = ".failed"  # ends the name of an attempt's folder that did not finish
 RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
 RESERVE_BYTES = 256 * 1024
 WORK_NAME = re.compile(r"\..+\.[0-9a-f]{8}")  # of the hidden folder in which a point runs

@@ -1,4 +1,4 @@
-"""The index pages' templates: no scripts, no other files than those of the run, light or dark, fit to print."""
+"""The index pages' templates: no scripts, no other files than those of the runs, light or dark, fit to print."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2329; --soft: #57606a; --line: #d8dee4; --paper: #ffffff;
@@ -24,6 +24,8 @@ code { font-size: .9em; overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .figures a { display: block; background: #fff; border: 1px solid var(--line); border-radius: 4px; padding: .4rem; }
 .figures img { display: block; width: 100%; height: 11rem; object-fit: contain; }
 .links a { margin-right: 1rem; } .links a:first-child { font-weight: 600; }
+.proof { margin: 1.2rem 0; } .proof img { display: block; width: 100%; background: #fff; border: 1px solid var(--line);
+  border-radius: 4px; padding: .4rem; } .lead .answer { font-size: 1.08rem; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; vertical-align: top;
   padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--line); } tbody th { font-weight: 500; width: 12rem; }
 @media print { body { padding: 0; max-width: none; font-size: 11pt; } .links, nav { display: none; } }
@@ -40,12 +42,12 @@ RUN = (
 <nav class="small"><a href="../index.html">All runs</a></nav>
 <h1>{{ title }}</h1>
 <p>Each notebook below asks one question, shows the evidence and ends with its answer.
-They were run on {{ facts.hardware }}; {{ summary }}.</p>
+They were run on {{ hardware }}; {{ summary }}.</p>
 <p class="soft">{{ kernels }}</p>
 {% for point in points %}
 {% set ok = point.status == "ok" %}
 {% if loop.changed(ok) %}<h2>{{ "Finished" if ok else "Not finished" }}</h2>{% endif %}
-<section class="card{{ '' if ok else ' bad' }}">
+<section id="{{ point.folder }}" class="card{{ '' if ok else ' bad' }}">
 <p class="soft small">{{ point.notebook }}</p>
 <div class="top"><h3>{{ point.title }}</h3>
 <span class="status"><b>{{ "✓" if ok else "✗" }} {{ point.status }}</b>
@@ -90,3 +92,104 @@ RUNS = (
 </body></html>
 """
 )
+
+# The committed evidence of several machines, as a page and as Markdown, and its numbers as a part of another file.
+
+EVIDENCE = (
+    HEAD
+    + """
+<h1>{{ title }}</h1>
+{% if told %}
+<div class="lead">{% for each in told.answer %}
+<p class="answer">{{ each.text }} <a class="small" href="#{{ each.notebook }}">{{ each.notebook }}</a></p>
+{% endfor %}</div>
+<figure class="proof"><a href="{{ told.figure }}"><img src="{{ told.figure }}" alt="{{ told.alt }}"></a>
+<figcaption class="soft small">{{ told.caption }}</figcaption></figure>
+<h2>In numbers</h2>
+<table class="small"><thead><tr><th>Work</th><th>Measured</th><th>Record</th></tr></thead><tbody>
+{% for row in told.numbers %}<tr><td>{{ row.what }}</td><td>{{ row.measured }}</td>
+<td><a href="{{ row.run }}/results.jsonl">{{ row.notebook[:2] }}</a></td></tr>
+{% endfor %}</tbody></table>
+{% else %}<p>The answer waits for records of {{ waiting | join(", ") }}.</p>{% endif %}
+<h2>Notebook by notebook</h2>
+<div class="soft">{{ how_html | safe }}</div>
+{% for notebook in notebooks %}
+<section id="{{ notebook.name }}" class="card">
+<p class="soft small">{{ notebook.name }}</p>
+<h3>{{ notebook.title }}</h3>
+<div>{{ notebook.question_html | safe }}</div>
+<div class="answer">{{ notebook.answer_html | safe }}</div>
+{% for run in notebook.runs %}<p class="small">
+<span class="links"><a href="{{ run.html }}">Read the notebook</a> <a href="{{ run.ipynb }}">.ipynb</a>
+<a href="{{ run.all }}">data and figures</a></span>
+<span class="soft">{{ run.hardware }} &middot; {{ run.end }} &middot; {{ run.code }}</span></p>
+{% endfor %}</section>
+{% endfor %}
+<h2>Further</h2>
+<p>Every run: {% for machine in machines -%}
+<a href="{{ machine }}/index.html">{{ machine }}</a>{{ ", " if not loop.last }}{% endfor %}.
+{% if history %}How the kernels got there: <a href="{{ history }}">{{ history }}</a>.{% endif %}</p>
+</body></html>
+"""
+)
+
+EVIDENCE_MARKDOWN = """{% autoescape false -%}
+<!-- written by `hilbert report reports` from the records beside it -->
+
+# {{ title }}
+
+{% if told -%}
+{% for each in told.answer -%}
+{{ loop.index }}. {{ each.text }} ([{{ each.notebook }}](#{{ each.notebook }}))
+{% endfor %}
+[![{{ told.alt }}]({{ told.figure }})]({{ told.figure }})
+
+{{ told.caption }}
+
+## In numbers
+
+{{ table }}
+{%- else -%}
+The answer waits for records of {{ waiting | join(", ") }}.
+{%- endif %}
+
+## Notebook by notebook
+
+{{ how }}
+{% for notebook in notebooks %}
+### <a id="{{ notebook.name }}"></a>{{ notebook.name }}: {{ notebook.title }}
+
+{{ notebook.question }}
+
+**Answer.** {{ notebook.answer }}
+{% for run in notebook.runs %}
+- {{ run.hardware }}, {{ run.end }}, {{ run.code }}: [notebook]({{ run.ipynb }}), [HTML]({{ run.html }}), \
+[data and figures]({{ run.folder }})
+{%- endfor %}
+{% endfor %}
+## Further
+
+[index.html](index.html) is this page for a reader without a network.
+{%- if history %} How the kernels got there: [{{ history }}]({{ history }}).{% endif %}
+{% endautoescape %}"""
+
+NUMBERS_MARKDOWN = """{% autoescape false -%}
+| work | measured | record |
+| --- | --- | --- |
+{%- for row in told.numbers %}
+| {{ row.what }} | {{ row.measured }} | [{{ row.notebook[:2] }}]({{ base }}{{ row.run }}) |
+{%- endfor %}
+{%- endautoescape %}"""
+
+README_MARKDOWN = """{% autoescape false -%}
+{% for each in told.answer -%}
+{{ loop.index }}. {{ each.text }}
+{% endfor %}
+[![{{ told.alt }}]({{ base }}{{ told.figure }})]({{ base }}README.md)
+
+{{ told.caption }}
+
+{{ table }}
+
+[![{{ told.speeds_alt }}]({{ base }}{{ told.speeds }})]({{ base }}README.md)
+{%- endautoescape %}"""

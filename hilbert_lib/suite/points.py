@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hilbert_lib.suite.parameters import (
     check_value,
     expand_grid,
     parse_value,
+    read_parameter_file,
     read_parameters,
 )
 
@@ -129,13 +130,41 @@ def read_notebook(path: Path) -> Notebook:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def make_points(notebooks: list[Notebook], texts: dict[str, str], values: dict[str, object]) -> list[Point]:
-    """Each notebook once, with the same values for all: from the command line, and below them from a file.
+def read_parameter_folder(folder: Path, notebooks: Path) -> dict[str, dict[str, object]]:
+    """The values of every notebook's own file, NAME.yaml; a notebook without one has its defaults.
+
+    Args:
+        folder: of the files.
+        notebooks: folder of the notebooks.
+
+    Returns:
+        Name of a notebook to its values, not yet checked against it.
+
+    Raises:
+        ValueError: if there is no file; for one that no notebook is named as, with the nearest name; or that
+            `read_parameter_file` refuses.
+    """
+    files = sorted(folder.glob("*.y*ml"))
+    if not files:
+        raise ValueError(f"{folder} holds no parameters (NAME.yaml, as the notebook is named)")
+    for file in files:
+        check_name(file.stem, sorted(path.stem for path in notebooks.glob("*.ipynb")), "notebook")
+    return {file.stem: read_parameter_file(file) for file in files}
+
+
+def make_points(
+    notebooks: list[Notebook],
+    texts: dict[str, str],
+    values: dict[str, object],
+    own: Mapping[str, dict[str, object]] | None = None,
+) -> list[Point]:
+    """Each notebook once: with values for all from the command line, and below them from a file or files.
 
     Args:
         notebooks: to be run.
         texts: name to word of the command line.
-        values: name to value of a YAML file.
+        values: name to value of a YAML file for all.
+        own: `read_parameter_folder`; by default no notebook has values of its own.
 
     Returns:
         The points, in the order of the notebooks.
@@ -151,7 +180,7 @@ def make_points(notebooks: list[Notebook], texts: dict[str, str], values: dict[s
                 f"{name} is no parameter of {', '.join(lacking)}; every notebook of the call must have it, "
                 "so name only those that do"
             )
-    return [_make_point(notebook, texts, values) for notebook in notebooks]
+    return [_make_point(notebook, texts, values | (own or {}).get(notebook.name, {})) for notebook in notebooks]
 
 
 def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, object]) -> list[Point]:

@@ -1,7 +1,9 @@
 """The pages of a report, built from what lies in its folders and from nothing else."""
 
 import os
+from collections import Counter
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment
@@ -63,46 +65,105 @@ def write_report(run_folder: Path, *, rebuild: bool = False) -> Path:
     Returns:
         The run's index.html.
     """
-    points = [_describe(folder, rebuild) for folder in _point_folders(run_folder)]
+    points = [_describe(folder, rebuild) for folder in point_folders(run_folder)]
     # What did not finish comes first; below a notebook's defaults, its other points in the order of their run.
     points.sort(key=lambda p: (p["status"] == "ok", p["notebook"], p["changes"] != {}, p["start"]))
     latest = max(points, key=lambda point: point["end"])
     facts = latest["environment"]
-    index = _write(
-        run_folder / "index.html",
+    page = render(
         RUN,
         points=points,
-        facts=facts,
+        hardware=say_hardware(facts),
         summary=_summary(points),
         kernels=KERNELS[facts["kernel_mode"]],
         environment=[(label, _say(facts[name])) for name, label in FACTS.items() if facts[name] is not None],
     )
     runs = [_describe_run(run) for run in _runs_beside(run_folder)]
     runs.sort(key=lambda run: run["end"], reverse=True)
-    _write(run_folder.parent / "index.html", RUNS, runs=runs)
-    return index
+    put(run_folder.parent / "index.html", render(RUNS, runs=runs))
+    return put(run_folder / "index.html", page)
+
+
+def point_folders(run_folder: Path) -> list[Path]:
+    """The folders of a run's points that have ended, sorted.
+
+    Args:
+        run_folder: folder of the run-id.
+    """
+    return sorted(path.parent for path in run_folder.glob(f"*/{MANIFEST}") if _is_shown(path.parent))
+
+
+def say_hardware(facts: dict) -> str:
+    """On what it ran, several GPUs of one kind as their number.
+
+    Args:
+        facts: as `hilbert_lib.environment.environment` gives them.
+
+    >>> say_hardware({"gpus": [{"name": "NVIDIA H200"}] * 4, "hardware": "NVIDIA H200 + ..."})
+    '4 × NVIDIA H200'
+    """
+    kinds = Counter(gpu["name"] for gpu in facts["gpus"])
+    return " + ".join(f"{n} × {name}" if n > 1 else name for name, n in kinds.items()) or facts["hardware"]
+
+
+def say_moment(time: str) -> str:
+    """A moment of a manifest, to the minute.
+
+    >>> say_moment("2026-01-02T03:04:05.678+00:00")
+    '2026-01-02 03:04 UTC'
+    """
+    return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M} UTC"
+
+
+def render(template: str, **content) -> str:
+    """The text of a page.
+
+    Args:
+        template: of `pages`.
+        **content: what it shows; escaped unless the template says that it is safe.
+    """
+    return Environment(autoescape=True).from_string(template).render(title=TITLE, style=STYLE, **content)
+
+
+def put(path: Path, text: str) -> Path:
+    """Write a page; a reader finds the old one or the new one, never half of one.
+
+    Args:
+        path: of the page.
+        text: of the page.
+
+    Returns:
+        The path.
+    """
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+    return path
 
 
 def _is_shown(folder: Path) -> bool:
     return not folder.name.startswith(".")  # hidden ones are still running
 
 
-def _point_folders(run_folder: Path) -> list[Path]:
-    return sorted(path.parent for path in run_folder.glob(f"*/{MANIFEST}") if _is_shown(path.parent))
+def _page_of(run_folder: Path, base: str, name: str) -> str | None:
+    """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
+    points = [run_folder / name, *sorted(run_folder.glob(f"{name}-" + "[0-9a-f]" * 8))]
+    return next((f"{base}{each.name}/{name}.html" for each in points if (each / MANIFEST).exists()), None)
 
 
 def _runs_beside(run_folder: Path) -> list[Path]:
-    return sorted(folder for folder in run_folder.parent.iterdir() if folder.is_dir() and _point_folders(folder))
+    return sorted(folder for folder in run_folder.parent.iterdir() if folder.is_dir() and point_folders(folder))
 
 
 def _describe(folder: Path, rebuild: bool) -> dict:
     """A point's manifest, with what its card shows and links to; writes its HTML where it is missing."""
     manifest = read_manifest(folder)
+    page_of = partial(_page_of, folder.parent, "")
     notebook = folder / f"{manifest['notebook']}.ipynb"
     html, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not html.exists()):
         try:
-            write_html(notebook, manifest)
+            write_html(notebook, manifest, partial(_page_of, folder.parent, "../"))
         except NotJSONError:
             note = "The notebook's file was cut off while it was written, and cannot be shown."
     if manifest["status"] != "ok" and (folder.parent / manifest["name"]).exists():
@@ -114,8 +175,8 @@ def _describe(folder: Path, rebuild: bool) -> dict:
         "html": html.name if html.exists() else None,
         "ipynb": notebook.name if notebook.exists() else None,
         "data": [name for name in files if name not in (html.name, notebook.name, MANIFEST)],
-        "question": markdown_html(manifest["question"]),
-        "answer": markdown_html(manifest["answer"]) if manifest["status"] == "ok" else "",
+        "question": markdown_html(manifest["question"], page_of),
+        "answer": markdown_html(manifest["answer"], page_of) if manifest["status"] == "ok" else "",
         "error": error_line(manifest) if manifest["error"] else None,
         "note": note.strip(),
         "duration": _duration(_seconds(manifest)),
@@ -123,12 +184,12 @@ def _describe(folder: Path, rebuild: bool) -> dict:
 
 
 def _describe_run(run_folder: Path) -> dict:
-    manifests = [read_manifest(folder) for folder in _point_folders(run_folder)]
+    manifests = [read_manifest(folder) for folder in point_folders(run_folder)]
     finished = [manifest for manifest in manifests if manifest["status"] == "ok"]
     return {
         "folder": run_folder.name,
-        "hardware": manifests[0]["environment"]["hardware"],
-        "end": _moment(max(manifest["end"] for manifest in manifests)),
+        "hardware": say_hardware(manifests[0]["environment"]),
+        "end": say_moment(max(manifest["end"] for manifest in manifests)),
         "ok": len(finished),
         "failed": len(manifests) - len(finished),
     }
@@ -137,7 +198,7 @@ def _describe_run(run_folder: Path) -> dict:
 def _summary(points: list[dict]) -> str:
     finished = sum(point["status"] == "ok" for point in points)
     total = _duration(sum(map(_seconds, points)))
-    return f"{finished} of {len(points)} finished, in {total}, the last on {_moment(max(p['end'] for p in points))}"
+    return f"{finished} of {len(points)} finished, in {total}, the last on {say_moment(max(p['end'] for p in points))}"
 
 
 def _seconds(manifest: dict) -> float:
@@ -149,17 +210,5 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def _moment(time: str) -> str:
-    return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M} UTC"
-
-
 def _say(value: object) -> object:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-def _write(path: Path, template: str, **content) -> Path:
-    page = Environment(autoescape=True).from_string(template).render(title=TITLE, style=STYLE, **content)
-    draft = path.with_suffix(".draft")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, path)
-    return path

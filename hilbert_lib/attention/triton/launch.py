@@ -57,8 +57,8 @@ CONFIGS = {
     },
 }
 
-# The warp-specialised kernels by head_dim: the fastest of those tried on an H200, as reports/README.md tells. What they
-# reach is recorded in reports/h200.
+# The warp-specialised kernels by head_dim: the fastest of those tried on an H200, as reports/HISTORY.md tells. What
+# they reach is recorded in reports/h200.
 HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
 HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
 HOPPER_BRANCHES = 6  # branches for which the kernels have descriptors

@@ -1,0 +1,43 @@
+"""The records that are committed as evidence: which run of a notebook speaks for it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from hilbert_lib.bench import FAILED, REPORTS, RESULTS, read_records
+
+MACHINES = "h200*"  # folders of the runs that are committed; local ones lie beside them
+
+
+def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
+    """The folder of the newest finished run on the most GPUs, of a notebook or other record; None without one.
+
+    Args:
+        name: of the folder, or what stands before the hash of the run's parameters.
+        file: that it must hold.
+        machines: folders of runs; by default those that are committed for H200s.
+
+    >>> run = newest_run("06_kernel_benchmarks")
+    >>> run is None or (run / "manifest.json").exists()
+    True
+    """
+    machines = REPORTS.glob(MACHINES) if machines is None else machines
+    kinds = (f"*/{name}/{file}", f"*/{name}-*/{file}")
+    runs = [path.parent for machine in machines for kind in kinds for path in machine.glob(kind)]
+    runs = [run for run in runs if not run.name.endswith(FAILED)]  # what was measured before it failed is no record
+
+    def rank(run: Path) -> tuple[int, str]:
+        facts = run_environment(run, file)
+        return len(facts["gpus"]), facts["utc"]
+
+    return max(runs, key=rank, default=None)
+
+
+def run_environment(run: Path, file: str = RESULTS) -> dict:
+    """The environment of a run, as its newest record tells it.
+
+    Args:
+        run: its folder.
+        file: of records, read where there is no results.jsonl.
+    """
+    path = run / RESULTS
+    return read_records(path if path.exists() else run / file)[-1]["environment"]

@@ -1,0 +1,160 @@
+"""The committed runs of several machines as one page, its twin in Markdown, and the numbers in the README above."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hilbert_lib.bench import RESULTS, read_records
+from hilbert_lib.committed import MACHINES, newest_run
+from hilbert_lib.ledger.advice import GRIDS, KERNELS, short_answer
+from hilbert_lib.ledger.numbers import RING, key_numbers
+from hilbert_lib.suite.html import markdown_html
+from hilbert_lib.suite.manifest import read_manifest
+from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
+from hilbert_lib.suite.report import point_folders, put, render, say_hardware, say_moment
+
+INDEX, README, HISTORY = "index.html", "README.md", "HISTORY.md"
+BLOCK = re.compile(r"(<!-- from the records[^>]*-->\n).*?(<!-- end of the records -->)", re.DOTALL)
+NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\(([\w-]+)\.ipynb(?:#[^)]*)?\)")
+CAPTION = (
+    "Attention to a window of cells on a grid, the same function in every order: how many times as fast as storage row "
+    "by row (raster) an order is, by the size of the window; the grids grow from left to right."
+)
+HOW = (
+    "Of each notebook the newest run on each kind of machine. `hilbert run -f notebooks/configs/h200 --out "
+    "reports/h200` makes all those of one H200 again, `hilbert run NAME -f notebooks/configs/MACHINE --out "
+    "reports/MACHINE` one of them, and `hilbert report reports` this page."
+)
+
+
+def write_evidence(folder: Path) -> list[Path]:
+    """Write what `evidence_pages` gives.
+
+    Args:
+        folder: of the machines' folders.
+
+    Returns:
+        The files that were written.
+    """
+    return [put(path, text) for path, text in evidence_pages(folder).items()]
+
+
+def evidence_pages(folder: Path) -> dict[Path, str]:
+    """What the index, its twin in Markdown and the README above the folder must hold, by the records there are now.
+
+    Runs in other folders than those of committed machines, as local ones, are left out.
+
+    Args:
+        folder: of the machines' folders.
+
+    Returns:
+        Path to text: FOLDER/index.html, FOLDER/README.md and, where it has a block for it, README.md beside FOLDER.
+        Empty where FOLDER holds no such machine.
+
+    Raises:
+        ValueError: if the records no longer bear out a sentence of the answer.
+    """
+    machines = [each for each in sorted(folder.glob(MACHINES)) if any(map(point_folders, each.glob("*/")))]
+    if not machines:
+        return {}
+    found = {name: newest_run(name, machines=machines) for name in (KERNELS, GRIDS, RING)}
+    waiting = [name for name, run in found.items() if run is None]
+    told = None if waiting else _told(found, folder)
+    content = {
+        "told": told,
+        "waiting": waiting,
+        "notebooks": _notebooks(folder, machines),
+        "machines": [machine.name for machine in machines],
+        "history": HISTORY if (folder / HISTORY).exists() else None,
+        "how": HOW,
+        "how_html": markdown_html(HOW),
+    }
+    table = render(NUMBERS_MARKDOWN, told=told, base="") if told else ""
+    pages = {folder / INDEX: render(EVIDENCE, **content)}
+    pages[folder / README] = render(EVIDENCE_MARKDOWN, table=table, **content) + "\n"
+    above = folder.absolute().parent / README
+    text = above.read_text(encoding="utf-8") if above.exists() else ""
+    if told and BLOCK.search(text):
+        base = f"{folder.absolute().name}/"
+        table = render(NUMBERS_MARKDOWN, told=told, base=base)
+        block = render(README_MARKDOWN, told=told, table=table, base=base)
+        pages[above] = BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", text)
+    return pages
+
+
+def _told(found: dict[str, Path], folder: Path) -> dict:
+    """The answer, its figure and the numbers, with paths from the folder."""
+    records = {name: read_records(run / RESULTS) for name, run in found.items()}
+    answer = short_answer(records[KERNELS], records[GRIDS])
+    if not answer.premise.all():
+        raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
+    at = {name: run.relative_to(folder).as_posix() for name, run in found.items()}
+    # There is one for each size of a block; that of the largest is shown.
+    figure = max(found[GRIDS].glob("speedups_*.png"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING)))
+    return {
+        "answer": [{"text": row.answer, "notebook": row.rests_on} for row in answer.itertuples()],
+        "numbers": [
+            {"what": row.what, "measured": row.measured, "notebook": row.record, "run": at[row.record]}
+            for row in numbers.itertuples()
+        ],
+        "figure": f"{at[GRIDS]}/{figure.name}",
+        "alt": "Times as fast as storage row by row, of every order on grids",
+        "caption": CAPTION,
+        "speeds": f"{at[KERNELS]}/speeds.png",
+        "speeds_alt": "Speed of the fused kernel beside every other backend",
+    }
+
+
+def _notebooks(folder: Path, machines: list[Path]) -> list[dict]:
+    """Each notebook in reading order, with its newest finished run on each machine, the newest first."""
+    points = [point for machine in machines for run in machine.glob("*/") for point in point_folders(run)]
+    ended = sorted(((read_manifest(point), point) for point in points), key=lambda run: run[0]["end"])
+    finished = [(manifest, point) for manifest, point in ended if manifest["status"] == "ok"]
+    newest = {(point.parents[1], manifest["notebook"]): (manifest, point) for manifest, point in finished}
+    runs: dict[str, list[tuple[dict, Path]]] = {}
+    for manifest, point in sorted(newest.values(), key=lambda run: run[0]["end"], reverse=True):
+        runs.setdefault(manifest["notebook"], []).append((manifest, point))
+
+    def path_of(ending: str, name: str) -> str | None:
+        return f"{runs[name][0][1].relative_to(folder).as_posix()}/{name}.{ending}" if name in runs else None
+
+    in_html, in_markdown = partial(path_of, "html"), partial(path_of, "ipynb")
+    return [
+        {
+            "name": name,
+            "title": latest["title"],
+            "question": _linked(latest["question"], in_markdown),
+            "answer": _linked(latest["answer"], in_markdown),
+            "question_html": markdown_html(latest["question"], in_html),
+            "answer_html": markdown_html(latest["answer"], in_html),
+            "runs": [_run(*run, folder) for run in runs[name]],
+        }
+        for name in sorted(runs)
+        for latest, _ in runs[name][:1]
+    ]
+
+
+def _run(manifest: dict, point: Path, folder: Path) -> dict:
+    facts, at = manifest["environment"], point.relative_to(folder).as_posix()
+    clean = facts["commit"] and not facts["dirty"]
+    return {
+        "folder": at,
+        "html": f"{at}/{manifest['notebook']}.html",
+        "ipynb": f"{at}/{manifest['notebook']}.ipynb",
+        "all": f"{point.parent.relative_to(folder).as_posix()}/{INDEX}#{point.name}",
+        "hardware": say_hardware(facts),
+        "end": say_moment(manifest["end"]),
+        "code": f"commit {facts['commit'][:7]}" if clean else f"library {facts['code_hash']}",
+    }
+
+
+def _linked(text: str, path_of: Callable[[str], str | None]) -> str:
+    """Markdown whose links to notebooks lead to their runs; those to notebooks without one become plain text."""
+
+    def lead(match: re.Match) -> str:
+        path = path_of(match[2])
+        return f"[{match[1]}]({path})" if path else match[1]
+
+    return NOTEBOOK_LINK.sub(lead, text)

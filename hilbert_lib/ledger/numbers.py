@@ -1,0 +1,103 @@
+"""The numbers that a stranger reads first, a line each, from the newest records."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from hilbert_lib.ledger.advice import GRIDS, KERNELS, WHOLE_LINES
+from hilbert_lib.ledger.kernels import fused_speeds, grid_gains, layout_ratios
+from hilbert_lib.paired import ratio_table
+
+RING = "07_ring_attention"
+ORDERS = ("hilbert", "morton", "tile")  # the compact ones
+
+Records = Sequence[dict]
+
+
+def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFrame:
+    """What the kernels reach, what an order changes, and the longest sequences.
+
+    Args:
+        records: of notebook 06.
+        grids: of notebook 08.
+        rings: of notebook 07.
+
+    Returns:
+        what, measured and record (the notebook whose record holds it).
+    """
+    rows = [(*row, KERNELS) for row in (*_speeds(records), *_public(records), *_orders(records))]
+    rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
+    return pd.DataFrame(rows, columns=["what", "measured", "record"])
+
+
+def _speeds(records: Records) -> list[tuple[str, str]]:
+    speeds, rows = fused_speeds(records), []
+    work = speeds.iloc[0]
+    branches = ", ".join(work.branches.split())
+    of = f"of {work.length:,} tokens, {work.heads} heads, branches {branches} (segment:rate)"
+    for direction, table in speeds.groupby("direction", sort=False):
+        own = " / ".join(f"{speed:.0f}" for speed in table.tflop_per_s)
+        others = " / ".join(f"{row.other_tflop_per_s:.0f} ({row.other})" for row in table.itertuples())
+        measured = f"{own} TFLOP/s, relative error {table.error.max():.2g}; the best of the others {others}"
+        what = f"{direction.capitalize()} {of} at head_dim {_dims(table)}"
+        rows.append((what, measured))
+        of = "of the same"
+    return rows
+
+
+def _public(records: Records) -> list[tuple[str, str]]:
+    # torchscale is the implementation that LongNet's authors published.
+    pairs = ratio_table(list(records), "backends")
+    pairs = pairs[(pairs.a == "torchscale") & (pairs.pattern == "reference") & ~pairs.is_causal]
+    if pairs.empty:
+        return []
+    pairs = pairs.sort_values(["direction", "head_dim"], ascending=False)
+    times = ", ".join(
+        f"{direction} {' / '.join(f'{ratio:.1f}' for ratio in table.ratio)}"
+        for direction, table in pairs.groupby("direction", sort=False)
+    )
+    return [(f"The same beside torchscale's dilated attention, head_dim {_dims(pairs)}", f"{times} times as fast")]
+
+
+def _orders(records: Records) -> list[tuple[str, str]]:
+    hilbert, best = (layout_ratios(records, order=order, where=WHOLE_LINES).value for order in ("hilbert", "best"))
+    decoding = {order: layout_ratios(records, order=order, where="work == 'decoding'") for order in ("hilbert", "best")}
+    most = decoding["best"].loc[decoding["best"].value.idxmax()]
+    work = ["queries", "row_bytes", "dilation"]
+    there = decoding["hilbert"].set_index(work).value[tuple(most[work])]
+    return [
+        (
+            f"k and v stored along a Hilbert curve, same function, rows of whole cache lines ({len(hilbert)} works)",
+            f"{hilbert.min():.3f} to {hilbert.max():.3f} times as fast as in sequence order; the best of all orders at "
+            f"most {best.max():.3f}",
+        ),
+        (
+            f"Small rows where an order gains most: decoding, rows of {most.row_bytes} B, dilation {most.dilation}",
+            f"{most.order} {most.value:.2f}, Hilbert {there:.2f} times as fast as in sequence order",
+        ),
+    ]
+
+
+def _grid(grids: Records) -> tuple[str, str]:
+    gains = grid_gains(grids).query("direction == 'forward'")
+    best = gains[gains.order == "hilbert"].sort_values("value").iloc[-1]
+    work = ["side", "window", "block_size"]
+    there = gains[(gains[work] == best[work]).all(axis=1)].set_index("order").value
+    values = ", ".join(f"{order} {there[order]:.2f}" for order in ORDERS)
+    what = f"Attention to a window of {best.window} x {best.window} on a grid of {best.side} x {best.side} tokens"
+    return what, f"{values} times as fast as row by row"
+
+
+def _longest(rings: Records) -> list[tuple[str, str]]:
+    checked = pd.DataFrame([each for each in rings if each["side"] == "auto" and each["out_error"] is not None])
+    rows = []
+    for name, works in (("forward", checked), ("forward and backward", checked[checked.backward])):
+        longest = works.loc[works.tokens.idxmax()]
+        took = longest.forward_ms + (longest.backward_ms if name != "forward" else 0)
+        what = f"The longest {name} on {longest.ranks} GPUs: heads x head_dim of {longest.heads} x {longest.head_dim}"
+        rows.append((what, f"{longest.tokens:,} tokens in {took / 1e3:.2f} s"))
+    return rows
+
+
+def _dims(table: pd.DataFrame) -> str:
+    return " / ".join(map(str, table.head_dim.unique()))

@@ -1,0 +1,21 @@
+"""Which run speaks for a notebook."""
+
+import json
+
+from hilbert_lib.committed import newest_run
+
+
+def test_the_newest_run_on_the_most_gpus_is_taken_no_failed_one_and_none_of_a_longer_name(tmp_path):
+    def made(folder, day, gpus=1):
+        path = tmp_path / folder / "results.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}] * gpus}}))
+
+    for folder, day in (("a/05_x-1", 3), ("b/05_x-2", 9), ("b/05_xy", 11), ("c/05_x", 5), ("c/05_x-3.failed", 12)):
+        made(f"h200/{folder}", day)
+    machines = [tmp_path / "h200"]
+    assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-2"
+    assert newest_run("05", machines=machines) is None
+    made("h200x4/d/05_x", 1, gpus=4)
+    made("h200x2/e/05_x", 2, gpus=2)
+    assert newest_run("05_x", machines=tmp_path.glob("h200*")) == tmp_path / "h200x4/d/05_x"

@@ -1,0 +1,190 @@
+"""The committed evidence: pages that lead through it, and numbers that are those of its records."""
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny_notebooks import LOADS, make_run
+
+from hilbert_lib.bench import REPORTS, RESULTS
+from hilbert_lib.cli import main
+from hilbert_lib.committed import newest_run
+from hilbert_lib.ledger.evidence import evidence_pages, write_evidence
+from hilbert_lib.suite.report import write_report
+
+RECORDS = ("06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")
+README = "# Ours\n\n<!-- from the records: by a command -->\nold\n<!-- end of the records -->\n\nKept.\n"
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The committed records that the numbers come from, in folders of other names, and a README above them."""
+    for name in RECORDS:
+        run = newest_run(name)
+        target = tmp_path / "reports" / run.parents[1].name / "another-run" / run.name
+        target.mkdir(parents=True)
+        for file in [run / RESULTS, run / "manifest.json", *run.glob("speed*.png")]:
+            shutil.copy(file, target)
+    (tmp_path / "README.md").write_text(README)
+    return tmp_path / "reports"
+
+
+def change(folder, name, change_record):
+    (path,) = folder.glob(f"*/*/{name}*/{RESULTS}")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        change_record(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def texts(folder):
+    return {path.relative_to(folder.parent).as_posix(): text for path, text in evidence_pages(folder).items()}
+
+
+def test_readme_and_index_are_what_the_committed_records_give():
+    pages = evidence_pages(REPORTS)
+    names = {path.relative_to(REPORTS.parent).as_posix() for path in pages}
+    assert names == {"README.md", "reports/README.md", "reports/index.html"}
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name} is not that of the records: hilbert report reports"
+        )
+
+
+def test_the_committed_pages_ask_no_host_for_anything_and_lead_to_files_that_exist():
+    html, markdown = (REPORTS / name for name in ("index.html", "README.md"))
+    assert not LOADS.findall(html.read_text())
+    links = re.findall(r'(?:href|src)="([^"]+)"', html.read_text()) + re.findall(r"\]\(([^)]+)\)", markdown.read_text())
+    assert len(links) > 30
+    for link in links:
+        path, _, place = link.partition("#")
+        target = (REPORTS / path).resolve() if path else html
+        assert target.exists(), link
+        assert target.is_relative_to(REPORTS), link
+        if place and target.suffix == ".html":
+            assert f'id="{place}"' in target.read_text(), link
+    above = re.findall(r"\]\((reports/[^)]+)\)", (REPORTS.parent / "README.md").read_text())
+    assert len(above) > 10
+    assert all((REPORTS.parent / link).exists() for link in above)
+
+
+def test_every_committed_notebook_is_small():
+    sizes = {path.name: path.stat().st_size for path in REPORTS.glob("h200*/*/*/*.ipynb")}
+    assert max(sizes.values()) < 1e6, sizes
+
+
+def test_the_numbers_are_those_of_the_records_samples(copied):
+    pages = texts(copied)
+
+    def lines(name):
+        (path,) = copied.glob(f"*/*/{name}*/{RESULTS}")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    speeds = {}
+    for record in lines("06_kernel_benchmarks"):
+        for side in [record[name] for name in "ab" if name in record]:
+            given = side["parameters"]
+            work = {name: given.get(name) for name in ("sweep", "pattern", "is_causal", "length", "head_dim")}
+            if work == {
+                "sweep": "backends",
+                "pattern": "reference",
+                "is_causal": False,
+                "length": 65536,
+                "head_dim": 128,
+            }:
+                key = side["name"], given["direction"]
+                speeds.setdefault(key, (side["useful_flop"], []))[1].extend(side["samples_ms"])
+    tflop = {key: flop / statistics.median(samples) / 1e9 for key, (flop, samples) in speeds.items()}
+    for direction in ("forward", "backward"):
+        best = max(value for (name, own), value in tflop.items() if own == direction and name != "triton")
+        said = re.search(
+            rf"{direction.capitalize()} of .*?\| (\d+) .*? the best of the others (\d+)", pages["README.md"]
+        )
+        assert said.groups() == (f"{tflop['triton', direction]:.0f}", f"{best:.0f}")
+
+    grids = [each for each in lines("08_where_a_curve_pays") if each["a"]["name"] == "raster"]
+    forward = [each for each in grids if each["b"]["parameters"]["direction"] == "forward"]
+    most = max(each["ratio"] for each in forward if each["b"]["name"] == "hilbert")
+    assert f"a Hilbert order is up to {most:.1f} times as fast" in pages["reports/index.html"]
+    assert f"hilbert {most:.2f}, " in pages["README.md"]
+    longest = max(lines("07_ring_attention"), key=lambda each: each["tokens"])
+    assert f"{longest['tokens']:,} tokens in {longest['forward_ms'] / 1e3:.2f} s" in pages["reports/README.md"]
+
+
+def test_a_new_record_changes_the_numbers_and_links_and_nothing_else_of_the_readme(copied):
+    write_evidence(copied)
+    before = (copied.parent / "README.md").read_text()
+    assert before.startswith("# Ours\n\n<!-- from the records: by a command -->\n1. ")
+    assert before.endswith("<!-- end of the records -->\n\nKept.\n")
+    assert "old" not in before.split()
+    assert set(re.findall(r"reports/h200[^)]*?/([^/)]+)/0", before)) == {"another-run"}
+
+    def double(record):
+        record["ratio"] *= 2 if record["b"]["name"] in ("hilbert", "tile", "morton") else 1
+
+    change(copied, "08_where_a_curve_pays", double)
+    write_evidence(copied)
+    after = (copied.parent / "README.md").read_text()
+    changed = [line for line, other in zip(before.splitlines(), after.splitlines(), strict=True) if line != other]
+    assert len(changed) == 2  # the sentence and the line of the grid
+
+
+def test_an_answer_that_the_records_no_longer_bear_out_is_refused(copied):
+    def slow(record):
+        record["ratio"] = 1.0
+
+    change(copied, "08_where_a_curve_pays", slow)
+    with pytest.raises(ValueError, match="no longer bear this out: It pays where tokens lie on a grid"):
+        evidence_pages(copied)
+
+
+def test_the_figure_is_that_of_the_largest_blocks(copied):
+    (figure,) = copied.glob("*/*/08*/speedups_128.png")
+    shutil.copy(figure, figure.with_name("speedups_64.png"))
+    assert "speedups_64" not in texts(copied)["reports/index.html"]
+    shutil.copy(figure, figure.with_name("speedups_256.png"))
+    pages = texts(copied)
+    assert all("speedups_256.png" in pages[name] for name in ("README.md", "reports/README.md", "reports/index.html"))
+
+
+def test_the_newest_finished_run_of_each_machine_is_shown_and_no_local_one(tmp_path):
+    reports = tmp_path / "reports"
+    make_run(reports / "h200" / "old")
+    make_run(reports / "h200x4" / "four", prose="# Older\n\nQuestion?")
+    make_run(
+        reports / "h200" / "new", changes={"seq_len": 16}, prose="# Title\n\nSee [b](01_b.ipynb), [c](02_c.ipynb)."
+    )
+    make_run(reports / "h200" / "new", "01_b")
+    make_run(reports / "h200" / "newer", error={"type": "ValueError", "message": "no", "cell": 1})
+    make_run(reports / "local" / "cpu-1", "03_local")
+    for run in reports.glob("*/*/"):
+        write_report(run)
+    write_evidence(reports)
+    page, markdown = ((reports / name).read_text() for name in ("index.html", "README.md"))
+    assert re.findall(r'<section id="(\w+)"', page) == re.findall(r'<a id="(\w+)"', markdown) == ["00_a", "01_b"]
+    for text in (page, markdown):
+        assert set(re.findall(r"(h200\w*/\w+)/0", text)) == {"h200/new", "h200x4/four"}
+        assert "local" not in text
+        assert "Older" not in text
+        assert "waits for records of 06_kernel_benchmarks" in text
+    links = re.findall(r'href="([^"#]+)', page) + re.findall(r"\]\(([^)]+)\)", markdown)
+    assert all((reports / link).exists() for link in links)
+    assert "h200/new/01_b/01_b.html" in links
+    assert "h200/new/01_b/01_b.ipynb" in links
+    assert "02_c" not in page + markdown
+
+
+def test_the_command_builds_the_pages_where_machines_lie_and_only_there(copied):
+    def report(folder):
+        result = CliRunner().invoke(main, ["report", str(folder)])
+        assert result.exit_code == 0, result.output
+        return {Path(line).resolve() for line in result.output.splitlines()}
+
+    ours = {copied / "index.html", copied / "README.md", copied.parent / "README.md"}
+    assert not ours & report(copied / "h200")
+    assert ours <= report(copied)
+    assert "old" not in (copied.parent / "README.md").read_text().split()
