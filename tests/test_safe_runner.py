@@ -15,7 +15,8 @@ from functools import partial
 import psutil
 import pytest
 
-from hilbert_lib.bench import read_records
+from hilbert_lib import committed
+from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.safety import benchmarks
 from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig
@@ -252,18 +253,20 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         assert len(lines[1]["records"]) == 1
 
 
-def test_the_committed_record_is_the_newest_run_that_holds_points(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmarks, "REPORTS", tmp_path)
+def test_the_committed_points_are_those_of_the_newest_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(committed, "REPORTS", tmp_path)
     assert benchmarks.committed_lines() == []
     outcome = {"status": "timed out", "cause": "longer than 1 s", "paired": False}
-    for run, dates in {"early": ["2026-01-01"], "late": ["2026-01-02", "2026-01-03"], "empty": []}.items():
-        path = tmp_path / "h200" / run / "04_safe_benchmarking-0" / benchmarks.POINTS
-        path.parent.mkdir(parents=True)
+    for run, dates in {"early": ["2026-01-01"], "late": ["2026-01-02", "2026-01-03"]}.items():
+        folder = tmp_path / "h200" / run / "04_safe_benchmarking-0"
+        folder.mkdir(parents=True)
+        (folder / RESULTS).write_text(json.dumps({"environment": {"utc": dates[-1], "gpus": [{}]}}))
         lines = [{"point": {"length": 8, "direction": "forward"}, "utc": date, "records": []} for date in dates]
+        path = folder / benchmarks.POINTS
         path.write_text("".join(json.dumps({**line, "outcomes": {"eager": outcome}}) + "\n" for line in lines))
-    committed = benchmarks.committed_lines()
-    assert [line["utc"] for line in committed] == ["2026-01-02", "2026-01-03"]
-    assert benchmarks.outcome_table(committed).status.tolist() == ["timed out"] * 2
+    lines = benchmarks.committed_lines()
+    assert [line["utc"] for line in lines] == ["2026-01-02", "2026-01-03"]
+    assert benchmarks.outcome_table(lines).status.tolist() == ["timed out"] * 2
 
 
 def wait_for(condition, seconds):
