@@ -364,6 +364,8 @@ def _read_run(folder: Path) -> list[dict]:
         if any(part.startswith(".") or part.endswith(FAILED) for part in inside):
             continue  # what the suite has not finished, or could not
         for record in read_records(path):
+            if record["kind"] == "counters":
+                continue  # no times
             sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)
             measurements += [{**side, "environment": record["environment"]} for side in sides]
     if not measurements:

@@ -1,6 +1,5 @@
 """The sweeps of notebook 06: which pairs of calls answer how fast the kernels are, and what a layout changes."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from hilbert_lib.baselines import BASELINES
 from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.committed import newest_run
 from hilbert_lib.curves import curve_coordinates, curve_index
-from hilbert_lib.locality.counters import count_launches
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
@@ -150,36 +148,6 @@ def layouts(
             yield linear, _stored_side(work, name, ordering)
 
 
-def run_layouts(**options) -> None:
-    """Call once, in order, the sides of `layouts` that read through a table: what `layout_counters` watches."""
-    for side in _counted_sides(device=torch.device("cuda"), **options):
-        side.run()
-    torch.cuda.synchronize()
-
-
-def layout_counters(**options) -> pd.DataFrame:
-    """Hardware counters of the fused forward on each layout read through a table, with empty caches.
-
-    Args:
-        **options: of `layouts`, but for the device; such that a call is one launch.
-
-    Returns:
-        layout, dilation, row_bytes, length, and the columns of `counters.count_launches`.
-
-    Raises:
-        RuntimeError: as `count_launches`.
-        ValueError: if a call was not one launch.
-    """
-    program = f"from hilbert_lib.kernel_benchmarks import run_layouts; run_layouts(**{options!r})"
-    counted = count_launches((sys.executable, "-c", program), kernel="regex:forward")
-    sides = list(_counted_sides(device=torch.device("cpu"), **options))
-    if len(counted) != len(sides):
-        raise ValueError(f"each call must be one launch, got {len(counted)} launches of {len(sides)} calls")
-    shown = ("dilation", "row_bytes", "length")
-    cases = [{"layout": side.name, **{name: side.parameters[name] for name in shown}} for side in sides]
-    return pd.concat([pd.DataFrame(cases), counted.drop(columns="launch")], axis=1)
-
-
 def curves(shapes: Sequence[Sequence[int]], *, device: torch.device) -> Pairs:
     """The Hilbert curve, decoded and encoded, beside a copy that reads and writes as many bytes.
 
@@ -248,14 +216,6 @@ def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
     """
     run = newest_run(notebook)
     return read_records(run / RESULTS) if run else []
-
-
-def _counted_sides(**options) -> Iterator[Side]:
-    # Linear storage once a workload, and every layout that the same kernel reads: without a table it may be another.
-    linear = None
-    for pair in layouts(**options):
-        yield from (side for side in pair if side is not linear and side.name != NO_TABLE)
-        linear = pair[0]
 
 
 def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:

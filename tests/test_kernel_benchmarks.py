@@ -211,23 +211,6 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
     assert table.useful_flop["matrix product"] == 2 * 16**3
 
 
-def test_counters_stand_beside_the_layout_of_their_launch(monkeypatch):
-    options = {name: value for name, value in LAYOUTS.items() if name != "device"}
-    ran = []
-    monkeypatch.setattr(benchmarks, "count_launches", lambda command, kernel: ran.append(command[-1]) or counted)
-    counted = pd.DataFrame({"launch": range(8), "time_ns": range(8)})
-    table = benchmarks.layout_counters(**options)
-    names = ["linear", "residue", "tile", "snake", "morton", "hilbert", "random", "hilbert per segment"]
-    assert table.layout.tolist() == names
-    assert table.time_ns.tolist() == list(range(8))
-    monkeypatch.setattr(benchmarks, "run_layouts", lambda **given: ran.append(given))
-    exec(ran[0].split("; ")[1], {"run_layouts": benchmarks.run_layouts})
-    assert ran[1] == options
-    counted = counted[:7]
-    with pytest.raises(ValueError, match="got 7 launches of 8 calls"):
-        benchmarks.layout_counters(**options)
-
-
 def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "REPORTS", tmp_path)
     check = run_sides([(one("a", 1.0), one("b", 1.0))], device="cpu")
@@ -268,21 +251,18 @@ def drawings():
     speeds, rates = {"source": "invented"}, {"copy_gb_per_s": 4e3}
     backends, layouts = side_table(records, "backends"), ratio_table(records, "layouts")
     decoded = side_table(records, "decoding")
-    counters = pd.DataFrame({"layout": ["linear", "hilbert"], "row_bytes": 32, "dilation": 4})
-    counters[["l1_sectors", "l2_hit_percent", "dram_read_bytes"]] = 50.0
     yield figures.draw_speeds, backends, {"length": 16, **speeds}
     yield figures.draw_speeds_by_length, backends, {"pattern": "reference", **speeds}
     yield figures.draw_roofline, backends, {"product_tflop_per_s": 700.0, **rates, **speeds}
     yield figures.draw_layouts, layouts, {"x": "length", "panel": "row_bytes", **speeds}
     yield figures.draw_decoding, decoded, {**rates, **speeds}
     yield figures.draw_claims, claim_table(records), speeds
-    yield figures.draw_counters, counters, speeds
 
 
 def test_every_figure_is_drawn_from_its_table_alone(tmp_path):
     drawn = [show(draw, data, output_dir=str(tmp_path), **options) for draw, data, options in drawings()]
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
-    assert len(redraw(tmp_path)) == len(drawn) == 7
+    assert len(redraw(tmp_path)) == len(drawn) == 6
 
 
 @pytest.mark.gpu

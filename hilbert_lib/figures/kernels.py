@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from hilbert_lib.figures.record import COLOURS, MARKERS
+from hilbert_lib.locality.predicted import model_errors
 
 # Okabe and Ito's colours, a hatch and a marker each: by backend, in the order in which they first appear.
 STYLES = [
@@ -233,35 +234,40 @@ def draw_claims(data: pd.DataFrame, *, source: str) -> Figure:
 
 
 def draw_counters(data: pd.DataFrame, *, source: str) -> Figure:
-    """What the hardware counted in one forward by layout: sectors from L2, L2 hits, bytes from memory.
+    """What the cache model predicts against what the hardware counted, a panel a quantity, a point a launch.
 
     Args:
-        data: `layout_counters`.
+        data: `counter_table`.
         source: where it was counted, for the title.
 
     Returns:
         The figure.
     """
     panels = {
-        "l1_sectors": "sectors from L2 to L1 (linear is 1)",
-        "l2_hit_percent": "L2 hit rate [%]",
-        "dram_read_bytes": "bytes read from memory (linear is 1)",
+        "l1_sectors": "sectors from L2 to the L1s",
+        "l2_found_percent": "found in L2 [%]",
+        "dram_read_bytes": "bytes read from memory",
     }
-    names = list(dict.fromkeys(data.layout))
-    cases = data.groupby(["row_bytes", "dilation"], sort=True)
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
-    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for ((size, rate), rows), (colour, _, marker) in zip(cases, STYLES, strict=False):
-            values = rows.set_index("layout")[column].reindex(names)
-            if not column.endswith("percent"):
-                values /= values["linear"]
-            style = {"color": colour, "marker": marker, "fillstyle": "none", "ls": ":"}
-            axes.plot(values, range(len(names)), label=f"rows of {size} B, dilation {rate}", **style)
-        axes.set(yticks=range(len(names)), yticklabels=names, xlabel=label, xlim=(0, None))
-        axes.invert_yaxis()
+    errors = model_errors(data)
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    for axes, (quantity, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for (kernel, rows), (colour, _, marker) in zip(data.groupby("kernel", sort=False), STYLES, strict=False):
+            style = {"color": colour, "marker": marker, "facecolors": "none" if marker != "x" else None}
+            axes.scatter(rows[quantity], rows[f"predicted_{quantity}"], s=28, label=kernel, **style)
+        both = data[[quantity, f"predicted_{quantity}"]]
+        ends = both.min(axis=None), both.max(axis=None)
+        axes.plot(ends, ends, color="black", lw=0.8)
+        if not quantity.endswith("percent"):
+            axes.set(xscale="log", yscale="log")
+        axes.set(xlabel=f"{label}, counted", ylabel="predicted")
         axes.grid(color="#DDDDDD")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"Hardware counters of one forward, caches empty before it, {source}")
+        axes.set_axisbelow(True)
+        shown = errors[errors.quantity == quantity]
+        lines = [f"{row.kernel} {row.median:.1f}, {row.worst:.1f}" for row in shown.itertuples()]
+        axes.set_title("\n".join(lines), fontsize=9)
+    told = "above each panel the median and the largest error, relative in %, for the share found in points"
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"Cache model against counters, {source}\n{told}")
     return figure
 
 

@@ -178,10 +178,14 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
     """
     if min(capacities) < trace.unit_bytes:
         raise ValueError(f"capacities must hold a unit of {trace.unit_bytes} bytes, got {min(capacities)}")
-    distances = stack_distances(trace.units)
     requests = int(trace.requests.sum())
     table = pd.DataFrame({"capacity_bytes": list(capacities), "requests": requests})
-    table["misses"] = [int((distances >= capacity // trace.unit_bytes).sum()) for capacity in capacities]
+    different = trace.units.unique().numel()
+    if min(capacities) >= different * trace.unit_bytes:
+        table["misses"] = different  # nothing is ever forgotten
+    else:
+        distances = stack_distances(trace.units)
+        table["misses"] = [int((distances >= capacity // trace.unit_bytes).sum()) for capacity in capacities]
     table["hit_rate"] = 1 - table.misses / requests
     table["memory_bytes"] = table.misses * trace.unit_bytes
     return table

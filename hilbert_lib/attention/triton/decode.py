@@ -77,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = INTERPRETED_BLOCK if is_interpreted else min(128, TILE_BYTES // (block_d * k.element_size()))
+    block_n = step_keys(head_dim, k.element_size())
     chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
     pairs = len(call.pattern.branches) * kv_heads
@@ -109,6 +109,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK=MERGED_ELEMENTS // block_d,
     )  # fmt: skip
     return out, lse
+
+
+def step_keys(head_dim: int, element_size: int) -> int:
+    """Keys of one step of a program: a tile of k has `TILE_BYTES` at most."""
+    if triton.knobs.runtime.interpret:
+        return INTERPRETED_BLOCK
+    return min(128, TILE_BYTES // (max(16, triton.next_power_of_2(head_dim)) * element_size))
 
 
 def split(

@@ -1,0 +1,138 @@
+"""Counting launches in every order beside the model: records, tables, the figure; and what the calls compute."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+from hilbert_lib import counter_benchmarks as benchmarks
+from hilbert_lib.bench import compare_runs, read_records
+from hilbert_lib.figures import kernels as figures
+from hilbert_lib.figures import redraw, show
+from hilbert_lib.hardware import NO_GPU
+from hilbert_lib.kernel_benchmarks import records_to_draw
+from hilbert_lib.ledger.kernels import gained_and_counted
+from hilbert_lib.locality.counters import METRICS
+from hilbert_lib.locality.l2 import Gpu
+from hilbert_lib.locality.predicted import QUANTITIES
+from hilbert_lib.paired import run_sides
+
+CPU, GPU = torch.device("cpu"), Gpu("small", 2**16, 4)
+SIZES = {"length": 32, "heads": 2, "dilations": [1, 4], "row_bytes": [32, 64], "keys": 4}
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """A stand-in for ncu, and its arguments: the works' launches, each counted as its number plus 100."""
+    asked = []
+
+    def count_calls(function, arguments, *, kernel):
+        asked.append((function, arguments, kernel))
+        launches = range(7 * 4)
+        return pd.DataFrame({"launch": launches, **{name: [100.0 + n for n in launches] for name in METRICS}})
+
+    info = {name: value for name, value in vars(NO_GPU).items() if name not in ("l2_bytes", "multiprocessors")}
+    known = type(NO_GPU)(**info, l2_bytes=2**16, multiprocessors=4)
+    monkeypatch.setattr(benchmarks, "count_calls", count_calls)
+    monkeypatch.setattr(benchmarks, "get_gpu_info", lambda: known)
+    return asked
+
+
+@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
+    results = {}
+    for work in benchmarks.works(kernel, **SIZES):
+        results.setdefault((work.dilation, work.row_bytes), []).append(work.call(CPU)())
+    assert len(results) == 4
+    for (rate, size), found in results.items():
+        assert len(found) == 7
+        assert all(torch.equal(found[0], other) for other in found)
+        rows = {"forward": (1, 32, 2, size // 2), "decoding": (1, 1, 2, size // 2), "gather": (64 // rate, size // 2)}
+        assert found[0].shape == rows[kernel]
+        assert found[0].abs().sum() > 0
+
+
+def test_a_gather_copies_the_rows_of_the_branch_head_by_head():
+    work = next(benchmarks.works("gather", **SIZES | {"dilations": [4]}))
+    k = benchmarks.Workload(work.pattern, 32, 2, 16, CPU, heads_first=True).tensors[1]
+    assert torch.equal(work.call(CPU)(), torch.cat([k[0, ::4, head] for head in range(2)]))
+
+
+def test_every_work_is_recorded_with_what_was_counted_and_predicted(counting, tmp_path):
+    records = benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES)
+    function, arguments, kernel = counting[0]
+    assert function == "hilbert_lib.counter_benchmarks:calls"
+    assert json.loads(json.dumps(arguments)) == {"kernel": "decoding", **SIZES}
+    assert kernel == "regex:^decode_kernel"
+    works = list(benchmarks.works("decoding", **SIZES))
+    assert len(records) == len(works) == 28
+    assert [record["kind"] for record in records] == ["counters"] * 28
+    for n, (work, record) in enumerate(zip(works, records, strict=True)):
+        assert record["parameters"] == work.parameters
+        assert record["counted"]["l1_sectors"] == 100 + n
+        assert record["predicted"] == vars(work.predicted(GPU))
+    assert read_records(tmp_path / "results.jsonl") == json.loads(json.dumps(records))
+
+
+def test_launches_that_are_not_one_a_call_are_refused(counting):
+    with pytest.raises(RuntimeError, match="each call must be one launch, got 28 launches of 14 calls"):
+        benchmarks.count("gather", **SIZES | {"dilations": [4]})
+
+
+def test_the_table_has_the_last_record_of_each_work_and_other_kinds_are_left_out(counting):
+    old, new = (benchmarks.count("forward", **SIZES) for _ in range(2))
+    for record in new:
+        record["counted"]["time_ns"] = None  # not known to this GPU
+    table = benchmarks.counter_table([{"kind": "comparison"}, *old, *new])
+    assert len(table) == 28
+    assert table.time_ns.isna().all()
+    assert {"kernel", "layout", *QUANTITIES, *(f"predicted_{name}" for name in QUANTITIES)} <= set(table)
+    assert records_to_draw(new)[0] is new
+
+
+def test_the_figure_and_the_ledger_read_the_table_alone(counting, tmp_path):
+    records = [record for kernel in benchmarks.KERNELS for record in benchmarks.count(kernel, **SIZES)]
+    table = benchmarks.counter_table(records)
+    drawn = show(figures.draw_counters, table, output_dir=str(tmp_path), name="counters", source="invented")
+    assert len(redraw(tmp_path)) == 1
+    for axes in drawn.axes:
+        assert len(axes.collections) == 3  # a series a kernel
+        assert axes.get_title().startswith("forward ")
+    rows = pd.read_csv(tmp_path / "counters.csv").to_dict("records")
+    cases = gained_and_counted(rows, dilation=4).query("how == 'counted'")
+    assert len(cases) == 4  # of the forward, dilation and row size
+    assert (cases.value == 5).all()  # Hilbert is the fifth launch after linear
+
+
+def test_counters_are_no_times_to_compare(counting, tmp_path):
+    benchmarks.count("forward", output_dir=str(tmp_path), **SIZES)
+    with pytest.raises(ValueError, match="no measurements"):
+        compare_runs(tmp_path, tmp_path)
+    assert run_sides([], device="cpu", output_dir=str(tmp_path)) == []
+
+
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ValueError, match="kernel must be one of forward, decoding, gather, got 'flash'"):
+        next(benchmarks.works("flash", **SIZES))
+    with pytest.raises(ValueError, match="row_bytes must be multiples of 32, got 48"):
+        next(benchmarks.works("gather", **SIZES | {"row_bytes": [48]}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
+    from torch.profiler import ProfilerActivity, profile
+
+    from hilbert_lib.attention.triton import launch
+
+    assert not launch.is_interpreted()
+    work = next(benchmarks.works(kernel, **SIZES | {"length": 4096, "keys": 1024, "dilations": [4]}))
+    call = work.call(torch.device("cuda"))
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    names = {"forward": ["forward_kernel"], "decoding": ["decode_kernel"], "gather": ["gather", "index"]}[kernel]
+    launched = [event.count for event in seen.key_averages() if any(name in event.key.lower() for name in names)]
+    assert sum(launched) == 1

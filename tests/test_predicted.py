@@ -1,0 +1,165 @@
+"""The model of what hardware counts: the sectors and bytes that the kernels load, held against every address."""
+
+from collections import OrderedDict
+
+import pandas as pd
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention.triton import decode, launch
+from hilbert_lib.locality import predicted
+from hilbert_lib.locality.cache import Storage
+from hilbert_lib.locality.l2 import Gpu
+from hilbert_lib.locality.predicted import attention_reads, gather_reads, model_errors
+from hilbert_lib.locality.sweeps import compared_orderings
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+LARGE = Gpu("large", 2**30, 7)
+LENGTH, HEADS = 96, 2
+interpreted = pytest.mark.skipif(not launch.is_interpreted(), reason="addresses are seen in Triton's interpreter alone")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The sectors that each program of a kernel loads, by program: what L1 asks for if it keeps them till its end."""
+    programs = {}
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def watched(self, pointers, mask, *rest):
+        sizes = pointers.get_element_ty().primitive_bitwidth // 8
+        first = pointers.data[mask.data].astype("int64")
+        sectors = programs.setdefault(self.grid_idx, set())
+        sectors.update((first // 32).tolist(), ((first + sizes - 1) // 32).tolist())
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", watched)
+    return programs
+
+
+def stored(ordering, head_dim, queries):
+    q, k, v = (torch.randn(1, rows, HEADS, head_dim) for rows in (queries, LENGTH, LENGTH))
+    k, v = (ordering.apply(x, dim=1).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    return q, k, v
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["linear", "residue", "hilbert", "random"])
+@pytest.mark.parametrize(("segment", "rate", "head_dim"), [(96, 3, 8), (48, 1, 16), (32, 2, 8)])
+def test_the_fused_forward_loads_the_sectors_and_bytes_that_are_predicted(loaded, layout, segment, rate, head_dim):
+    ordering = compared_orderings(LENGTH, rate)[layout]
+    pattern = DilatedPattern((segment,), (rate,), offsets="zero")
+    q, k, v = stored(ordering, head_dim, LENGTH)
+    dilated_attention(q, k, v, pattern, kv_ordering=ordering, backend="triton")
+    # Compiled, the kernel has no use for the names of branches; the interpreter loads them: a fifth table.
+    tiles = {"tile_queries": 16, "tile_keys": 16, "table_sectors": 5}
+    found = attention_reads(Storage(ordering, 4 * head_dim, HEADS, "bhsd"), pattern, **tiles, gpu=LARGE)
+    assert found.l1_sectors == sum(map(len, loaded.values()))
+    fetched = 64 * len({sector // 2 for sector in set().union(*loaded.values())})
+    assert found.dram_read_bytes == pytest.approx(fetched, abs=64)  # the table of tiles may be longer than a fetch
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["linear", "hilbert"])
+@pytest.mark.parametrize("rate", [1, 3])
+def test_decoding_loads_the_sectors_and_bytes_that_are_predicted(loaded, layout, rate, monkeypatch):
+    class NoMerge:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(decode, "merge_kernel", NoMerge())
+    ordering, last = compared_orderings(LENGTH, rate)[layout], (LENGTH - 1) // rate * rate
+    q, k, v = stored(ordering, 8, 1)
+    pattern = DilatedPattern((LENGTH,), (rate,), offsets="zero")
+    dilated_attention(q, k, v, pattern, kv_ordering=ordering, query_start=last, backend="triton")
+    chunk, *_ = decode.split(pattern, LENGTH, last, 1, 1, HEADS, decode.KEYS_PER_ROW, decode.step_keys(8, 4))
+    assert chunk < LENGTH // rate  # several programs
+    of_program = DilatedPattern((chunk * rate,), (rate,), offsets="zero")
+    tiles = {"tile_queries": None, "tile_keys": decode.step_keys(8, 4), "table_sectors": 1}
+    found = attention_reads(Storage(ordering, 32, HEADS, "bhsd"), of_program, **tiles, gpu=LARGE)
+    assert found.l1_sectors == sum(map(len, loaded.values()))
+    assert found.dram_read_bytes == 64 * len({sector // 2 for sector in set().union(*loaded.values())})
+
+
+def lru(units, capacity):
+    """Misses of a list of units, one after the other."""
+    cache, misses = OrderedDict(), 0
+    for unit in units:
+        misses += unit not in cache
+        cache[unit] = None
+        cache.move_to_end(unit)
+        if len(cache) > capacity:
+            cache.popitem(last=False)
+    return misses
+
+
+@pytest.mark.parametrize("layout", ["linear", "residue", "hilbert", "random"])
+@pytest.mark.parametrize(("row_bytes", "l2_bytes"), [(32, 640), (32, 2**20), (64, 640)])
+def test_a_gather_reads_every_row_and_its_number_and_memory_what_l2_forgot(layout, row_bytes, l2_bytes):
+    rate, heads = 4, 3
+    storage = Storage(compared_orderings(64, rate)[layout], row_bytes, heads, "bhsd")
+    slots = storage.ordering.inverse.tolist()
+    rows = [(head * 64 + slots[p]) * row_bytes for head in range(heads) for p in range(0, 64, rate)]
+    sectors = sum(len(range(row // 32, (row + row_bytes) // 32)) + 1 for row in rows)
+    misses = lru([row // 64 for row in rows], l2_bytes // 64)
+    found = gather_reads(storage, DilatedPattern((64,), (rate,), offsets="zero"), gpu=Gpu("any", l2_bytes, 1))
+    assert found.l1_sectors == sectors
+    assert found.dram_read_bytes == 64 * misses + 8 * len(rows)
+    missed = misses * min(row_bytes, 64) // 32 + 8 * len(rows) // 64  # each number is asked for by a warp of its own
+    assert found.l2_found_percent == pytest.approx(100 * (1 - missed / sectors), abs=0.01)
+
+
+@pytest.mark.parametrize(("concurrent", "rate"), [(1, 1), (5, 1), (5, 16)])
+@pytest.mark.parametrize("l2_bytes", [1024, 4096, 2**20])
+def test_what_l2_forgets_comes_again_from_memory(concurrent, rate, l2_bytes):
+    # One segment, one head: programs of a wave read tile after tile of k and v in step.
+    keys, tile_queries, tile_keys, size = 60, 8, 16, 64
+    queries = -(-keys // tile_queries)
+    reads = []
+    for first in range(0, queries, concurrent):
+        programs = len(range(first, min(first + concurrent, queries)))
+        for start in range(0, keys, tile_keys):
+            for tensor in "kv":
+                reads += [(tensor, row) for row in range(start, min(start + tile_keys, keys)) for _ in range(programs)]
+    misses = lru(reads, l2_bytes // size)
+    tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys, "table_sectors": 4}
+    storage, pattern = Storage(Ordering.random(60 * rate, 0), size), DilatedPattern((60 * rate,), (rate,))
+    found = attention_reads(storage, pattern, **tiles, gpu=Gpu("any", l2_bytes, concurrent))
+    index = [4 * rate * n for n in range(keys)]
+    index_sectors, index_fetches = ({byte // unit for byte in index} for unit in (32, 64))
+    assert found.dram_read_bytes == misses * size + len(index_fetches) * 64 + keys * size + 4 * 64
+    sectors = 2 * len(reads) + queries * len(index_sectors) + 2 * keys + queries * 4
+    assert found.l1_sectors == sectors
+    missed = 2 * misses + len(index_sectors) + 2 * keys + 4
+    assert found.l2_found_percent == pytest.approx(100 * (1 - missed / sectors), abs=0.01)
+
+
+@pytest.mark.parametrize("tile_queries", [8, None])
+def test_rows_of_whole_fetches_need_no_simulation_of_their_order(tile_queries):
+    pattern, gpu = DilatedPattern((64,), (2,), offsets="zero"), Gpu("small", 8192, 3)
+    for ordering in compared_orderings(128, 2).values():
+        storage = Storage(ordering, 128, 2, "bhsd")
+        simulated = predicted._simulated(storage, pattern, tile_queries, 16, gpu, 64)
+        tiles = {"tile_queries": tile_queries, "tile_keys": 16, "table_sectors": 0, "gpu": gpu}
+        q = 2 * 128 * (64 if tile_queries else 1)
+        assert attention_reads(storage, pattern, **tiles).dram_read_bytes == simulated[1] + 128 * 4 + q
+
+
+def test_the_model_s_error_is_relative_and_for_a_share_in_points():
+    rows = {"kernel": "f", "layout": ["linear", "hilbert", "random"], "dilation": 4, "row_bytes": 32}
+    rows |= {"l1_sectors": [100.0, 200.0, 50.0], "predicted_l1_sectors": [100, 150, 51]}
+    rows |= {"l2_found_percent": 50.0, "predicted_l2_found_percent": [50, 49, 70]}
+    rows |= {"dram_read_bytes": float("nan"), "predicted_dram_read_bytes": 8}
+    sectors, found = model_errors(pd.DataFrame(rows)).to_dict("records")
+    assert sectors["worst_case"] == "hilbert, dilation 4, 32 B"
+    assert [sectors[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["%", 3, 2.0, 25.0, 1]
+    assert [found[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["points", 3, 1.0, 20.0, 1]
+
+
+@pytest.mark.parametrize("reads", [attention_reads, gather_reads])
+def test_rows_that_are_no_whole_sectors_are_refused(reads):
+    options = {"tile_queries": 4, "tile_keys": 4, "table_sectors": 0} if reads is attention_reads else {}
+    with pytest.raises(ValueError, match="row_bytes must be a multiple of 32, got 24"):
+        reads(Storage(Ordering.linear(8), 24), DilatedPattern((8,), (2,)), gpu=LARGE, **options)
