@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention
 from hilbert_lib import kernel_benchmarks as benchmarks
 from hilbert_lib.attention import reference
 from hilbert_lib.attention.call import Call
@@ -212,14 +212,14 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
 
 
 def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmarks, "REPORTS", tmp_path)
+    monkeypatch.setattr(committed, "REPORTS", tmp_path)
     check = run_sides([(one("a", 1.0), one("b", 1.0))], device="cpu")
     assert benchmarks.records_to_draw(check) == ([], "")
     for run, utc in (("new", "2026-02-02"), ("old", "2026-01-01")):
         folder = tmp_path / "h200" / run / "06_kernel_benchmarks-0a1b2c3d"
         append_records([timed(one(run, 1.0), one("b", 1.0))], folder)
         record = json.loads((folder / "results.jsonl").read_text())
-        record["environment"] |= {"utc": utc, "hardware": "an H200"}
+        record["environment"] |= {"utc": utc, "hardware": "an H200", "gpus": [{}]}
         lines = 1 if run == "new" else 2  # the newest, not the longest
         (folder / "results.jsonl").write_text((json.dumps(record) + "\n") * lines)
     records, source = benchmarks.records_to_draw(check)
