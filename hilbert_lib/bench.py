@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hilbert_lib.environment import environment
+from hilbert_lib.environment import MACHINE, environment
 from hilbert_lib.timers import CpuTimer, CudaTimer
 
 RESULTS = "results.jsonl"
@@ -244,6 +244,24 @@ def read_records(path: str | Path) -> list[dict]:
         except json.JSONDecodeError:
             warnings.warn(f"{path}, line {number}: unfinished record skipped", stacklevel=2)
     return records
+
+
+def measured_before(output_dir: str | Path) -> list[dict]:
+    """What a folder's results.jsonl holds from this code on this hardware: nothing of it has to be measured again.
+
+    Args:
+        output_dir: the folder; empty for none.
+
+    >>> measured_before("")
+    []
+    """
+    path = Path(output_dir) / RESULTS
+    if not output_dir or not path.exists():
+        return []
+    facts = environment()
+    return [
+        each for each in read_records(path) if all(each["environment"].get(name) == facts[name] for name in MACHINE)
+    ]
 
 
 def compare_runs(folder_a: str | Path, folder_b: str | Path) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
-from hilbert_lib.bench import Case, append_records, compare_paired
+from hilbert_lib.bench import Case, append_records, compare_paired, measured_before
 from hilbert_lib.environment import environment
 from hilbert_lib.graph_benchmarks import captured, from_idle, require_cuda
 from hilbert_lib.ordering import Ordering, _tables
@@ -103,7 +103,8 @@ def pool_comparison(
 ) -> list[dict]:
     """Each strategy of holding buffers beside torch's caching allocator: time, and memory allocated and reserved.
 
-    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read.
+    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read. A
+    workload whose strategies the folder's results.jsonl holds from this code on this hardware is not run again.
 
     Args:
         workloads: lengths in tokens that are called one after the other; of one length, or of several, among which
@@ -128,11 +129,16 @@ def pool_comparison(
     require_cuda(device)
     if direction not in ("forward", "training"):
         raise ValueError(f"direction must be forward or training, got {direction!r}")
-    facts, records = environment(), []
+    facts, records, before = environment(), [], measured_before(output_dir)
     for lengths in workloads:
         works = {n: Workload(pattern, n, heads, head_dim, device, dtype=dtype) for n in lengths}
         parameters = {"sweep": sweep, "lengths": " ".join(map(str, lengths)), "direction": direction}
         parameters |= {name: value for name, value in works[lengths[0]].parameters.items() if name != "length"}
+        asked = {**parameters, "curve": curve}.items()
+        known = [each for each in before if "b" in each and asked <= each["b"]["parameters"].items()]
+        if len(known) == len(STRATEGIES) - (not curve):  # each but "caching", which is among them for a curve
+            records += known
+            continue
         try:
             with torch.cuda.device(device):  # pools and graphs are of the current one
                 for record in _pool_records(lengths, works, parameters, curve, repetitions):

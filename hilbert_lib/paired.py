@@ -5,24 +5,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.bench import (
-    RESULTS,
-    Case,
-    Comparison,
-    Measurement,
-    append_records,
-    compare_paired,
-    measure,
-    read_records,
-)
-from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.bench import Case, Comparison, Measurement, append_records, compare_paired, measure, measured_before
+from hilbert_lib.environment import environment
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
@@ -116,13 +106,11 @@ def run_sides(
     """
     device = torch.device(device)
     facts = environment()
-    path = Path(output_dir) / RESULTS
-    known = read_records(path) if output_dir and path.exists() else []
-    done = {_key(_sides(each), each["environment"]): each for each in known}
+    done = {_identity(_sides(each)): each for each in measured_before(output_dir)}
     records = []
     for sides in cases:
         label = " | ".join(side.name for side in sides)
-        record = done.get(_key([vars(side) for side in sides], facts))
+        record = done.get(_identity([vars(side) for side in sides]))
         if record is None:
             try:
                 record = _run(sides, device, output_dir, repetitions, seconds)
@@ -244,10 +232,6 @@ def _sides(record: dict) -> list[dict]:
 
 def _identity(sides: list[dict]) -> str:
     return json.dumps([[side["name"], side["parameters"]] for side in sides], sort_keys=True)
-
-
-def _key(sides: list[dict], facts: dict) -> tuple:
-    return _identity(sides), *(facts.get(name) for name in MACHINE)
 
 
 def _line(record: dict) -> str:

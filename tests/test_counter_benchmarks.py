@@ -75,6 +75,15 @@ def test_every_work_is_recorded_with_what_was_counted_and_predicted(counting, tm
     assert read_records(tmp_path / "results.jsonl") == json.loads(json.dumps(records))
 
 
+def test_what_a_folder_holds_is_not_counted_again(counting, tmp_path):
+    both = [benchmarks.count("gather", output_dir=str(tmp_path), **SIZES) for _ in range(2)]
+    assert len(counting) == 1
+    assert both[1] == json.loads(json.dumps(both[0]))
+    benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES)
+    benchmarks.count("gather", output_dir=str(tmp_path), **SIZES | {"heads": 4})
+    assert len(counting) == 3
+
+
 def test_launches_that_are_not_one_a_call_are_refused(counting):
     with pytest.raises(RuntimeError, match="each call must be one launch, got 28 launches of 14 calls"):
         benchmarks.count("gather", **SIZES | {"dilations": [4]})

@@ -95,6 +95,19 @@ def test_every_strategy_gives_the_results_of_the_plain_call(on_cpu, direction, t
     assert len(compare_runs(tmp_path, tmp_path)) == 8
 
 
+def test_a_workload_that_the_folder_holds_whole_is_not_run_again(on_cpu, monkeypatch, tmp_path):
+    asked = {"device": CPU, "repetitions": 2, "output_dir": str(tmp_path), **SIZES}
+    first = pool_comparison([[16]], **asked)
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setattr(memory_benchmarks, "_pool_records", None)
+    assert pool_comparison([[16]], **asked) == json.loads(json.dumps(first))
+    with pytest.raises(TypeError):  # another workload
+        pool_comparison([[16]], **asked, curve="hilbert")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(TypeError):  # a strategy is missing
+        pool_comparison([[16]], **asked)
+
+
 def test_with_a_curve_torchs_allocator_is_compared_too(on_cpu):
     table = pool_table(pool_comparison([[16]], device=CPU, curve="hilbert", repetitions=2, **SIZES), "pools")
     assert list(zip(table.strategy, table.curve, strict=True)) == [

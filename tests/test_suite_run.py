@@ -160,6 +160,16 @@ def test_an_earlier_result_outlives_a_failing_run_and_a_better_one_replaces_both
     assert {path.name for path in run_folder.iterdir()} == {"00_a"}
 
 
+def test_an_attempt_begins_with_the_records_of_the_one_that_did_not_finish(tmp_path, facts):
+    measure = "from pathlib import Path\npath = Path(output_dir, 'results.jsonl')\n"
+    measure += "before = path.read_text() if path.exists() else ''\npath.write_text(before + 'one\\n')\n"
+    point = point_of(tmp_path, measure, "assert before, 'measured, and then it failed'")
+    for how, outcome in (({}, "failed"), ({"force": True}, "failed"), ({}, "ok")):
+        assert run_points([point], tmp_path / "run", facts, **how) == {"00_a": outcome}
+    assert (tmp_path / "run/00_a/results.jsonl").read_text() == "one\n" * 2
+    assert not (tmp_path / "run/00_a.failed").exists()
+
+
 def test_an_edited_notebook_is_not_reused(tmp_path, facts, monkeypatch):
     monkeypatch.setattr(papermill, "execute_notebook", lambda *_args, **_options: None)
     first, second = (point_of(tmp_path, f"print({number})") for number in (1, 2))

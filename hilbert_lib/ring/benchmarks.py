@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.bench import RESULTS, read_records
-from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.bench import RESULTS, measured_before
+from hilbert_lib.environment import environment
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
@@ -119,12 +119,9 @@ def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | Non
         RankError: as `run_ranks`.
     """
     works, facts = list(works), environment()
-    path = Path(output_dir) / RESULTS
     if output_dir:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    known = read_records(path) if output_dir and path.exists() else []
-    known = [one for one in known if all(one["environment"].get(name) == facts[name] for name in MACHINE)]
-    found = {_key(one): one for one in known}
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    found = {_key(one): one for one in measured_before(output_dir)}
     for ranks in sorted({work.ranks for work in works}):
         todo = []
         for work in works:

@@ -20,7 +20,7 @@ def run_points(
         run_folder: folder of the run-id; made where missing.
         facts: as `hilbert_lib.environment.environment` gives them.
         timeout: seconds for each notebook; None waits for ever.
-        force: run finished ones again.
+        force: run finished ones again, and begin unfinished ones anew.
 
     Returns:
         Name of each point to its outcome: "ok", "reused" or "failed".
@@ -49,7 +49,7 @@ def run_points(
             if is_finished(point, run_folder) and not force:
                 outcome = "reused"
             else:
-                manifest = run_point(point, run_folder, facts, timeout=timeout, on_cell=show_cell)
+                manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force, on_cell=show_cell)
                 outcome = manifest["status"]
                 if outcome != "ok":
                     line += f"  {error_line(manifest)}; see {final_folder(run_folder, manifest)}"

@@ -15,6 +15,7 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
+from hilbert_lib.bench import FAILED
 from hilbert_lib.suite.manifest import end_manifest, put_in_place, start_manifest
 from hilbert_lib.suite.points import OUTPUT_DIR, Point
 
@@ -51,18 +52,21 @@ def run_point(
     facts: dict,
     *,
     timeout: float | None = None,
+    resume: bool = True,
     on_cell: Callable[[str, int], None] = lambda name, cell: None,
 ) -> dict:
     """Run one notebook and leave its folder: under its name if it finished, else under NAME.failed.
 
     The work is done in a hidden folder beside them and appears by renaming, so that an earlier result stays
-    until a new one is complete.
+    until a new one is complete. The records (*.jsonl) of an attempt that did not finish lie in the notebook's folder
+    when it starts: a benchmark that finds a measurement there, by the same code on the same hardware, keeps it.
 
     Args:
         point: what to run.
         run_folder: folder of the run-id; made where missing.
         facts: as `hilbert_lib.environment.environment` gives them.
         timeout: seconds for the whole notebook, and so for each of its cells; None waits for ever.
+        resume: whether to begin with the records of an attempt that did not finish.
         on_cell: called with the point's name and the number of each code cell when it starts.
 
     Returns:
@@ -75,6 +79,8 @@ def run_point(
     work = run_folder / f".{point.name}.{uuid.uuid4().hex[:8]}"
     try:
         work.mkdir(parents=True)
+        for records in (run_folder / f"{point.name}{FAILED}").glob("*.jsonl") if resume else ():
+            shutil.copy(records, work)
         manifest = start_manifest(point, work, facts)
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
