@@ -43,7 +43,7 @@ from hilbert_lib.suite.points import find_notebooks, make_points
 
 COUNTS = {"K": 11, "C": 9, "M": 4, "R": 7, "B": 10, "S": 2}  # the documents' claims, by kind
 # Claims whose record of GPUs is still to be made. Whoever commits the record takes its claims from this list.
-WAITING = {"K10", "K11", "M1", "B1", "B4", "B5", "B6", "B7", "B10"}
+WAITING = {"K11", "M1", "B1", "B5", "B6", "B7", "B10"}
 
 
 @pytest.fixture(scope="module")
