@@ -70,7 +70,7 @@ def expected(branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape
     pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
     out, lse = oracle.attention(*leaves, pattern, is_causal=is_causal)
     grads = torch.autograd.grad(out, leaves, dout.double())
-    return pattern, (q, k, v, dout), out.detach(), lse, grads
+    return pattern, (q, k, v, dout), out.detach(), lse.detach(), grads
 
 
 def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu") -> None:

@@ -1,6 +1,6 @@
 """Compile kernels for one architecture, without a GPU, and print which matrix instructions and wide accesses they use.
 
-The arguments are the architecture and the group of kernels: attention (the default), decode, curves or hopper.
+The arguments are the architecture and the group of kernels: attention (the default), decode, curves, rows or hopper.
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import hopper as hopper_forward
 from hilbert_lib.attention.triton import hopper_backward
+from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.launch import CONFIGS, HOPPER_BACKWARD, HOPPER_BRANCHES, HOPPER_FORWARD
@@ -33,6 +34,7 @@ CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "cuts", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
+STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
     **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL", "IF_FLAG"), False),
@@ -46,7 +48,7 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.startswith("stride_")
+        if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
     target = GPUTarget("cuda", architecture, 32)
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm["ptx"]
@@ -84,6 +86,19 @@ def curves(architecture: int) -> dict[str, str]:
         for name, kernel in (("decode", decode_kernel), ("encode", encode_kernel)):
             constants = {"NDIM": ndim, "STEP" if name == "decode" else "BLOCK": 256}
             ptx[f"{name} {ndim}"] = compiled(kernel, CURVE_TYPES, constants, {"num_warps": 1}, architecture)
+    return ptx
+
+
+def rows(architecture: int) -> dict[str, str]:
+    """The PTX of what merges rows and adds to them, of sixteen bits and of thirty-two."""
+    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
+    ptx = {}
+    for kernel, wholes in ((by_row.merge_kernel, ("out", "other_out")), (by_row.add_kernel, ("total", "more"))):
+        for dtype in ("*bf16", "*fp32"):
+            types = dict.fromkeys(wholes, dtype) | dict.fromkeys(("lse", "other_lse"), "*fp32")
+            types |= {"first": "*i64", "second": "*i64"}
+            name = f"{kernel.__name__} {dtype}"
+            ptx[name] = compiled(kernel, types, constants, {"num_warps": 4}, architecture)
     return ptx
 
 
@@ -125,6 +140,6 @@ if __name__ == "__main__":
         r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
         r"(?:ld|st)\.global\.v\d\.b\d+)"
     )
-    groups = {"attention": attention, "decode": decode, "curves": curves, "hopper": hopper}
+    groups = {"attention": attention, "decode": decode, "curves": curves, "rows": rows, "hopper": hopper}
     ptx = groups[group](int(sys.argv[1]))
     print(json.dumps({name: sorted(set(instructions.findall(text))) for name, text in ptx.items()}))

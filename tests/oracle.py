@@ -64,6 +64,6 @@ def attention(
                     continue
                 scores = k[b, seen, g] @ q[b, t, h] * scale
                 outs.append(scores.softmax(0) @ v[b, seen, g])
-                lses.append(scores.detach().logsumexp(0))
+                lses.append(scores.logsumexp(0))
     out = torch.stack(outs).view(batch, heads, queries, head_dim).transpose(1, 2)
     return out, torch.stack(lses).view(batch, heads, queries)

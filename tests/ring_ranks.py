@@ -2,21 +2,26 @@
 
 import math
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from unittest.mock import patch
 
+import oracle
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib.attention import operators
+from hilbert_lib.attention import flex, merge, operators
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import benchmarks, exchange
+from hilbert_lib.ring import benchmarks, exchange, local
 from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
 from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.shards import gather, shard
@@ -58,8 +63,12 @@ def compare(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     backend: str = "auto",
+    by_kernel: bool = False,
 ) -> dict:
-    """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64."""
+    """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
+
+    With by_kernel rows are merged and added by the kernels of a GPU, interpreted where there is none.
+    """
     start = sum(lengths[: dist.get_rank()])
     rows = slice(start, start + lengths[dist.get_rank()])
     shapes = [(batch, sum(lengths), n, head_dim) for n in (heads, kv_heads or heads, kv_heads or heads, heads)]
@@ -86,7 +95,13 @@ def compare(
         backend=backend,
         **options,
     )
-    mine = results(call, (q[:, rows], stored(k[:, rows], dim=1), stored(v[:, rows], dim=1)), dout[:, rows])
+    shards = q[:, rows], stored(k[:, rows], dim=1), stored(v[:, rows], dim=1)
+    with ExitStack() as stack:
+        if by_kernel:
+            stack.enter_context(patch.object(merge, "_kernel_serves", lambda x: True))
+        if backend == "flex" and device().type == "cpu":
+            stack.enter_context(_flex_on_the_cpu())
+        mine = results(call, shards, dout[:, rows])
     mine[3:] = [undo(x, dim=1) for x in mine[3:]]
     found = {}
     for name, own, single, truth in zip(NAMES, mine, one, exact, strict=True):
@@ -94,6 +109,19 @@ def compare(
         assert (own.dtype, own.shape) == (single.dtype, truth[part].shape), name
         found[name] = _squared_error(own, truth[part]), _squared_error(single[part], truth[part])
     return found
+
+
+@contextmanager
+def _flex_on_the_cpu():
+    """The oracle, which is differentiable, in the place of FlexAttention, which has no backward on the CPU."""
+
+    def attend(q, k, v, call: Call):
+        out, lse = oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
+        return out.to(q.dtype), lse.to(working_dtype(q.dtype))
+
+    serving = replace(BACKENDS["flex"], refusal=lambda q, call: "")
+    with patch.object(flex, "attend", attend), patch.dict(BACKENDS, {"flex": serving}):
+        yield
 
 
 def _as_it_is(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -286,6 +314,27 @@ def order_of_events() -> list[str]:
     finally:
         exchange.exchange, operators.forward, exchange.Arriving.wait = started, computed, waited
     return events
+
+
+def outside_the_side_stream() -> list[list[str]]:
+    """What a forward, and a backward, does on the stream that it is called on, apart from what runs beside that."""
+    *leaves, dout = _inputs(16)
+    leaves = [x.requires_grad_() for x in leaves]
+    events, beside = [], []
+
+    def noted(name: str, function):
+        return lambda *args: (events.append(name) if not beside else None, function(*args))[1]
+
+    patched = [(operators, "forward"), (operators, "backward"), (local, "merge_rows"), (local, "add_rows")]
+    with ExitStack() as stack:
+        for place, name in patched:
+            stack.enter_context(patch.object(place, name, noted(name, getattr(place, name))))
+        stack.enter_context(patch.object(exchange.Beside, "__enter__", lambda self: beside.append(1)))
+        stack.enter_context(patch.object(exchange.Beside, "__exit__", lambda self, *error: beside.clear()))
+        out = ring_dilated_attention(*leaves, DilatedPattern((8, 32), (1, 2)))
+        forward, events = events, []
+        torch.autograd.grad(out, leaves, dout)
+    return [forward, events]
 
 
 def nothing_to_compute() -> list[list]:

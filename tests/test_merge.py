@@ -1,11 +1,18 @@
 """The merge is one associative, commutative operation with a neutral element; the fused one does the same at once."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from allpairspy import AllPairs
 from cases import BRANCHES, LAYOUTS, SHAPES, check
 
 from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention import strided
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
@@ -61,6 +68,59 @@ def test_weights_in_float32_lose_no_digits_to_a_large_lse_or_to_many_parts(parts
         merged = merge(*merged, *part)
     unit = torch.finfo(torch.float32).eps  # outputs are of the order of 1
     assert (merged[0].double() - exact).abs().max() < 10 * unit
+
+
+def some_rows(dtype: torch.dtype, batch: int) -> tuple[torch.Tensor, ...]:
+    """out and lse of a whole by (position, KV head), places in it, and out and lse for these; some saw no keys."""
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.promote_types(dtype, torch.float32)
+    positions, kv_heads, group, head_dim = 300, 3, 2, 5
+
+    def drawn(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = 3 * torch.randn(shape, generator=generator, dtype=sums)
+        lse.flatten()[torch.randperm(lse.numel(), generator=generator)[::3]] = -torch.inf
+        out = torch.randn(*shape, head_dim, generator=generator, dtype=sums)
+        return torch.where(lse[..., None] == -torch.inf, 0.0, out).to(dtype), lse
+
+    def by_row(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (kv_heads, group)).movedim(0, 3)
+
+    rows = torch.randperm(positions * kv_heads, generator=generator)[:290].view(2, 29, 5)
+    whole = map(by_row, drawn(batch, positions, kv_heads * group))
+    return *whole, (rows // kv_heads, rows % kv_heads), *drawn(*rows.shape, group, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_are_merged_and_added_in_place_and_the_others_left_alone(dtype, batch, monkeypatch):
+    pytest.importorskip("hilbert_lib.attention.triton.rows", reason="triton has no build for this platform")
+    out, lse, at, other_out, other_lse = some_rows(dtype, batch)
+    whole = torch.zeros(1000, *other_out.shape[3:], dtype=lse.dtype)
+    merged, merged_lse = merge(out[at].to(lse.dtype), lse[at], other_out.to(lse.dtype), other_lse)
+    wanted = [x.clone() for x in (out, lse, out, whole)]
+    wanted[0][at], wanted[1][at] = merged.to(dtype), merged_lse
+    wanted[2][at] += other_out
+    at_first = at[0].flatten().unique()  # of one index
+    wanted[3][at_first] = other_out.flatten(0, 2)[: len(at_first)].to(lse.dtype)
+    for by_kernel in (False, True):
+        monkeypatch.setattr(merging, "_kernel_serves", lambda x, answer=by_kernel: answer)
+        got = [x.clone() for x in (out, lse, out, whole)]
+        merging.merge_rows(*got[:2], at, other_out, other_lse)
+        merging.add_rows(got[2], at, other_out)
+        merging.add_rows(got[3], (at_first,), other_out.flatten(0, 2)[: len(at_first)])
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_kernels_for_rows_compile_without_a_gpu_and_move_sixteen_bytes_at_a_time(architecture):
+    pytest.importorskip("triton")
+    script = Path(__file__).parent / "compile_kernels.py"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script, str(architecture), "rows"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 4
+    assert all({"ld.global.v4.b32", "st.global.v4.b32"} <= set(instructions) for instructions in found.values())
 
 
 @pytest.fixture

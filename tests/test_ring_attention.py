@@ -37,6 +37,12 @@ COMPARED = {
             for backend in DROPPING
         ),
         *({"lengths": [9, 6], "transport": transport} | INTERPRETED for transport in ("ring", "all_to_all")),
+        *(
+            {"branches": "uneven", "lengths": [20, 17], "transport": transport, "ordering": "hilbert", **GROUPED}
+            | {"batch": batch, "by_kernel": True}
+            for transport in ("ring", "all_gather", "all_to_all")
+            for batch in (1, 2)
+        ),
     ],
     3: [
         *(
@@ -79,6 +85,12 @@ COMPARED = {
         {"branches": "longer", "lengths": [5] * 7 + [2], "heads": 8, "transport": "auto", "is_causal": True},
     ],
 }
+FLEX = [
+    {"branches": branches, "lengths": [20, 17], "transport": transport, "is_causal": is_causal, **GROUPED}
+    | {"backend": "flex", "head_dim": 16, "dtype": "bfloat16"}
+    for branches, transport in (("longer", "all_gather"), ("sparse", "ring"), ("uneven", "all_to_all"))
+    for is_causal in (False, True)
+]
 COUNTED = [
     {"branches": branches, "lengths": lengths, "transport": transport, "is_causal": is_causal, "dtype": "bfloat16"}
     for branches, lengths in (("longer", [16, 8, 13]), ("uneven", [10, 10, 10]), ("aligned", [32, 64, 32]))
@@ -96,7 +108,7 @@ DISAGREEMENTS = {
     "is_causal": ({"is_causal": True}, ("is_causal", "False on rank 0", "True on rank 1")),
     "scale": ({"scale": 0.5}, ("scale", "on rank 0", "0.5 on rank 1")),
     "transport": ({"transport": "all_gather"}, ("transport", "'auto' on rank 0", "'all_gather' on rank 1")),
-    "backend": ({"backend": "flex"}, ("backend='flex'", "merged")),
+    "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
 MEASURED = {
@@ -121,6 +133,7 @@ CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPAR
 CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
 CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_compute", {}]]
+CALLS[2] += [["outside_the_side_stream", {}]]
 CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["measured", MEASURED]]
@@ -145,10 +158,13 @@ def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> li
 
 def check_errors(ranks: int, backend: str) -> None:
     for case in COMPARED[ranks]:
-        found = answers(ranks, "compare", case, backend)
-        for name in NAMES:
-            mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
-            assert mine <= 2 * one, f"{name} of {case}: {mine}, and {one} on one process"
+        check_error(case, answers(ranks, "compare", case, backend))
+
+
+def check_error(case: dict, found: list[dict]) -> None:
+    for name in NAMES:
+        mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
+        assert mine <= 2 * one, f"{name} of {case}: {mine}, and {one} on one process"
 
 
 def name_of(case: dict) -> str:
@@ -163,6 +179,15 @@ def _ranks_find_the_tests(monkeypatch, request):
 @pytest.mark.parametrize("ranks", COMPARED)
 def test_error_is_at_most_twice_that_of_one_process(ranks):
     check_errors(ranks, "gloo")
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+def test_flex_serves_a_ring_with_merged_results(backend):
+    cases = FLEX if backend == "gloo" else FLEX[:1]  # on GPUs each shape of each case is compiled
+    calls = [["compare", case] for case in cases]
+    found = run_ranks("ring_ranks:run", 2, {"calls": calls}, stall_seconds=120, backend=backend)
+    for case, *ranks in zip(cases, *found, strict=True):
+        check_error(case, ranks)
 
 
 @pytest.mark.multigpu
@@ -247,6 +272,11 @@ def test_compiling_and_checkpointing_change_nothing(how):
 
 def test_the_exchange_is_under_way_beside_the_local_branches():
     assert answers(2, "order_of_events", {}) == [["compute", "start", "wait", "compute"]] * 2
+
+
+def test_nothing_but_one_merge_of_each_result_waits_for_the_local_branches():
+    found = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
+    assert answers(2, "outside_the_side_stream", {}) == [found] * 2
 
 
 def test_where_there_is_nothing_to_compute_out_and_gradients_are_empty():

@@ -21,6 +21,8 @@ class Call:
         key_padding_mask: (batch, keys) bool, True = no weight, or None.
         query_start: position of q's first row, or None where q, k and v cover the same positions.
         inverse: (keys,) int32, the slot in which k and v hold each position, or None for sequence order.
+        is_part: whether the merged out and lse that the backward is given hold more than this call. Only "flex" has to
+            know: it differentiates its own results.
     """
 
     pattern: DilatedPattern
@@ -31,6 +33,7 @@ class Call:
     key_padding_mask: Tensor | None = None
     query_start: int | None = None
     inverse: Tensor | None = None
+    is_part: bool = False
 
     @property
     def first_query(self) -> int:

@@ -1,7 +1,7 @@
 """FlexAttention, compiled, on tokens in residue-major order: a mask of blocks says what the pattern lets attend.
 
 FlexAttention differentiates itself, from its own forward; the `backward` that every backend has therefore runs the
-forward once more, and needs neither out nor lse.
+forward once more, and looks at out and lse only where they hold more than the call, as in a ring.
 """
 
 from collections.abc import Callable
@@ -29,22 +29,43 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; on CUDA alone."""
+    """Gradients of q, k and v; on CUDA alone.
+
+    Of a part the whole is out = sum of w own_out over the parts, w = exp(own_lse - lse). With dout it gives own_out the
+    gradient w dout, and own_lse the gradient w rowsum(dout * (own_out - out)).
+    """
     # The operator that calls this runs below autograd, which has to record the forward here.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(attend(*leaves, call)[0], leaves, dout)
+        own = attend(*leaves, call)
+        if not call.is_part:
+            return torch.autograd.grad(own[0], leaves, dout)
+        with torch.no_grad():
+            grads = _gradients_of_part(dout, out, lse, *own)
+        return torch.autograd.grad(own, leaves, grads)
+
+
+def _gradients_of_part(
+    dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    nothing = own_lse == -torch.inf  # -inf minus -inf is NaN
+    weighted = (own_lse - lse).exp().masked_fill(nothing, 0.0).transpose(1, 2)[..., None] * dout
+    towards = (weighted * (own_out.to(lse.dtype) - out)).sum(-1)
+    return weighted.to(own_out.dtype), towards.transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse, as `forward`; on CUDA out is differentiable by autograd, through FlexAttention's own backward.
+    """Output and lse, as `forward`; on CUDA differentiable by autograd, through FlexAttention's own backward.
 
     Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
     """
-    order = residue_order(call.pattern, q.shape[1]).to(q.device)
+    orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
     heads, kv_heads = q.shape[2], k.shape[2]
-    count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
+    count = block_mask = None
+    if q.shape[1] == k.shape[1]:
+        count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
+    # Otherwise it is a block of a ring: one branch of rate 1, in whose one segment every query sees every key.
 
     def add_log_count(score, b, h, query, key):
         return score + count(h, query, key).log()
@@ -55,15 +76,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     kept = functorch_config.patch(donated_buffer=False)
     with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept:
         out, more = run(
-            *(_Permuted.apply(x, order.perm, order.inverse).transpose(1, 2) for x in (q, k, v)),
+            *(
+                _Permuted.apply(x, order.perm, order.inverse).transpose(1, 2)
+                for x, order in zip((q, k, v), orders, strict=True)
+            ),
             score_mod=None if once else add_log_count,
             block_mask=block_mask,
             scale=call.scale,
             enable_gqa=heads != kv_heads,
             return_aux=AuxRequest(lse=True),
         )
-    lse = more.lse.detach().to(working_dtype(q.dtype)).index_select(2, order.inverse)
-    return _Permuted.apply(out.transpose(1, 2), order.inverse, order.perm), lse
+    lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
+    return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
 
 
 def residue_order(pattern: DilatedPattern, length: int) -> Ordering:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hilbert_lib.environment import kernel_mode
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -53,3 +55,52 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     weight = (lse - other_lse).sigmoid().masked_fill(nothing, 0.0)
     other_weight = (other_lse - lse).sigmoid().masked_fill(nothing, 0.0)
     return weight[..., None] * out + other_weight[..., None] * other_out, merged
+
+
+def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge` of some rows of a whole, in place: in the dtype of lse, and rounded once. One kernel on CUDA.
+
+    Args:
+        out: (*whole, group, batch, head_dim), of any strides. lse: (*whole, group, batch).
+        at: which rows, as they index out: for each of the one or two dimensions of the whole an int64 tensor, all of
+            one shape (*rows). No row is named twice.
+        other_out: (*rows, group, batch, head_dim). other_lse: (*rows, group, batch).
+
+    >>> out, lse = torch.zeros(3, 1, 1, 2), torch.full((3, 1, 1), -torch.inf)
+    >>> merge_rows(out, lse, (torch.tensor([2]),), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> out.flatten().tolist(), lse.flatten().tolist()
+    ([0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [-inf, -inf, 0.0])
+    """
+    if _kernel_serves(out):
+        from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
+
+        rows.merge_rows(out, lse, at, other_out, other_lse)
+        return
+    dtype = lse.dtype
+    merged, merged_lse = merge(out[at].to(dtype), lse[at], other_out.to(dtype), other_lse)
+    out[at], lse[at] = merged.to(out.dtype), merged_lse
+
+
+def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
+    """Adds to some rows of a whole, in place: in the wider of the two dtypes, and rounded once. One kernel on CUDA.
+
+    Args:
+        total: (*whole, group, batch, head_dim), of any strides.
+        at: which rows, as for `merge_rows`.
+        more: (*rows, group, batch, head_dim).
+
+    >>> total = torch.zeros(3, 1, 1, 2)
+    >>> add_rows(total, (torch.tensor([2, 0]),), torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(2, 1, 1, 2))
+    >>> total.flatten().tolist()
+    [3.0, 4.0, 0.0, 0.0, 1.0, 2.0]
+    """
+    if _kernel_serves(total):
+        from hilbert_lib.attention.triton import rows
+
+        rows.add_rows(total, at, more)
+        return
+    total[at] = (total[at] + more).to(total.dtype)
+
+
+def _kernel_serves(x: Tensor) -> bool:
+    return x.is_cuda and kernel_mode() == "compiled"

@@ -17,7 +17,8 @@ from hilbert_lib.pattern import DilatedPattern
 
 _REQUEST = (
     "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing, bool is_causal, float scale, "
-    "float dropout_p, Tensor? seed, Tensor? key_padding_mask, SymInt? query_start, Tensor? inverse, str backend"
+    "float dropout_p, Tensor? seed, Tensor? key_padding_mask, SymInt? query_start, Tensor? inverse, "
+    "bool is_part, str backend"
 )
 _LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 _LIBRARY.define(f"dilated_attention(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)")
@@ -73,6 +74,7 @@ def _fields(call: Call) -> tuple:
         call.key_padding_mask,
         call.query_start,
         call.inverse,
+        call.is_part,
     )
 
 

@@ -9,7 +9,7 @@ import os
 import tempfile
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from glob import glob
 from pathlib import Path
 
@@ -71,9 +71,12 @@ def device_name(device: torch.device) -> str:
 
 def folder() -> Path:
     """Where measurements are kept: $HILBERT_CACHE, or hilbert_lib in $XDG_CACHE_HOME, by default ~/.cache."""
-    if named := os.environ.get(VARIABLE):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hilbert_lib"
+    return _folder(*map(os.environ.get, (VARIABLE, "XDG_CACHE_HOME", "HOME")))
+
+
+@lru_cache(maxsize=8)  # every call of "auto" asks
+def _folder(named: str | None, caches: str | None, _home: str | None) -> Path:
+    return Path(named) if named else Path(caches or os.path.expanduser("~/.cache")) / "hilbert_lib"
 
 
 def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, float]) -> Path:

@@ -57,7 +57,7 @@ def ring_dilated_attention(
         dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
         key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
-        backend: as in `dilated_attention`, but for "flex", which takes no merged results.
+        backend: as in `dilated_attention`.
         validate: whether ranks first tell each other what they ask for, so that those who disagree all raise. False
             leaves that out after a group's first call: shards must then be as long as when they last did so, or equal
             in length.
@@ -95,7 +95,8 @@ def ring_dilated_attention(
     request, refusal = {}, None
     try:
         q, k, v, call = _checked(q, k, v, pattern, *arguments)
-        request = _request(q, k, v, call, transport, kv_ordering, backend)
+        if validate:
+            request = _request(q, k, v, call, transport, kv_ordering, backend)
     except (TypeError, ValueError) as error:
         if not validate:
             raise
@@ -203,6 +204,7 @@ class _Ring(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.request.seed, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros, and dropped
         return out, lse
 
     @staticmethod
@@ -235,12 +237,8 @@ def _checked(
     q, k, v, call = _validated(
         q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, None, ordering, backend, return_lse
     )
-    if backend != "auto":
-        reason = BACKENDS[backend].refusal(q, call)
-        if backend == "flex":
-            reason = "cannot serve several ranks: its backward takes no merged out and lse"
-        if reason:
-            raise ValueError(f"backend={backend!r} {reason}")
+    if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
+        raise ValueError(f"backend={backend!r} {reason}")
     return q, k, v, call
 
 

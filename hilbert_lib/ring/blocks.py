@@ -90,6 +90,7 @@ def _call(q: Tensor, k: Tensor, block: Block, request: Request, padded: Tensor |
         request.dropout_p,
         _named(block, request, q.shape[0], q.shape[2]),
         mask,
+        is_part=True,
     )
     name = choose(q, call, request.backend, gradient=request.gradient)
     if name == "triton" and queries != keys:

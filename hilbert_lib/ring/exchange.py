@@ -1,7 +1,6 @@
 """Rows on their way between ranks, all at once or step by step round the ring; and answers to them, the way back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,29 +15,31 @@ Packed = Callable[[int | None], Tensor]
 class Beside:
     """What is launched in it runs beside what was launched since it was made, on a stream of its own; on the CPU after.
 
-    A GPU that is given its long work first does not idle while the host packs rows and starts the exchange. What is
-    allocated here is freed after the current stream has read it, and not given away before the next `Beside` of that
-    stream, which waits for it: that keeps it whole.
+    What is launched later on the current stream waits for both. A GPU that is given its long work first has the many
+    small kernels of an exchange under it. What is allocated here is freed after the current stream has read it, and not
+    given away before the next `Beside` of that stream, which waits for it: that keeps it whole.
 
     Args:
         device: of the tensors.
     """
 
     def __init__(self, device: torch.device):
-        self._stream, self._current = nullcontext(), None
+        self._current = None
         if device.type == "cuda":
             self._current = torch.cuda.current_stream(device)
             self._made = self._current.record_event()
 
     def __enter__(self) -> None:
         if self._current is not None:
-            side = _beside(self._current)
-            side.wait_event(self._made)
-            self._stream = torch.cuda.stream(side)
-        self._stream.__enter__()
+            self._side = _beside(self._current)
+            self._side.wait_event(self._made)
+            self._stream = torch.cuda.stream(self._side)
+            self._stream.__enter__()
 
     def __exit__(self, *error) -> None:
-        self._stream.__exit__(*error)
+        if self._current is not None:
+            self._stream.__exit__(*error)
+            self._current.wait_stream(self._side)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 A row is one (position, KV head), with the query heads of that KV head. Rows of the rank's own shard have the number
 position * kv_heads + head, positions counted from the shard's first; received rows are numbered as they arrive.
+
+Where own rows are, tensors (2, *rows) say, positions and KV heads: made once, so that no pass has to divide.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ class Block:
         is_causal: whether row i of the queries sees only rows 0 to i of the keys, which are the same rows.
         kv_heads: (heads,) numbers of the KV heads.
         queries, keys: (segments, rows, heads), which rows.
+        own_queries, own_keys: (2, segments, rows, heads), where they are in the shard; None for received ones.
         names: (5, segments, heads), their positions, as the last five words of `dropout.named` tell them.
     """
 
@@ -35,6 +38,8 @@ class Block:
     kv_heads: Tensor
     queries: Tensor
     keys: Tensor
+    own_queries: Tensor | None = None
+    own_keys: Tensor | None = None
     names: Tensor | None = None
 
     def to(self, device: torch.device) -> "Block":
@@ -48,7 +53,7 @@ class Mail:
     """What one rank exchanges with all by one transport.
 
     Attributes:
-        rows: (rows,) numbers of the own rows that it sends, destination after destination.
+        rows: (2, rows), the own rows that it sends, destination after destination.
         sent, received: how many rows to and from each rank.
         blocks: what it computes from received rows: for the ring by source, otherwise from all of them, under None.
         answers: how the answer to the rows sent is added up, for the ring by destination, otherwise under None: pairs
@@ -71,7 +76,7 @@ class Layout:
         start: the shard's first position. kv_heads: KV heads.
         fused: the branches that one call computes on the shard as it lies, as a pattern; None for none.
         branches: their indices.
-        touched: (rows,) numbers of the own rows, ascending, that take part in more than that call.
+        touched: (2, rows), the own rows, in ascending order, that take part in more than that call.
         own: attention inside the shard beside `fused`. Queries and keys are places in `touched`.
         mail: by transport. Queries of the blocks are places in `touched`, but with "all_to_all" they have been sent
             to the rank that computes them: there they are received rows, as all keys are.
@@ -84,6 +89,11 @@ class Layout:
     touched: Tensor
     own: tuple[Block, ...]
     mail: dict[str, Mail]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether that call is all that the rank does."""
+        return not self.own and not self.mail
 
 
 def layout_of(plan: RingPlan, rank: int, device: torch.device, *, by_offset: bool) -> Layout:
@@ -108,13 +118,14 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, *, by_offset: boo
 
     def placed(block: Block, *names: str) -> Block:
         places = {name: torch.searchsorted(touched, getattr(block, name)) for name in names}
+        places |= {f"own_{name}": shard.at(getattr(block, name)) for name in names}
         return replace(block, **places).to(device)
 
     for transport, one in mail.items():
         names = () if transport == "all_to_all" else ("queries",)
         mail[transport] = replace(
             one,
-            rows=one.rows.to(device),
+            rows=shard.at(one.rows).to(device),
             blocks={source: tuple(placed(block, *names) for block in blocks) for source, blocks in one.blocks.items()},
             answers=_answers(torch.searchsorted(touched, one.rows), one.sent, transport, device),
         )
@@ -123,7 +134,7 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device, *, by_offset: boo
         kv_heads=plan.sizes.kv_heads,
         fused=_pattern_of(plan.pattern, fused),
         branches=fused,
-        touched=touched.to(device),
+        touched=shard.at(touched).to(device),
         own=tuple(placed(block, "queries", "keys") for block in own),
         mail=mail,
     )
@@ -138,6 +149,11 @@ class _Shard:
     @property
     def start(self) -> int:
         return self.plan.starts[self.rank]
+
+    def at(self, numbers: Tensor) -> Tensor:
+        """(2, *numbers): positions from the shard's first, and KV heads."""
+        kv_heads = self.plan.sizes.kv_heads
+        return torch.stack([numbers // kv_heads, numbers % kv_heads])
 
     def fused(self) -> tuple[int, ...]:
         """The branches whose segments, counted from the shard's first position, are as in the sequence."""

@@ -3,10 +3,67 @@
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
 
 Layers = tuple[tuple[Tensor, Tensor], ...]  # as `layout.Mail.answers` has them
+
+
+class Merged:
+    """Attention of some queries over ever more keys, at first over none.
+
+    Args:
+        shape: (rows, group, batch, head_dim).
+        lse: a tensor of the dtype and device of lse.
+
+    Attributes:
+        out: (rows, group, batch, head_dim), in the dtype of lse.
+        lse: (rows, group, batch).
+    """
+
+    def __init__(self, shape: tuple[int, ...], lse: Tensor):
+        self.out = lse.new_zeros(shape)
+        self.lse = lse.new_full(shape[:-1], -torch.inf)
+
+    def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merges what `rows` of the queries, each once, found elsewhere."""
+        merge_rows(self.out, self.lse, (rows,), out, lse)
+
+
+class Sums:
+    """Gradients that come from several places.
+
+    Args:
+        shape: (rows, group, batch, head_dim).
+        lse: a tensor of the dtype and device of the sums.
+
+    Attributes:
+        dq: (rows, group, batch, head_dim).
+        dkv: (rows, 2, batch, head_dim).
+    """
+
+    def __init__(self, shape: tuple[int, ...], lse: Tensor):
+        self.dq = lse.new_zeros(shape)
+        self.dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads
+
+    def add_queries(self, rows: Tensor, dq: Tensor) -> None:
+        """Adds to `rows`, each once, of q."""
+        add_rows(self.dq, (rows,), dq)
+
+    def add_keys(self, rows: Tensor, dkv: Tensor) -> None:
+        """Adds to `rows`, each once, of k and v."""
+        add_rows(self.dkv, (rows,), dkv)
+
+    def add_answer(self, layers: Layers, dkv: Tensor) -> None:
+        """Adds the answer to rows of k and v."""
+        for rows, places in layers:
+            self.add_keys(places, dkv[rows])
+
+    def add_answers(self, layers: Layers, gradients: Tensor) -> None:
+        """Adds the answer to rows of q, k and v: (rows, group + 2, batch, head_dim)."""
+        for rows, places in layers:
+            self.add_queries(places, gradients[rows, :-2])
+            self.add_keys(places, gradients[rows, -2:])
 
 
 class Shard:
@@ -15,83 +72,45 @@ class Shard:
     Args:
         kv_heads: KV heads.
         ordering: in which k and v are stored, or None.
+        device: of the tensors. What the ordering needs there is made now.
 
     >>> x = torch.arange(8).view(1, 2, 4, 1)  # 2 positions, 4 heads
-    >>> Shard(2, None).queries(x, torch.tensor([3])).flatten().tolist()
+    >>> Shard(2, None, x.device).queries(x, torch.tensor([[1], [1]])).flatten().tolist()
     [6, 7]
     """
 
-    def __init__(self, kv_heads: int, ordering: Ordering | None):
-        self._kv_heads, self._ordering = kv_heads, ordering
+    def __init__(self, kv_heads: int, ordering: Ordering | None, device: torch.device):
+        self._kv_heads = kv_heads
+        self._slots = None if ordering is None else ordering.to(device).inverse
 
-    def queries(self, x: Tensor, rows: Tensor) -> Tensor:
+    def queries(self, x: Tensor, at: Tensor) -> Tensor:
         """(*rows, group, batch, d) of x (batch, positions, heads, d)."""
-        return self._by_row(x)[self._at(rows)]
+        return self._by_row(x)[at.unbind()]
 
-    def set_queries(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Writes what `queries` reads."""
-        self._by_row(x)[self._at(rows)] = values.to(x.dtype)
-
-    def keys(self, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    def keys(self, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
         """(*rows, 2, batch, d) of k and v (batch, slots, kv_heads, d)."""
-        at = self._stored_at(rows)
-        return torch.stack([x.permute(1, 2, 0, 3)[at] for x in (k, v)], rows.dim())
+        stored = self._stored(at)
+        return torch.stack([x.permute(1, 2, 0, 3)[stored] for x in (k, v)], at.dim() - 1)
 
-    def set_keys(self, k: Tensor, v: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Writes what `keys` reads."""
-        at = self._stored_at(rows)
-        for x, some in zip((k, v), values.unbind(rows.dim()), strict=True):
-            x.permute(1, 2, 0, 3)[at] = some.to(x.dtype)
-
-    def padding(self, mask: Tensor, rows: Tensor) -> Tensor:
+    def padding(self, mask: Tensor, at: Tensor) -> Tensor:
         """(*rows, batch) of a mask (batch, positions)."""
-        return mask.T[self._at(rows)[0]]
+        return mask.T[at[0]]
+
+    def merge(self, out: Tensor, lse: Tensor, at: Tensor, merged: Merged) -> None:
+        """Merges into out (batch, positions, heads, head_dim) and lse (batch, heads, positions), in place."""
+        lse_rows = self._by_row(lse.transpose(1, 2)[..., None])[..., 0]
+        merge_rows(self._by_row(out), lse_rows, at.unbind(), merged.out, merged.lse)
+
+    def add(self, dq: Tensor, dk: Tensor, dv: Tensor, at: Tensor, sums: Sums) -> None:
+        """Adds to the gradients of q, k and v, in place."""
+        add_rows(self._by_row(dq), at.unbind(), sums.dq)
+        stored = self._stored(at)
+        for n, x in enumerate((dk, dv)):
+            add_rows(self._by_row(x), stored, sums.dkv[:, n : n + 1])
 
     def _by_row(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self._kv_heads, -1)).permute(1, 2, 3, 0, 4)
 
-    def _at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows // self._kv_heads, rows % self._kv_heads
-
-    def _stored_at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        positions, heads = self._at(rows)
-        return (positions if self._ordering is None else self._ordering.to(rows.device).inverse[positions]), heads
-
-
-class Merged:
-    """Attention of some queries over ever more keys.
-
-    Attributes:
-        out: (rows, group, batch, head_dim), in the dtype of lse.
-        lse: (rows, group, batch).
-    """
-
-    def __init__(self, out: Tensor, lse: Tensor):
-        self.out, self.lse = out.to(lse.dtype), lse
-
-    def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merges what `rows` of the queries, each once, found elsewhere."""
-        self.out[rows], self.lse[rows] = merge(self.out[rows], self.lse[rows], out.to(self.lse.dtype), lse)
-
-
-class Sums:
-    """Gradients that come from several places.
-
-    Attributes:
-        dq: (rows, group, batch, head_dim).
-        dkv: (rows, 2, batch, head_dim).
-    """
-
-    def __init__(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype):
-        self.dq, self.dkv = dq.to(dtype), dkv.to(dtype)
-
-    def add_keys(self, layers: Layers, dkv: Tensor) -> None:
-        """Adds the answer to rows of k and v."""
-        for rows, places in layers:
-            self.dkv[places] += dkv[rows]
-
-    def add(self, layers: Layers, gradients: Tensor) -> None:
-        """Adds the answer to rows of q, k and v: (rows, group + 2, batch, head_dim)."""
-        for rows, places in layers:
-            self.dq[places] += gradients[rows, :-2]
-            self.dkv[places] += gradients[rows, -2:]
+    def _stored(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        positions, heads = at.unbind()
+        return (positions if self._slots is None else self._slots[positions]), heads

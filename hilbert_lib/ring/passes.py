@@ -3,7 +3,6 @@
 What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +14,7 @@ from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import named
+from hilbert_lib.attention.merge import add_rows
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring import blocks
 from hilbert_lib.ring.blocks import Request
@@ -56,39 +56,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
     Returns:
         out like q, lse (batch, heads, rows), and the rows kept.
     """
-    layout, shard = job.layout, Shard(k.shape[2], job.ordering)
+    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
-    exchanging = layout.mail.get(EXCHANGING)
-    with beside if layout.mail else nullcontext():  # a side stream without mail would never be joined again
-        gathers = _start_gathers(k, v, shard, job)
-        if exchanging:
-            rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
-            arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
-    kept = _paddings(shard, job)
-    lse_rows = lse.transpose(1, 2)[..., None]
-    merged = Merged(shard.queries(out, layout.touched), shard.queries(lse_rows, layout.touched)[..., 0])
-
-    def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
-        queries = shard.queries(q, layout.touched[block.queries])
-        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, padded))
-
-    for block in layout.own:
-        add(block, shard.keys(k, v, layout.touched[block.keys]), _own_padded(block, shard, job))
-    if exchanging:
-        kept["exchanged"] = arriving.wait()
-        answers = _exchanged_forward(exchanging, kept, job, lse.dtype)
-    for transport, gather in gathers.items():
-        mail = layout.mail[transport]
-        for arrived in gather:
-            for block in mail.blocks.get(arrived.source, ()):
-                add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
-    if exchanging:
-        their_out, their_lse = (answer.wait() for answer in answers)
-        for rows, places in exchanging.answers[None]:
-            merged.add(places, their_out[rows], their_lse[rows])
-    shard.set_queries(out, layout.touched, merged.out)
-    shard.set_queries(lse_rows, layout.touched, merged.lse[..., None])
+    if job.layout.is_fused:
+        return out, lse, {}
+    with beside:
+        merged, kept = _beside_forward(q, k, v, lse, shard, job)
+    shard.merge(out, lse, job.layout.touched, merged)
     return out, lse, kept
 
 
@@ -100,33 +75,85 @@ def backward(
     Args:
         dout: like out. q, k, v, job: as for `forward`. out, lse, kept: what it returned.
     """
-    layout, shard = job.layout, Shard(k.shape[2], job.ordering)
+    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
-    lse_rows = lse.transpose(1, 2)[..., None]
+    if job.layout.is_fused:
+        return grads
+    with beside:
+        sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
+    shard.add(*grads, job.layout.touched, sums)
+    return grads
+
+
+def _beside_forward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job
+) -> tuple[Merged, dict[str, Tensor]]:
+    """All but the fused call, of the touched queries; of lse only the kind matters: it is being computed."""
+    layout = job.layout
     exchanging = layout.mail.get(EXCHANGING)
-    with beside if layout.mail else nullcontext():
-        gathers = _start_gathers(k, v, shard, job)
-        if exchanging:
-            dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
-            delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
-            arriving = [
-                exchange(rows, exchanging.sent, exchanging.received, job.group)
-                for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
-            ]
-    sums = Sums(shard.queries(grads[0], layout.touched), shard.keys(*grads[1:], layout.touched), lse.dtype)
+    gathers = _start_gathers(k, v, shard, job)
+    if exchanging:
+        rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
+        arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
+    kept = _paddings(shard, job)
+    merged = Merged(_shape_of_touched(q, job), lse)
+
+    def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
+        queries = shard.queries(q, block.own_queries)
+        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, padded))
+
+    for block in layout.own:
+        add(block, shard.keys(k, v, block.own_keys), _own_padded(block, shard, job))
+    if exchanging:
+        kept["exchanged"] = arriving.wait()
+        answers = _exchanged_forward(exchanging, kept, job, lse)
+    for transport, gather in gathers.items():
+        mail = layout.mail[transport]
+        for arrived in gather:
+            for block in mail.blocks.get(arrived.source, ()):
+                add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
+    if exchanging:
+        their_out, their_lse = (answer.wait() for answer in answers)
+        for rows, places in exchanging.answers[None]:
+            merged.add(places, their_out[rows], their_lse[rows])
+    return merged, kept
+
+
+def _beside_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    shard: Shard,
+    job: Job,
+    kept: dict[str, Tensor],
+) -> Sums:
+    """All but the fused call: what it adds to the gradients of the touched rows."""
+    layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
+    exchanging = layout.mail.get(EXCHANGING)
+    gathers = _start_gathers(k, v, shard, job)
+    if exchanging:
+        dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
+        delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
+        arriving = [
+            exchange(rows, exchanging.sent, exchanging.received, job.group)
+            for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
+        ]
+    sums = Sums(_shape_of_touched(q, job), lse)
 
     def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
         # Adds up dq and returns the gradient of kv.
-        rows = layout.touched[block.queries]
-        mine = (shard.queries(x, rows) for x in (dout, q, out, lse_rows))
+        mine = (shard.queries(x, block.own_queries) for x in (dout, q, out, lse_rows))
         dq, dkv = blocks.backward(*mine, kv, block, job.request, padded)
-        sums.dq[block.queries] += dq
+        sums.add_queries(block.queries, dq)
         return dkv
 
     for block in layout.own:
-        kv = shard.keys(k, v, layout.touched[block.keys])
-        sums.dkv[block.keys] += add(block, kv, _own_padded(block, shard, job))
+        kv = shard.keys(k, v, block.own_keys)
+        sums.add_keys(block.keys, add(block, kv, _own_padded(block, shard, job)))
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, kept, job)
     for transport, gather in gathers.items():
@@ -135,17 +162,19 @@ def backward(
             dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
             for block in mail.blocks.get(arrived.source, ()):
                 padded = _padded(block, mail, kept, transport, arrived.source)
-                dkv[block.keys] += add(block, arrived.rows[block.keys], padded)
+                add_rows(dkv, (block.keys,), add(block, arrived.rows[block.keys], padded))
             if late:
-                sums.add_keys(late[0], late[1].wait())
+                sums.add_answer(late[0], late[1].wait())
             # While this answer travels, the next step is computed.
             late = mail.answers.get(arrived.destination, ()), gather.answer(dkv, arrived)
-        sums.add_keys(late[0], late[1].wait())
+        sums.add_answer(late[0], late[1].wait())
     if exchanging:
-        sums.add(exchanging.answers[None], answer.wait())
-    shard.set_queries(grads[0], layout.touched, sums.dq)
-    shard.set_keys(*grads[1:], layout.touched, sums.dkv)
-    return grads
+        sums.add_answers(exchanging.answers[None], answer.wait())
+    return sums
+
+
+def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
+    return job.layout.touched.shape[1], q.shape[2] // job.layout.kv_heads, q.shape[0], q.shape[3]
 
 
 def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, AllGather | Ring]:
@@ -153,7 +182,7 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
     for transport, gather in GATHERING.items():
         if transport in job.layout.mail:
             mail = job.layout.mail[transport]
-            rows_for = dict(enumerate(mail.rows.split(mail.sent))) | {None: mail.rows}
+            rows_for = dict(enumerate(mail.rows.split(mail.sent, 1))) | {None: mail.rows}
 
             def packed(destination: int | None, rows_for: dict = rows_for) -> Tensor:
                 return shard.keys(k, v, rows_for[destination])
@@ -162,11 +191,10 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
     return gathers
 
 
-def _exchanged_forward(mail: Mail, kept: dict[str, Tensor], job: Job, dtype: torch.dtype) -> tuple[Arriving, Arriving]:
+def _exchanged_forward(mail: Mail, kept: dict[str, Tensor], job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
     """Attention of all ranks' rows of the heads that this rank computes; sends out and lse back."""
     received = kept["exchanged"]
-    queries = received[:, :-2]
-    merged = Merged(torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf, dtype=dtype))
+    merged = Merged(received[:, :-2].shape, lse)
     for block in mail.blocks[None]:
         rows = received[block.queries]
         padded = _padded(block, mail, kept, EXCHANGING, None)
@@ -187,7 +215,7 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Te
         mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
         padded = _padded(block, mail, kept, EXCHANGING, None)
         some = blocks.backward(*mine, rows[..., -2:, :, :], block, job.request, padded)
-        sums[block.queries] += torch.cat(some, 3)
+        add_rows(sums, (block.queries,), torch.cat(some, 3))
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
@@ -202,7 +230,8 @@ def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused_call(q: Tensor, k: Tensor, job: Job) -> tuple[Call, str]:
     layout, request = job.layout, job.request
     seed = None if request.seed is None else _shard_seed(request.seed, layout, *q.shape[::2])
-    call = Call(layout.fused, job.is_causal, request.scale, request.dropout_p, seed, job.key_padding_mask)
+    asked = request.scale, request.dropout_p, seed, job.key_padding_mask
+    call = Call(layout.fused, job.is_causal, *asked, is_part=not layout.is_fused)
     name = choose(q, call, request.backend, gradient=request.gradient)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))
@@ -264,4 +293,4 @@ def _padded(block: Block, mail: Mail, kept: dict[str, Tensor], transport: str, s
 
 def _own_padded(block: Block, shard: Shard, job: Job) -> Tensor | None:
     mask = job.key_padding_mask
-    return None if mask is None else shard.padding(mask, job.layout.touched[block.keys][:, :, 0])
+    return None if mask is None else shard.padding(mask, block.own_keys[..., 0])

@@ -9,5 +9,6 @@ hopper_backward  likewise the backward
 hopper_tiles     what the two share
 decode           a few queries against many keys
 merge            all partial results of dense kernels at once
+rows             rows of a whole by index: merged, or added to, in place
 launch           tables, grids and the two entry points
 """

@@ -1,0 +1,108 @@
+"""Rows of a whole, by index: merged with others or added to, in place, each read and written once.
+
+In plain torch each of the two is a gather, the arithmetic and a scatter, up to seventeen kernels.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 2048  # of a tile: 16 a thread
+
+
+def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
+    """As `hilbert_lib.attention.merge.merge_rows`.
+
+    >>> import torch
+    >>> out, lse = torch.zeros(2, 1, 1, 2), torch.full((2, 1, 1), -torch.inf)
+    >>> merge_rows(out, lse, (torch.tensor([1]),), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> out.flatten().tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    _launch(merge_kernel, at, [(out, other_out), (lse, other_lse)])
+
+
+def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
+    """As `hilbert_lib.attention.merge.add_rows`.
+
+    >>> import torch
+    >>> total = torch.zeros(2, 1, 1, 2)
+    >>> add_rows(total, (torch.tensor([1]),), torch.ones(1, 1, 1, 2))
+    >>> total.flatten().tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    _launch(add_kernel, at, [(total, more)])
+
+
+def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    rows = at[0].numel()
+    group, batch, head_dim = pairs[0][0].shape[-3:]
+    block_d = triton.next_power_of_2(head_dim)
+    block_m = max(1, ELEMENTS // block_d)
+    tensors, strides = [], []
+    for whole, others in pairs:
+        tensors += [whole, others.contiguous()]
+        by_row = whole.stride()[: len(at)]
+        # Of one index, the second is the first one again, and counts for nothing.
+        strides += [*by_row, *[0] * (2 - len(at)), *whole.stride()[len(at) :]]
+    if rows:
+        kernel[(triton.cdiv(rows, block_m) * group * batch,)](
+            *tensors, at[0].contiguous(), at[-1].contiguous(), rows, group, batch, *strides,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_kernel(
+    out, other_out, lse, other_lse, first, second, rows, group, batch,
+    out_first, out_second, out_group, out_batch, out_dim, lse_first, lse_second, lse_group, lse_batch,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Merges one tile of rows, of one member of the group and one sequence, in the dtype of lse."""
+    row, member, exists = _rows(rows, group * batch, BLOCK_M)
+    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)
+    g, b = member // batch, member % batch
+    dims = tl.arange(0, BLOCK_D)
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch
+    out_at = out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
+    other = row * group * batch + member  # others lie one after the other
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
+    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf")).to(lse_own.dtype)
+    largest = tl.maximum(lse_own, lse_other)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
+    weight, other_weight = tl.exp(lse_own - finite), tl.exp(lse_other - finite)
+    total = weight + other_weight
+    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
+    tile = tl.load(out_at, mask=inside, other=0.0).to(lse_own.dtype) * weight[:, None]
+    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(lse_own.dtype)
+    result = (tile + more * other_weight[:, None]) / denominator[:, None]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse_at, largest + tl.log(denominator), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_kernel(
+    total, more, first, second, rows, group, batch,
+    total_first, total_second, total_group, total_batch, total_dim,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of rows, of one member of the group and one sequence, in the wider of the dtypes."""
+    row, member, exists = _rows(rows, group * batch, BLOCK_M)
+    one, two = tl.load(first + row, mask=exists, other=0), tl.load(second + row, mask=exists, other=0)
+    g, b = member // batch, member % batch
+    dims = tl.arange(0, BLOCK_D)
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    at = one * total_first + two * total_second + g * total_group + b * total_batch
+    total_at = total + at[:, None] + dims * total_dim
+    other = (row * group * batch + member) * HEAD_DIM
+    tile = tl.load(total_at, mask=inside, other=0.0) + tl.load(more + other[:, None] + dims, mask=inside, other=0.0)
+    tl.store(total_at, tile.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows(rows, members, BLOCK_M: tl.constexpr):
+    """Rows (int64) of this program and its member of each; neighbours take the members of the same rows."""
+    pid = tl.program_id(0)
+    row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return row, pid % members, row < rows
