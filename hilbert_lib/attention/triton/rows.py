@@ -67,18 +67,21 @@ def merge_kernel(
     lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch
     out_at = out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
     other = row * group * batch + member  # others lie one after the other
-    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
-    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf")).to(lse_own.dtype)
+    # In float64: a GPU's own exponential and logarithm err in the seventh digit, and these are few.
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf")).to(tl.float64)
+    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf")).to(tl.float64)
     largest = tl.maximum(lse_own, lse_other)
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
     weight, other_weight = tl.exp(lse_own - finite), tl.exp(lse_other - finite)
     total = weight + other_weight
     denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
-    tile = tl.load(out_at, mask=inside, other=0.0).to(lse_own.dtype) * weight[:, None]
-    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(lse_own.dtype)
-    result = (tile + more * other_weight[:, None]) / denominator[:, None]
+    working = lse.dtype.element_ty
+    share, other_share = (weight / denominator).to(working), (other_weight / denominator).to(working)
+    tile = tl.load(out_at, mask=inside, other=0.0).to(working)
+    more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(working)
+    result = tile * share[:, None] + more * other_share[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse_at, largest + tl.log(denominator), mask=exists)
+    tl.store(lse_at, (largest + tl.log(denominator)).to(working), mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows"])
