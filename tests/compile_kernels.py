@@ -138,7 +138,7 @@ if __name__ == "__main__":
     group = sys.argv[2] if len(sys.argv) > 2 else "attention"
     instructions = re.compile(
         r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
-        r"(?:ld|st)\.global\.v\d\.b\d+)"
+        r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
     )
     groups = {"attention": attention, "decode": decode, "curves": curves, "rows": rows, "hopper": hopper}
     ptx = groups[group](int(sys.argv[1]))

@@ -121,6 +121,21 @@ def test_the_kernels_for_rows_compile_without_a_gpu_and_move_sixteen_bytes_at_a_
     found = json.loads(done.stdout)
     assert len(found) == 4
     assert all({"ld.global.v4.b32", "st.global.v4.b32"} <= set(instructions) for instructions in found.values())
+    # A merged lse enters the backward: it must not lose digits to a GPU's approximations of exp and log.
+    assert not [
+        name for instructions in found.values() for name in instructions if name[:10] in ("ex2.approx", "lg2.approx")
+    ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_are_merged_to_the_last_digits():
+    out, lse, at, other_out, other_lse = (
+        tuple(i.cuda() for i in x) if isinstance(x, tuple) else x.cuda() for x in some_rows(torch.float32, 2)
+    )
+    exact, exact_lse = merge(out[at].double(), lse[at].double(), other_out.double(), other_lse.double())
+    merging.merge_rows(out, lse, at, other_out, other_lse)
+    torch.testing.assert_close(out[at].double(), exact, atol=2e-7, rtol=1e-7)
+    torch.testing.assert_close(lse[at].double(), exact_lse, atol=0, rtol=1e-7)
 
 
 @pytest.fixture
