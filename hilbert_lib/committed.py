@@ -6,10 +6,13 @@ from pathlib import Path
 from hilbert_lib.bench import FAILED, REPORTS, RESULTS, read_records
 
 MACHINES = "h200*"  # folders of the runs that are committed; local ones lie beside them
+OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 
 
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
-    """The folder of the newest finished run on the most GPUs, of a notebook or other record; None without one.
+    """The folder of the newest finished run of a notebook, or of another kind of record; None without one.
+
+    Of the notebooks `OF_SEVERAL_GPUS` it is the newest on the most GPUs.
 
     Args:
         name: of the folder, or what stands before the hash of the run's parameters.
@@ -27,7 +30,7 @@ def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None =
 
     def rank(run: Path) -> tuple[int, str]:
         facts = run_environment(run, file)
-        return len(facts["gpus"]), facts["utc"]
+        return len(facts["gpus"]) if name in OF_SEVERAL_GPUS else 1, facts["utc"]
 
     return max(runs, key=rank, default=None)
 

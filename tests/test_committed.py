@@ -5,7 +5,7 @@ import json
 from hilbert_lib.committed import newest_run
 
 
-def test_the_newest_run_on_the_most_gpus_is_taken_no_failed_one_and_none_of_a_longer_name(tmp_path):
+def test_the_newest_run_is_taken_of_the_ring_on_the_most_gpus_no_failed_one_and_none_of_a_longer_name(tmp_path):
     def made(folder, day, gpus=1):
         path = tmp_path / folder / "results.jsonl"
         path.parent.mkdir(parents=True)
@@ -16,6 +16,7 @@ def test_the_newest_run_on_the_most_gpus_is_taken_no_failed_one_and_none_of_a_lo
     machines = [tmp_path / "h200"]
     assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-2"
     assert newest_run("05", machines=machines) is None
-    made("h200x4/d/05_x", 1, gpus=4)
-    made("h200x2/e/05_x", 2, gpus=2)
-    assert newest_run("05_x", machines=tmp_path.glob("h200*")) == tmp_path / "h200x4/d/05_x"
+    for name, newest in (("05_x", "h200/b/05_x-2"), ("07_ring_attention", "h200x4/d/07_ring_attention")):
+        made(f"h200x4/d/{name}", 1, gpus=4)
+        made(f"h200x2/e/{name}", 2, gpus=2)
+        assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest

@@ -5,6 +5,7 @@ import sys
 import types
 from functools import partial
 
+import psutil
 import pytest
 import torch
 
@@ -60,6 +61,20 @@ def test_the_clock_is_left_alone_and_one_kernel_is_watched(ncu):
     assert "'--clock-control', 'none'" in given
     assert "'--kernel-name', 'forward_kernel'" in given
     assert given.endswith("'program', '-x']")
+
+
+def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_path, monkeypatch):
+    script, pid = tmp_path / "ncu", tmp_path / "pid"
+    watched = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {watched!r}])\n"
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="ncu took longer than 2 s over program"):
+        count_launches(["program"], kernel="forward_kernel", timeout=2)
+    ended = psutil.Process(int(pid.read_text())) if psutil.pid_exists(int(pid.read_text())) else None
+    assert ended is None or ended.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_the_committed_pages_ask_no_host_for_anything_and_lead_to_files_that_exi
 
 
 def test_every_committed_notebook_is_small():
-    sizes = {path.name: path.stat().st_size for path in REPORTS.glob("h200*/*/*/*.ipynb")}
+    sizes = {path: path.stat().st_size for path in REPORTS.glob("h200*/*/*/*.ipynb")}
     assert max(sizes.values()) < 1e6, sizes
 
 
@@ -139,6 +139,43 @@ def test_an_answer_that_the_records_no_longer_bear_out_is_refused(copied):
 
     change(copied, "08_where_a_curve_pays", slow)
     with pytest.raises(ValueError, match="no longer bear this out: It pays where tokens lie on a grid"):
+        evidence_pages(copied)
+
+
+def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied):
+    def level(record):
+        if record.get("b", record)["parameters"]["sweep"] == "backends":
+            record["ratio"] = 1.25
+
+    change(copied, "06_kernel_benchmarks", level)
+    assert "1.25 and 1.25 times as fast as the best of the others" in texts(copied)["README.md"]
+
+
+def test_small_rows_gain_where_the_records_say(copied):
+    def gain(record):
+        work = record["b"]["parameters"] if "b" in record else {}
+        if work.get("sweep") == "layouts" and (work["row_bytes"], work["dilation"], work["length"]) == (32, 4, 65536):
+            record["ratio"] = {"residue": 1.5, "hilbert": 1.25}.get(record["b"]["name"], 1.0)
+
+    change(copied, "06_kernel_benchmarks", gain)
+    row = "most: whole sequence, rows of 32 B, dilation 4 | residue 1.50, Hilbert 1.25 times as fast"
+    assert row in texts(copied)["README.md"]
+
+
+def test_every_number_says_on_what_it_was_measured(copied):
+    rows = [line for line in texts(copied)["README.md"].splitlines() if re.match(r"\|.*/another-run/", line)]
+    assert {(line.split(" | ")[2], line.split("[")[1][:2]) for line in rows} == {
+        ("NVIDIA H200", "06"),
+        ("NVIDIA H200", "08"),
+        ("4 × NVIDIA H200", "07"),
+    }
+
+
+@pytest.mark.parametrize("figures", ["speeds.png", "speedups_*.png"])
+def test_a_record_without_its_figure_is_named(copied, figures):
+    for path in copied.glob(f"*/*/*/{figures}"):
+        path.unlink()
+    with pytest.raises(ValueError, match=re.escape(f"holds no {figures}")):
         evidence_pages(copied)
 
 

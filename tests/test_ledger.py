@@ -3,8 +3,10 @@
 import ast
 import copy
 import json
+import os
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,6 +22,7 @@ from matplotlib.collections import PathCollection
 from hilbert_lib import selection
 from hilbert_lib.bench import REPORTS, read_records
 from hilbert_lib.cli import main
+from hilbert_lib.committed import newest_run
 from hilbert_lib.figures import verdict
 from hilbert_lib.kernel_benchmarks import committed_records
 from hilbert_lib.ledger import kernels, rerun
@@ -343,6 +346,18 @@ def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, mon
     assert re.search(r"verdict +holds\n +value +6 \(5.99 to 6.01\)", shown)
     (record,) = tmp_path.glob("*/claims_K10/results.jsonl")
     assert str(record) in shown
+
+
+def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: CompletedProcess(words, 0))
+    assert "C4 was not measured again" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
+    old = tmp_path / "a-run" / "06_kernel_benchmarks-0a1b2c3d"
+    shutil.copytree(newest_run("06_kernel_benchmarks", "counters.csv"), old)
+    os.utime(old / "counters.csv", (0, 0))
+    assert "wrote no counters.csv" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
+    os.utime(old / "counters.csv", (2**31, 2**31))  # written while the notebook ran
+    assert str(old) in hilbert("claims", "--rerun", "C4", "--out", tmp_path)
 
 
 def test_tests_are_run_again(monkeypatch):

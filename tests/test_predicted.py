@@ -7,6 +7,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from hilbert_lib import counter_benchmarks as benchmarks
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.triton import decode, launch
 from hilbert_lib.locality import predicted
@@ -81,6 +82,27 @@ def test_decoding_loads_the_sectors_and_bytes_that_are_predicted(loaded, layout,
     found = attention_reads(Storage(ordering, 32, HEADS, "bhsd"), of_program, **tiles, gpu=LARGE)
     assert found.l1_sectors == sum(map(len, loaded.values()))
     assert found.dram_read_bytes == 64 * len({sector // 2 for sector in set().union(*loaded.values())})
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["linear", "hilbert"])
+@pytest.mark.parametrize("kernel", ["forward", "decoding"])
+def test_the_works_that_are_counted_are_predicted_with_the_tiles_and_tables_of_their_kernel(
+    loaded, layout, kernel, monkeypatch
+):
+    class NoMerge:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(decode, "merge_kernel", NoMerge())
+    monkeypatch.setattr(benchmarks, "FORWARD_TABLES", benchmarks.FORWARD_TABLES + 1)  # as above, interpreted
+    # On the CPU the same elements are float32: rows twice as wide.
+    wide = property(lambda work: Storage(work.ordering, 2 * work.row_bytes, work.heads, "bhsd"))
+    monkeypatch.setattr(benchmarks.Work, "storage", wide)
+    sizes = {"length": 768, "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 192}
+    (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.layout == layout)
+    work.call(torch.device("cpu"))()
+    assert work.predicted(LARGE).l1_sectors == sum(map(len, loaded.values()))
 
 
 def lru(units, capacity):

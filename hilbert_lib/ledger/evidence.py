@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hilbert_lib.bench import RESULTS, read_records
-from hilbert_lib.committed import MACHINES, newest_run
+from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.ledger.advice import GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.numbers import RING, key_numbers
 from hilbert_lib.suite.html import markdown_html
@@ -53,7 +53,7 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
         Empty where FOLDER holds no such machine.
 
     Raises:
-        ValueError: if the records no longer bear out a sentence of the answer.
+        ValueError: if the records no longer bear out a sentence of the answer, or a figure is missing.
     """
     machines = [each for each in sorted(folder.glob(MACHINES)) if any(map(point_folders, each.glob("*/")))]
     if not machines:
@@ -90,13 +90,18 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     if not answer.premise.all():
         raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
     at = {name: run.relative_to(folder).as_posix() for name, run in found.items()}
+    for run, figures in ((found[GRIDS], "speedups_*.png"), (found[KERNELS], "speeds.png")):
+        if not any(run.glob(figures)):
+            raise ValueError(f"{run} holds no {figures}; hilbert report {run.parent} --redraw draws what has a table")
     # There is one for each size of a block; that of the largest is shown.
     figure = max(found[GRIDS].glob("speedups_*.png"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING)))
     return {
         "answer": [{"text": row.answer, "notebook": row.rests_on} for row in answer.itertuples()],
         "numbers": [
-            {"what": row.what, "measured": row.measured, "notebook": row.record, "run": at[row.record]}
+            {"what": row.what, "measured": row.measured, "on": on[row.record], "notebook": row.record}
+            | {"run": at[row.record]}
             for row in numbers.itertuples()
         ],
         "figure": f"{at[GRIDS]}/{figure.name}",

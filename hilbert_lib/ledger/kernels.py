@@ -100,14 +100,18 @@ def fused_speeds(records: Records) -> pd.DataFrame:
 
     Returns:
         length (at which most backends were timed), heads, branches, direction, head_dim, tflop_per_s, error (relative,
-        against float64), other (its name) and other_tflop_per_s, the largest head first.
+        against float64), other (its name), other_tflop_per_s and times_as_fast (the least paired ratio to any other),
+        the largest head first.
     """
-    sides = side_table(list(records), "backends").query("pattern == 'reference' and not is_causal")
+    reference = "pattern == 'reference' and not is_causal"
+    sides = side_table(list(records), "backends").query(reference)
     timed = sides.groupby("length").name.nunique()
     sides = sides[sides.length == max(timed.index, key=lambda n: (timed[n], n))].sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
+    pairs = ratio_table(list(records), "backends").query(reference)
+    least = pairs[pairs.length == sides.length.iloc[0]].groupby(case).ratio.min().rename("times_as_fast")
     others = sides[sides.name != "triton"].drop_duplicates(case, keep="last").set_index(case)
-    others = others[["name", "tflop_per_s"]].set_axis(["other", "other_tflop_per_s"], axis=1)
+    others = others[["name", "tflop_per_s"]].set_axis(["other", "other_tflop_per_s"], axis=1).join(least)
     fused = sides[sides.name == "triton"].join(others, on=case).sort_values(case, ascending=False)
     return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
 

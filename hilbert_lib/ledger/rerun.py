@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         The answer, from the new records alone.
 
     Raises:
-        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed.
+        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, or
+            the notebook left no record of the claim.
         ValueError: as `command`; or for a segment_length that does not fit.
     """
     if claim.record and not torch.cuda.is_available():
@@ -73,6 +75,12 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     if not claim.record and not claim.tests:
         return answer(claim)
     program, *words = shlex.split(line)
+    started = time.time()
     if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
         raise RuntimeError(f"{claim.id} was not measured again, because this failed: {line}")
-    return answer(claim, newest_run(claim.record, claim.file, [out]) if claim.record else None)
+    if not claim.record:
+        return answer(claim)
+    run = newest_run(claim.record, claim.file, [out])
+    if run is None or (run / claim.file).stat().st_mtime < started:  # an older run's is no answer
+        raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
+    return answer(claim, run)

@@ -6,7 +6,9 @@ caches ("--cache-control all"): a count is that of a first call, whatever ran be
 
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,8 +25,6 @@ import torch
 METRICS = {
     "l1_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",  # one an instruction of a warp; into registers
     "l1_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # that they ask for
-    "l1_copy_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ldgsts.sum",  # the same into shared memory
-    "l1_copy_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
     "l1_spill_sectors": "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # registers that did not fit
     "l1_hit_percent": "l1tex__t_sector_hit_rate.pct",
     "l1_sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # from L2 into the L1s, whichever instruction asked
@@ -86,19 +86,25 @@ def count_launches(
     how = ["--clock-control", "none", "--cache-control", "all", "--target-processes", "all", *options]
     how += ["--csv", "--print-units", "base", "--kernel-name-base", "function", "--kernel-name", kernel]
     how += ["--metrics", ",".join(METRICS.values())]
-    try:
-        done = subprocess.run(["ncu", *how, *command], capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"ncu took longer than {timeout:g} s over {command[0]}") from None
-    said = done.stdout + done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # In a session of its own: the program that ncu watches ends with it.
+    with subprocess.Popen(["ncu", *how, *command], start_new_session=True, **pipes) as process:
+        try:
+            out, complaints = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"ncu took longer than {timeout:g} s over {command[0]}") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    said = out + complaints
     if "ERR_NVGPUCTRPERM" in said:
         raise RuntimeError(
             "ncu may not read the GPU's counters: run as root, or let the driver allow it "
             "(NVreg_RestrictProfilingToAdminUsers=0)"
         )
-    if done.returncode:
-        raise RuntimeError(f"ncu ended with status {done.returncode}: {said.strip()[-500:]}")
-    table = parse_counters(done.stdout)
+    if process.returncode:
+        raise RuntimeError(f"ncu ended with status {process.returncode}: {said.strip()[-500:]}")
+    table = parse_counters(out)
     if table.empty:
         raise RuntimeError(f"the program launched no kernel named {kernel!r}: {said.strip()[-500:]}")
     unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]

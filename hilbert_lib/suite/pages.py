@@ -106,8 +106,8 @@ EVIDENCE = (
 <figure class="proof"><a href="{{ told.figure }}"><img src="{{ told.figure }}" alt="{{ told.alt }}"></a>
 <figcaption class="soft small">{{ told.caption }}</figcaption></figure>
 <h2>In numbers</h2>
-<table class="small"><thead><tr><th>Work</th><th>Measured</th><th>Record</th></tr></thead><tbody>
-{% for row in told.numbers %}<tr><td>{{ row.what }}</td><td>{{ row.measured }}</td>
+<table class="small"><thead><tr><th>Work</th><th>Measured</th><th>On</th><th>Record</th></tr></thead><tbody>
+{% for row in told.numbers %}<tr><td>{{ row.what }}</td><td>{{ row.measured }}</td><td>{{ row.on }}</td>
 <td><a href="{{ row.run }}/results.jsonl">{{ row.notebook[:2] }}</a></td></tr>
 {% endfor %}</tbody></table>
 {% else %}<p>The answer waits for records of {{ waiting | join(", ") }}.</p>{% endif %}
@@ -174,10 +174,10 @@ The answer waits for records of {{ waiting | join(", ") }}.
 {% endautoescape %}"""
 
 NUMBERS_MARKDOWN = """{% autoescape false -%}
-| work | measured | record |
-| --- | --- | --- |
+| work | measured | on | record |
+| --- | --- | --- | --- |
 {%- for row in told.numbers %}
-| {{ row.what }} | {{ row.measured }} | [{{ row.notebook[:2] }}]({{ base }}{{ row.run }}) |
+| {{ row.what }} | {{ row.measured }} | {{ row.on }} | [{{ row.notebook[:2] }}]({{ base }}{{ row.run }}) |
 {%- endfor %}
 {%- endautoescape %}"""
 
