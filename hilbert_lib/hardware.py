@@ -1,6 +1,7 @@
 """What GPU this is, and what its architecture can compute with."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -99,12 +100,25 @@ def get_gpu_info(device: torch.device | str | int | None = None) -> GpuInfo:
     device = torch.device("cuda") if device is None else checks.device(device)
     if device.type != "cuda":
         return NO_GPU
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        if device.index is None:
-            return NO_GPU
+    if device.index is not None:
+        return _seen(device)
+    return _asked(device) if _sees_gpus() else NO_GPU
+
+
+@cache  # every call of attention asks, and a GPU stays what it is; refusals are not kept
+def _seen(device: torch.device) -> GpuInfo:
+    if not _sees_gpus():
         raise ValueError(f"device must be a GPU that this process sees, of which there is none; got {device}")
-    if device.index is not None and device.index >= torch.cuda.device_count():
+    if device.index >= torch.cuda.device_count():
         raise ValueError(f"device must be below cuda:{torch.cuda.device_count()}, got {device}")
+    return _asked(device)
+
+
+def _sees_gpus() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def _asked(device: torch.device) -> GpuInfo:
     return gpu_info(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device))
 
 

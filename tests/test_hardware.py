@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib import get_gpu_info
+from hilbert_lib import get_gpu_info, hardware
 from hilbert_lib.hardware import NO_GPU, gpu_info
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -28,6 +28,13 @@ CASES = [  # model, capability, name of the architecture, dtypes beside float32 
     ("RTX 5090", (12, 0), "Blackwell", {HALF, BFLOAT, *FP8}, BFLOAT),
     ("of the future", (13, 0), "newer", {HALF, BFLOAT, *FP8}, BFLOAT),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _forget_gpus():
+    hardware._seen.cache_clear()
+    yield
+    hardware._seen.cache_clear()
 
 
 def properties(name="H200", **more):
@@ -99,3 +106,17 @@ def test_each_gpu_of_several_is_told_apart(monkeypatch):
     assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
     assert get_gpu_info("cuda:1").name == "H200"
     assert get_gpu_info() == get_gpu_info("cuda:0")
+
+
+def test_a_gpu_is_asked_once_and_a_refusal_is_not_kept(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="of which there is none"):
+        get_gpu_info("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties())
+    assert get_gpu_info("cuda:0") is get_gpu_info(torch.device("cuda", 0))
+    assert asked == [torch.device("cuda:0")]

@@ -135,7 +135,7 @@ def _triton_absence(device: torch.device) -> str:
     if mode == "compiled" and device.type != "cuda":
         return f"needs a CUDA device, got {device.type}"
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        room = get_gpu_info(device).shared_memory_bytes
         if room < TRITON_SHARED_BYTES:
             return f"its tiles need {TRITON_SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""

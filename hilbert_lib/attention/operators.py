@@ -159,6 +159,8 @@ def _as_kernels_load(x: Tensor) -> Tensor:
 
     cuDNN reads such rows wrongly and says nothing; the other kernels fail.
     """
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # most are, and the rest takes longer to ask
+        return x
     size = x.element_size()
     dense = x.shape[-1] == 1 or x.stride(-1) == 1
     steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
@@ -169,7 +171,7 @@ def _as_kernels_load(x: Tensor) -> Tensor:
 
 def _as_given(device: torch.device) -> AbstractContextManager:
     # Autocast has had its say about q, k and v; inside, it would round the scores.
-    if torch.amp.is_autocast_available(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -50,8 +50,9 @@ def serves(q: Tensor, k: Tensor, call: Call) -> bool:
     False
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
-    most_keys = max(min(w, k.shape[1]) // r for w, r in call.pattern.branches)
-    return rows <= MOST_ROWS and most_keys >= KEYS_PER_ROW * rows
+    if rows > MOST_ROWS:
+        return False
+    return max(min(w, k.shape[1]) // r for w, r in call.pattern.branches) >= KEYS_PER_ROW * rows
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
+from hilbert_lib.hardware import get_gpu_info
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ CONFIGS = {
 HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
 HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
 HOPPER_BRANCHES = 6  # branches for which the kernels have descriptors
+STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,7 @@ def backward(
     q, k, v, dout, out = _as_computed(q, k, v, dout, out)
     batch, queries, heads, head_dim = q.shape
     delta = torch.empty_like(lse)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = _block_d(head_dim)
     rows = batch * queries * heads
     delta_kernel[(triton.cdiv(rows, 32),)](
         out, dout, delta, *dout.stride()[:3], rows, queries, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=32
@@ -199,8 +201,14 @@ def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, .
         and len(todo[-1].branches) <= HOPPER_BRANCHES
         and todo[-1].is_aligned
         # Rows past the last multiple of r are reached from the row before, which segment 0 may not have.
-        and all(min(w, keys) <= keys // r * r for w, r in (call.pattern.branches[i] for i in todo[-1].branches))
+        and all(min(w, keys) <= keys // r * r for w, r in _branches(call, todo[-1]))
     )
+
+
+def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
+    # Segment length and rate of a pass's branches.
+    branches = call.pattern.branches
+    return [branches[i] for i in one.branches]
 
 
 def _in_place(todo: tuple[schedule.Pass, ...]) -> tuple[schedule.Pass, ...]:
@@ -213,7 +221,7 @@ def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[s
     q = tensors[0]
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and get_gpu_info(q.device).capability == (9, 0)
         and hopper_serves(q, keys, call, todo)
         # The copy engine takes no tensor that is expanded.
         and all(stride > 0 for x in tensors for stride in x.stride())
@@ -228,7 +236,7 @@ def _forward_on_hopper(
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_FORWARD[columns]
-    branches = [call.pattern.branches[i] for i in one.branches]
+    branches = _branches(call, one)
     keys = k.shape[1]
     is_masked = call.is_causal or any(min(w, keys) % (r * config.block_n) or keys % min(w, keys) for w, r in branches)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if is_masked else None
@@ -258,7 +266,7 @@ def _backward_on_hopper(
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_BACKWARD[columns]
-    branches = [call.pattern.branches[i] for i in one.branches]
+    branches = _branches(call, one)
     part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
     descriptors = []
     for _, r in branches:
@@ -278,8 +286,13 @@ def _backward_on_hopper(
 
 def _known(kernel, shared: dict) -> dict:
     # Of the arguments that kernels share, those that this one takes; its own BLOCK_D; four warps a group.
-    own = {name: value for name, value in shared.items() if name in kernel.arg_names and name != "BLOCK_D"}
-    return own | {"num_warps": 4}
+    names = set(kernel.arg_names) - {"BLOCK_D"}
+    return {name: value for name, value in shared.items() if name in names} | {"num_warps": 4}
+
+
+def _block_d(head_dim: int) -> int:
+    # Columns of a tile. The function of Triton is made for kernels, and slow on the host.
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
@@ -321,11 +334,7 @@ def _launch(
         "seed": q if call.seed is None else call.seed,
         "scale": call.scale,
         "dropout_p": call.dropout_p,
-        **{
-            f"stride_{name}{axis}": x.stride(n)
-            for name, x in zip("qkv", (q, k, v), strict=True)
-            for n, axis in enumerate("bnh")
-        },
+        **dict(zip(STRIDES, q.stride()[:3] + k.stride()[:3] + v.stride()[:3], strict=True)),
         "first_query": call.first_query,
         "queries": queries,
         "keys": keys,
@@ -338,7 +347,7 @@ def _launch(
         "count": count,
         "n_branches": len(one.branches),
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": _block_d(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": call.is_causal,
