@@ -142,6 +142,15 @@ def test_an_answer_that_the_records_no_longer_bear_out_is_refused(copied):
         evidence_pages(copied)
 
 
+def test_a_record_that_lacks_what_is_told_of_it_is_named(copied):
+    def rename(record):
+        record["b"]["name"] = "tiles" if record["b"]["name"] == "tile" else record["b"]["name"]
+
+    change(copied, "08_where_a_curve_pays", rename)
+    with pytest.raises(ValueError, match=r"the newest records lack what is told .*08_where_a_curve_pays"):
+        evidence_pages(copied)
+
+
 def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied):
     def level(record):
         if record.get("b", record)["parameters"]["sweep"] == "backends":

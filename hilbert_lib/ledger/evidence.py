@@ -86,7 +86,12 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
 def _told(found: dict[str, Path], folder: Path) -> dict:
     """The answer, its figure and the numbers, with paths from the folder."""
     records = {name: read_records(run / RESULTS) for name, run in found.items()}
-    answer = short_answer(records[KERNELS], records[GRIDS])
+    try:
+        answer = short_answer(records[KERNELS], records[GRIDS])
+        numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING)))
+    except (LookupError, AttributeError, ValueError) as error:
+        runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
+        raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error
     if not answer.premise.all():
         raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
     at = {name: run.relative_to(folder).as_posix() for name, run in found.items()}
@@ -96,7 +101,6 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     # There is one for each size of a block; that of the largest is shown.
     figure = max(found[GRIDS].glob("speedups_*.png"), key=lambda path: int(path.stem.rpartition("_")[2]))
     on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
-    numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING)))
     return {
         "answer": [{"text": row.answer, "notebook": row.rests_on} for row in answer.itertuples()],
         "numbers": [
