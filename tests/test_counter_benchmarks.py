@@ -42,13 +42,13 @@ def counting(monkeypatch):
 @pytest.mark.parametrize("kernel", benchmarks.KERNELS)
 def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
     results = {}
-    for work in benchmarks.works(kernel, **SIZES):
-        results.setdefault((work.dilation, work.row_bytes), []).append(work.call(CPU)())
-    assert len(results) == 4
-    for (rate, size), found in results.items():
+    for work in benchmarks.works(kernel, **SIZES | {"heads": 1, "row_bytes": [32]}):  # interpreted
+        results.setdefault(work.dilation, []).append(work.call(CPU)())
+    assert len(results) == 2
+    for rate, found in results.items():
         assert len(found) == 7
         assert all(torch.equal(found[0], other) for other in found)
-        rows = {"forward": (1, 32, 2, size // 2), "decoding": (1, 1, 2, size // 2), "gather": (64 // rate, size // 2)}
+        rows = {"forward": (1, 32, 1, 16), "decoding": (1, 1, 1, 16), "gather": (32 // rate, 16)}
         assert found[0].shape == rows[kernel]
         assert found[0].abs().sum() > 0
 

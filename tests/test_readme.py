@@ -1,17 +1,17 @@
 """What the README says can be done, is done here."""
 
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 import hilbert_lib
 from hilbert_lib import DilatedPattern, Ordering, RingDilatedAttention, dilated_attention
+from hilbert_lib.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -58,11 +58,10 @@ def test_every_name_of_the_documents_is_there():
 
 
 @pytest.mark.parametrize("command", COMMANDS + HELP)
-def test_its_commands_and_those_of_the_help_are_understood(command):
-    arguments = [*command.split(), *([] if command == "list" else ["--dry-run"])]
-    run = [sys.executable, "-c", "from hilbert_lib.cli import main; main()", *arguments]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_its_commands_and_those_of_the_help_are_understood(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(main, [*command.split(), *([] if command == "list" else ["--dry-run"])])
+    assert done.exit_code == 0, done.output
 
 
 def test_every_notebook_is_listed():
