@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -65,6 +66,19 @@ def environment() -> dict:
         "hardware": " + ".join(gpu["name"] for gpu in gpus) or f"{cpu}, {cores} cores",
         "kernel_mode": kernel_mode(),
     }
+
+
+def say_hardware(facts: dict) -> str:
+    """On what something ran, several GPUs of one kind as their number.
+
+    Args:
+        facts: as `environment` gives them, which name GPUs one by one.
+
+    >>> say_hardware({"hardware": "NVIDIA H200 + NVIDIA H200"})
+    '2 × NVIDIA H200'
+    """
+    kinds = Counter(facts["hardware"].split(" + "))
+    return " + ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
 
 
 def describe_environment() -> str:

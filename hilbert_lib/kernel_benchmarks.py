@@ -1,6 +1,5 @@
 """The sweeps of notebook 06: which pairs of calls answer how fast the kernels are, and what a layout changes."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +17,7 @@ from hilbert_lib.baselines import BASELINES
 from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.committed import newest_run
 from hilbert_lib.curves import curve_coordinates, curve_index
+from hilbert_lib.environment import say_hardware
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
@@ -232,15 +232,9 @@ def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks")
     True
     """
     if any(record.get("kind") != "check" for record in records):
-        return records, _hardware(records)
+        return records, say_hardware(records[0]["environment"])
     committed = committed_records(notebook)
-    return committed, f"committed record, {_hardware(committed)}" if committed else ""
-
-
-def _hardware(records: list[dict]) -> str:
-    # "4 x A" for four GPUs of a kind, which an environment names one by one.
-    counted = Counter(records[0]["environment"]["hardware"].split(" + "))
-    return " + ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())
+    return committed, f"committed record, {say_hardware(committed[0]['environment'])}" if committed else ""
 
 
 def layout_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.committed import MACHINES, newest_run, run_environment
+from hilbert_lib.environment import say_hardware
 from hilbert_lib.ledger.advice import GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.numbers import RING, key_numbers
 from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
-from hilbert_lib.suite.report import point_folders, put, render, say_hardware, say_moment
+from hilbert_lib.suite.report import point_folders, put, render, say_moment
 
 INDEX, README, HISTORY = "index.html", "README.md", "HISTORY.md"
 BLOCK = re.compile(r"(<!-- from the records[^>]*-->\n).*?(<!-- end of the records -->)", re.DOTALL)

@@ -327,14 +327,13 @@ def _of_fused(given: tuple[Tensor, ...], call: Call, direction: str, device: tor
 
 
 def _parts(q: Tensor, k: Tensor, call: Call) -> int:
-    import triton
-
     from hilbert_lib.attention.triton import decode
+    from hilbert_lib.attention.triton.geometry import block_d
 
     batch, rows, heads, head_dim = q.shape
     kv_heads, first = k.shape[2], call.first_query
     keys = min(k.shape[1], first + rows) if call.is_causal else k.shape[1]
-    block = min(128, decode.TILE_BYTES // (max(16, triton.next_power_of_2(head_dim)) * k.element_size()))
+    block = min(128, decode.TILE_BYTES // (block_d(head_dim) * k.element_size()))
     least = decode.KEYS_PER_ROW * rows * heads // kv_heads
     return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
 

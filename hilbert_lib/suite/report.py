@@ -1,7 +1,6 @@
 """The pages of a report, built from what lies in its folders and from nothing else."""
 
 import os
-from collections import Counter
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment
 from nbformat.reader import NotJSONError
 
+from hilbert_lib.environment import say_hardware
 from hilbert_lib.suite.html import markdown_html, write_html
 from hilbert_lib.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.suite.pages import RUN, RUNS, STYLE
@@ -91,19 +91,6 @@ def point_folders(run_folder: Path) -> list[Path]:
         run_folder: folder of the run-id.
     """
     return sorted(path.parent for path in run_folder.glob(f"*/{MANIFEST}") if _is_shown(path.parent))
-
-
-def say_hardware(facts: dict) -> str:
-    """On what it ran, several GPUs of one kind as their number.
-
-    Args:
-        facts: as `hilbert_lib.environment.environment` gives them.
-
-    >>> say_hardware({"gpus": [{"name": "NVIDIA H200"}] * 4, "hardware": "NVIDIA H200 + ..."})
-    '4 × NVIDIA H200'
-    """
-    kinds = Counter(gpu["name"] for gpu in facts["gpus"])
-    return " + ".join(f"{n} × {name}" if n > 1 else name for name, n in kinds.items()) or facts["hardware"]
 
 
 def say_moment(time: str) -> str:

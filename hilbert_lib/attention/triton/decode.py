@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.triton.geometry import dropout_factor, segment_rows
+from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
 
@@ -77,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     kv_heads, first = k.shape[2], call.first_query
     keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    columns = block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
     chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
@@ -95,7 +95,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         call.scale, call.dropout_p,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
+        HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m, BLOCK_N=block_n,
         PAIRS=triton.next_power_of_2(pairs),
         SEVERAL=queries > 1, CAUSAL=call.is_causal, GATHER=call.inverse is not None,
         PADDING=call.key_padding_mask is not None, DROPOUT=call.dropout_p > 0.0,
@@ -107,7 +107,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     merge_kernel[(batch * queries * heads,)](
         partial_out, partial_lse, out, lse, table,
         first, queries, keys, heads, kv_heads, group, len(call.pattern.branches), chunk, parts,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK=MERGED_ELEMENTS // block_d,
+        HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK=MERGED_ELEMENTS // columns,
     )  # fmt: skip
     return out, lse
 
@@ -116,7 +116,7 @@ def step_keys(head_dim: int, element_size: int) -> int:
     """Keys of one step of a program: a tile of k has `TILE_BYTES` at most."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED_BLOCK
-    return min(128, TILE_BYTES // (max(16, triton.next_power_of_2(head_dim)) * element_size))
+    return min(128, TILE_BYTES // (block_d(head_dim) * element_size))
 
 
 def split(

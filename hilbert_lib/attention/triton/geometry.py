@@ -13,6 +13,16 @@ NOT_SPECIALIZED = [
 ]
 
 
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: a power of two, 16 at least.
+
+    >>> [block_d(head_dim) for head_dim in (1, 16, 17, 256)]
+    [16, 16, 32, 256]
+    """
+    # Triton's own function is made for kernels, and slow on the host.
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 @triton.jit
 def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases, count, heads, group):
     """The tile of a program, of the rows from `first_row` on that there are; `schedule.Tables` holds the tiles.

@@ -10,6 +10,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
+from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.hardware import get_gpu_info
 
 
@@ -108,11 +109,11 @@ def backward(
     q, k, v, dout, out = _as_computed(q, k, v, dout, out)
     batch, queries, heads, head_dim = q.shape
     delta = torch.empty_like(lse)
-    block_d = _block_d(head_dim)
     rows = batch * queries * heads
     delta_kernel[(triton.cdiv(rows, 32),)](
-        out, dout, delta, *dout.stride()[:3], rows, queries, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=32
-    )
+        out, dout, delta, *dout.stride()[:3], rows, queries, heads,
+        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=32,
+    )  # fmt: skip
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
     todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
@@ -290,11 +291,6 @@ def _known(kernel, shared: dict) -> dict:
     return {name: value for name, value in shared.items() if name in names} | {"num_warps": 4}
 
 
-def _block_d(head_dim: int) -> int:
-    # Columns of a tile. The function of Triton is made for kernels, and slow on the host.
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
     # Rows that no pass visits are 0.
     written = len(todo) > 1 or schedule.covers_all(call.pattern)
@@ -347,7 +343,7 @@ def _launch(
         "count": count,
         "n_branches": len(one.branches),
         "HEAD_DIM": head_dim,
-        "BLOCK_D": _block_d(head_dim),
+        "BLOCK_D": block_d(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": call.is_causal,

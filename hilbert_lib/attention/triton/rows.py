@@ -105,7 +105,7 @@ def add_kernel(
 
 @triton.jit
 def _rows(rows, members, BLOCK_M: tl.constexpr):
-    """Rows (int64) of this program and its member of each; neighbours take the members of the same rows."""
+    """Rows of this program and its member of each, int64; neighbours take the members of the same rows."""
     pid = tl.program_id(0)
     row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return row, pid % members, row < rows
+    return row, (pid % members).to(tl.int64), row < rows
