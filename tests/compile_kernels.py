@@ -34,6 +34,7 @@ CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "cuts", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
+BRANCHES = 5  # of the warp-specialised kernels: one fewer than they have room for, so that one has no descriptor
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
@@ -113,11 +114,12 @@ def hopper(architecture: int) -> dict[str, str]:
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
-            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": 5, "CAUSAL": causal, "CUT": True}
+            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "CUT": True}
             config = HOPPER_FORWARD[columns]
             keys = described(config.block_n, columns, gl.bfloat16)
             types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}
             constants = common | {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "MASKED": causal}
+            constants |= {f"{x}{i}": None for x in "kv" for i in range(BRANCHES, HOPPER_BRANCHES)}
             args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
             ptx[f"forward {columns} {causal}"] = compiled(hopper_forward.forward_kernel, *args)
             config = HOPPER_BACKWARD[columns]
@@ -127,6 +129,7 @@ def hopper(architecture: int) -> dict[str, str]:
             types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
             for with_dq in (True, False)[: 1 + causal]:
                 constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+                constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(BRANCHES, HOPPER_BRANCHES)}
                 args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
                 name = f"backward {columns} {causal}" + ("" if with_dq else " without dq")
                 ptx[name] = compiled(hopper_backward.backward_kernel, *args)

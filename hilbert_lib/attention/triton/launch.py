@@ -242,7 +242,7 @@ def _forward_on_hopper(
     is_masked = call.is_causal or any(min(w, keys) % (r * config.block_n) or keys % min(w, keys) for w, r in branches)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if is_masked else None
     descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
-    descriptors += descriptors[:2] * (HOPPER_BRANCHES - len(branches))
+    descriptors += [None] * (2 * HOPPER_BRANCHES - len(descriptors))
     grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
     hopper.forward_kernel[grid](
         q, out, lse, q if flag is None else flag, *descriptors, **_known(hopper.forward_kernel, shared),
@@ -273,7 +273,7 @@ def _backward_on_hopper(
     for _, r in branches:
         descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
         descriptors.append(descriptors[-1] if sums is None else hopper_tiles.descriptor(sums, r, *part))
-    descriptors += descriptors[:3] * (HOPPER_BRANCHES - len(branches))
+    descriptors += [None] * (3 * HOPPER_BRANCHES - len(descriptors))
     dk, dv = (_result(x, (one,), call) for x in (k, v))
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
     hopper_backward.backward_kernel[grid](
