@@ -1,6 +1,7 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
-from functools import lru_cache
+import sys
+from functools import cache, lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -75,42 +76,9 @@ def ring_dilated_attention(
     torch.Size([1, 8, 2, 4])
     >>> dist.destroy_process_group()
     """
-    group = resolved(group)
-    arguments = is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
-    if group.size() == 1:
-        return dilated_attention(
-            q,
-            k,
-            v,
-            pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            kv_ordering=_ordering(kv_ordering, k),
-            backend=backend,
-            return_lse=return_lse,
-        )
-    validate = validate or group not in _agreed
-    request, refusal = {}, None
-    try:
-        q, k, v, call = _checked(q, k, v, pattern, *arguments)
-        if validate:
-            request = _request(q, k, v, call, transport, kv_ordering, backend)
-    except (TypeError, ValueError) as error:
-        if not validate:
-            raise
-        refusal = error
-    if validate:
-        _agreed[group] = agree(request, 0 if refusal else q.shape[1], refusal, group)
-    lengths = _agreed[group]
-    if lengths[group.rank()] != q.shape[1]:
-        lengths = (q.shape[1],) * group.size()
-    if not q.shape[0] or not sum(lengths):
-        out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
-    else:
-        out, lse = _Ring.apply(q, k, v, _job(q, k, call, lengths, group, transport, kv_ordering, backend))
-    return (out, lse) if return_lse else out
+    attend = _uncompiled() if "torch._dynamo" in sys.modules else _attend
+    options = is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
+    return attend(q, k, v, pattern, options, group, transport, validate)
 
 
 # Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
@@ -194,6 +162,62 @@ class RingDilatedAttention(nn.Module):
     def extra_repr(self) -> str:
         names = ("pattern", "transport", "dropout", "scale", "kv_ordering", "backend", "validate")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+@cache
+def _uncompiled():
+    # Having broken the graph at the call, torch.compile would go on with what is called, and trace streams. Only where
+    # it is loaded: this imports it, and with it triton.
+    return torch.compiler.disable(_attend)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    options: tuple,
+    group: ProcessGroup | DeviceMesh | None,
+    transport: str,
+    validate: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    # `ring_dilated_attention`, its options in order.
+    group = resolved(group)
+    is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse = options
+    if group.size() == 1:
+        return dilated_attention(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            kv_ordering=_ordering(kv_ordering, k),
+            backend=backend,
+            return_lse=return_lse,
+        )
+    validate = validate or group not in _agreed
+    request, refusal = {}, None
+    try:
+        q, k, v, call = _checked(q, k, v, pattern, *options)
+        if validate:
+            request = _request(q, k, v, call, transport, kv_ordering, backend)
+    except (TypeError, ValueError) as error:
+        if not validate:
+            raise
+        refusal = error
+    if validate:
+        _agreed[group] = agree(request, 0 if refusal else q.shape[1], refusal, group)
+    lengths = _agreed[group]
+    if lengths[group.rank()] != q.shape[1]:
+        lengths = (q.shape[1],) * group.size()
+    if not q.shape[0] or not sum(lengths):
+        out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
+    else:
+        out, lse = _Ring.apply(q, k, v, _job(q, k, call, lengths, group, transport, kv_ordering, backend))
+    return (out, lse) if return_lse else out
 
 
 class _Ring(torch.autograd.Function):

@@ -30,13 +30,13 @@ class Config:
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
-# By bytes of an element and largest head_dim. First choices: the bf16 ones at 64 and 128 were the fastest of a few tile
-# shapes tried by hand on one H200; the others only fit its registers and shared memory.
+# By bytes of an element and largest head_dim. The 16-bit ones were the fastest of a few shapes tried by hand on an H200
+# (reports/HISTORY.md) that an A100's shared memory holds too; the others only fit registers and shared memory.
 CONFIGS = {
     "forward": {
         (2, 64): Config(128, 64, 4, 3),
         (2, 128): Config(128, 64, 8, 3),
-        (2, 256): Config(64, 64, 4, 2),
+        (2, 256): Config(64, 64, 8, 2),
         (4, 64): Config(64, 32, 4, 2),
         (4, 128): Config(32, 32, 4, 2),
         (4, 256): Config(16, 32, 4, 1),
@@ -52,7 +52,7 @@ CONFIGS = {
     "dkv": {
         (2, 64): Config(64, 128, 8, 3),
         (2, 128): Config(32, 128, 8, 3),
-        (2, 256): Config(32, 64, 4, 1),
+        (2, 256): Config(32, 64, 8, 2),
         (4, 64): Config(32, 32, 4, 1),
         (4, 128): Config(16, 32, 4, 1),
         (4, 256): Config(16, 16, 4, 1),
