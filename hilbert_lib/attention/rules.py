@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 HOPPER_RECORD = "notebook 06 on an H200, reports/h200"
+CHOICE_RECORD = "notebook 05 on an H200, reports/h200"
 NOT_MEASURED = "not measured: the order of general knowledge"
 ANY = (0, None)
 
@@ -17,6 +18,7 @@ class Rule(NamedTuple):
         is_causal: of the call, or None for both.
         gradient: whether its backward will run, or None for both.
         pattern: segment_lengths, dilation_rates, offsets and mixing, or None for all.
+        uneven: whether some rate does not divide its segment length, or None for both.
     """
 
     order: tuple[str, ...]
@@ -27,6 +29,7 @@ class Rule(NamedTuple):
     is_causal: bool | None = None
     gradient: bool | None = None
     pattern: tuple | None = None
+    uneven: bool | None = None
 
     @property
     def asks_for_length(self) -> bool:
@@ -41,21 +44,36 @@ class Rule(NamedTuple):
                 return False
         if self.is_causal not in (None, is_causal) or self.gradient not in (None, gradient):
             return False
+        if self.uneven is not None and self.uneven != _is_uneven(*pattern[:2]):
+            return False
         return self.pattern in (None, pattern)
 
 
-# On Hopper one pass over all branches is the fastest but for dense cuDNN calls with one merge in long causal forwards
-# of small heads, where the pass spends more on the diagonal. Gains under 3 % are left to the pass, which needs no room
-# for partial results. The packages are not in the record; they stand behind cuDNN, and the newer ones before torch's
-# FlashAttention-2, by what their dense kernels reach.
+def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
+    return any(w % r for w, r in zip(segment_lengths, rates, strict=True))
+
+
+# On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
+# segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
+# diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 28 %, cuDNN's by up
+# to 26 %. Gains under 3 % are left to the pass, which needs no room for partial results. FlashAttention-2 and -3 and
+# xFormers are not in the records; they stand behind what was measured, and the newer before the older.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
+_FLASH_FIRST = ("flash_attn_4", *(name for name in _HOPPER if name != "flash_attn_4"))
+_DENSE_FIRST = ("flash_attn_4", *(name for name in _CUDNN_FIRST if name != "flash_attn_4"))
+LONG, LONGER = (2**16, None), (2**18, None)  # lengths from which on it was seen
 _AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
 _BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _OLDER = ("sdpa", "xformers", "eager")
 HALF_RULES = {
     "Hopper": (
-        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), (2**18, None), is_causal=True, gradient=False),
+        Rule(_DENSE_FIRST, CHOICE_RECORD, (64, 64), LONGER, uneven=True),
+        Rule(_DENSE_FIRST, CHOICE_RECORD, (128, 128), LONGER, is_causal=True, gradient=False, uneven=True),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (128, 128), LONG, gradient=True, uneven=True),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, gradient=False, uneven=True),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONGER, is_causal=True, gradient=True),
+        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONGER, is_causal=True, gradient=False),
         Rule(_HOPPER, HOPPER_RECORD),
     ),
     **dict.fromkeys(("Ampere", "Ada"), (Rule(_AMPERE, NOT_MEASURED),)),
