@@ -1,9 +1,12 @@
 # `make help` lists the commands. Every command sets up .venv first, once.
 VENV ?= .venv
 BIN := $(VENV)/bin
-NBVAL := $(BIN)/python -m pytest --nbval-current-env --nbval-cell-timeout=300
+# One thread a notebook: where several run side by side, threads that wait by spinning take the others' cores.
+NBVAL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbval-current-env --nbval-cell-timeout=300
 # Notebooks that keep their outputs, which nbval compares; the others are stripped.
 STRICT := notebooks/00_question.ipynb
+# Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.
+XDIST := -n auto --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-gpu test-multigpu test-browser reports lab lint
 
@@ -17,12 +20,12 @@ reports: setup  ## run every notebook with its defaults; the last line is the pa
 	@$(BIN)/hilbert run
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not full and not gpu and not multigpu and not browser"
-	@$(NBVAL) --nbval-lax notebooks $(STRICT:%=--ignore=%)
+	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser"
+	@$(NBVAL) $(XDIST) --nbval-lax notebooks $(STRICT:%=--ignore=%)
 	@$(NBVAL) --nbval $(STRICT)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not multigpu and not browser"
+	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -rs -n auto -m "gpu and not alone"

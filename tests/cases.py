@@ -37,7 +37,7 @@ SHAPES = {  # batch, length, heads, kv_heads, head_dim
     "ragged": (2, 37, 4, 4, 8),
     "grouped": (1, 45, 6, 3, 5),
     "one_kv_head": (2, 32, 4, 1, 16),
-    "shorter": (3, 5, 3, 3, 3),
+    "shorter": (2, 5, 3, 3, 3),
     "wide": (2, 70, 4, 2, 64),
     "small": (1, 21, 2, 2, 5),
     "small_grouped": (2, 18, 2, 1, 3),

@@ -1,6 +1,6 @@
-"""Compile kernels for one architecture, without a GPU, and print which matrix instructions and wide accesses they use.
+"""Compile kernels without a GPU, and print which matrix instructions and wide accesses they use on each architecture.
 
-The arguments are the architecture and the group of kernels: attention (the default), decode, curves, rows or hopper.
+The arguments are the group of kernels, of `GROUPS`, and the architectures.
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tempfile
+from functools import partial
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -103,8 +104,8 @@ def rows(architecture: int) -> dict[str, str]:
     return ptx
 
 
-def hopper(architecture: int) -> dict[str, str]:
-    """The PTX of the warp-specialised kernels, causal and not."""
+def hopper(architecture: int, every: bool = True) -> dict[str, str]:
+    """The PTX of the warp-specialised kernels, causal and not; unless every one, each width either causal or not."""
 
     def described(rows: int, columns: int, dtype) -> str:
         block = [1, rows, 1, 1, columns]
@@ -114,6 +115,8 @@ def hopper(architecture: int) -> dict[str, str]:
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
+            if not every and causal == (columns == 128):
+                continue
             common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "CUT": True}
             config = HOPPER_FORWARD[columns]
             keys = described(config.block_n, columns, gl.bfloat16)
@@ -136,13 +139,21 @@ def hopper(architecture: int) -> dict[str, str]:
     return ptx
 
 
+GROUPS = {
+    **{"attention": attention, "decode": decode, "curves": curves, "rows": rows},
+    **{"hopper": hopper, "some of hopper": partial(hopper, every=False)},
+}
+INSTRUCTIONS = re.compile(
+    r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
+    r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
+)
+
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
-    group = sys.argv[2] if len(sys.argv) > 2 else "attention"
-    instructions = re.compile(
-        r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
-        r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
-    )
-    groups = {"attention": attention, "decode": decode, "curves": curves, "rows": rows, "hopper": hopper}
-    ptx = groups[group](int(sys.argv[1]))
-    print(json.dumps({name: sorted(set(instructions.findall(text))) for name, text in ptx.items()}))
+    group, *architectures = sys.argv[1:]
+    ptx = {architecture: GROUPS[group](int(architecture)) for architecture in architectures}
+    found = {
+        architecture: {name: sorted(set(INSTRUCTIONS.findall(text))) for name, text in texts.items()}
+        for architecture, texts in ptx.items()
+    }
+    print(json.dumps(found))

@@ -18,7 +18,11 @@ if WORKER and torch.cuda.device_count() > 1:  # each worker has one GPU, in turn
 
 prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
-torch.set_num_threads(1)  # small tensors gain nothing from more, and lose much where the cores are busy
+# Small tensors gain nothing from more threads, and lose much where the cores are busy: here, and in what tests start.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+# The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
+LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
 
 
 def pytest_make_parametrize_id(val):
@@ -33,6 +37,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         for marker, gpus in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and torch.cuda.device_count() < gpus:

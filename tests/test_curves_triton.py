@@ -1,11 +1,6 @@
 """The Hilbert kernels give the bits of the torch version; without a GPU they run here in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +23,7 @@ BOXES = [
     (7, 7, 7),
     (3, 3, 3),
     (2, 3, 40),
-    (61, 5, 4),
+    (31, 5, 4),
     (1, 9, 8),
 ]
 
@@ -162,18 +157,3 @@ def test_kernels_serve_gpus_and_only_where_they_are_compiled(monkeypatch, mode):
 def test_large_grids_are_bit_equal_on_the_gpu(shape):
     assert curves._has_kernel(DEVICE)
     check(shape)
-
-
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
-    """A cell of a plane leaves as one write of 16 bytes, and what encoding reads of a block comes in one read."""
-    script = Path(__file__).parent / "compile_kernels.py"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, script, str(architecture), "curves"], capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    accesses = json.loads(done.stdout)
-    assert set(accesses) == {"decode 2", "decode 3", "encode 2", "encode 3"}
-    assert "st.global.v2.b64" in accesses["decode 2"]
-    assert all("ld.global.v4.b32" in accesses[f"encode {ndim}"] for ndim in (2, 3))

@@ -1,11 +1,6 @@
 """A few queries against many keys: the keys split over programs, equal to the oracle wherever the queries stand."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import oracle
 import pytest
@@ -166,15 +161,3 @@ def test_it_serves_few_rows_against_many_keys():
     assert serves(16, 8)
     assert not serves(17, 8)
     assert not serves(16, 8, DilatedPattern((64,), (1,)))
-
-
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_the_kernels_compile_for_nvidia_gpus_without_one(architecture):
-    script = Path(__file__).parent / "compile_kernels.py"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, script, str(architecture), "decode"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    instructions = json.loads(done.stdout)
-    assert all("cp.async.cg" in instructions[rows] for rows in ("16 rows", "32 rows"))  # 16 bytes at a time, ahead
-    assert "ld.global.v4.b32" in instructions["merge"]

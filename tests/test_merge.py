@@ -1,11 +1,5 @@
 """The merge is one associative, commutative operation with a neutral element; the fused one does the same at once."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from allpairspy import AllPairs
@@ -109,22 +103,6 @@ def test_rows_are_merged_and_added_in_place_and_the_others_left_alone(dtype, bat
         merging.add_rows(got[2], at, other_out)
         merging.add_rows(got[3], (at_first,), other_out.flatten(0, 2)[: len(at_first)])
         torch.testing.assert_close(got, wanted)
-
-
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_the_kernels_for_rows_compile_without_a_gpu_and_move_sixteen_bytes_at_a_time(architecture):
-    pytest.importorskip("triton")
-    script = Path(__file__).parent / "compile_kernels.py"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script, str(architecture), "rows"], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 4
-    assert all({"ld.global.v4.b32", "st.global.v4.b32"} <= set(instructions) for instructions in found.values())
-    # A merged lse enters the backward: it must not lose digits to a GPU's approximations of exp and log.
-    assert not [
-        name for instructions in found.values() for name in instructions if name[:10] in ("ex2.approx", "lg2.approx")
-    ]
 
 
 @pytest.mark.gpu

@@ -99,7 +99,7 @@ def test_the_works_that_are_counted_are_predicted_with_the_tiles_and_tables_of_t
     # On the CPU the same elements are float32: rows twice as wide.
     wide = property(lambda work: Storage(work.ordering, 2 * work.row_bytes, work.heads, "bhsd"))
     monkeypatch.setattr(benchmarks.Work, "storage", wide)
-    sizes = {"length": 768, "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 192}
+    sizes = {"length": 384, "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 96}
     (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.layout == layout)
     work.call(torch.device("cpu"))()
     assert work.predicted(LARGE).l1_sectors == sum(map(len, loaded.values()))
