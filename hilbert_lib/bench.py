@@ -75,7 +75,8 @@ class Case:
 class Measurement:
     """The samples of one case, and how they were taken. Times are milliseconds a call.
 
-    `sm_clock_mhz` holds the GPU's clock before and after; on the CPU both are None.
+    `sm_clock_mhz` holds the GPU's clock before and after; on the CPU both are None. `with_launches` says whether the
+    GPU waited for the host in some sample, whose time then holds launches.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Measurement:
     calls_per_sample: int
     samples_ms: tuple[float, ...]
     sm_clock_mhz: tuple[int | None, int | None]
+    with_launches: bool = False
     utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -344,7 +346,7 @@ def _measure_in_turn(
         if len(cases) > 1 and not cold_cache:
             cases[index].run()  # the other case has taken the cache
         timer.sample(cases[index].run, calls[index])
-    times = np.array(timer.finish())
+    times, waited = np.array(timer.finish()), np.array(timer.waited)
     clocks = (clock_before, timer.sm_clock_mhz())
     return [
         Measurement(
@@ -359,6 +361,7 @@ def _measure_in_turn(
             calls_per_sample=calls[index],
             samples_ms=tuple((times[np.equal(schedule, index)] / calls[index]).tolist()),
             sm_clock_mhz=clocks,
+            with_launches=bool(np.any(waited[np.equal(schedule, index)])),
         )
         for index, case in enumerate(cases)
     ]

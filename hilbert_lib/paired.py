@@ -236,5 +236,9 @@ def _identity(sides: list[dict]) -> str:
 
 def _line(record: dict) -> str:
     sides = _sides(record)
-    line = ", ".join(f"{side['median_ms']:.3g} ms (error {side['error']:.1e})" for side in sides)
+    launches = [", launches in it" if side["with_launches"] else "" for side in sides]
+    line = ", ".join(
+        f"{side['median_ms']:.3g} ms (error {side['error']:.1e}{within})"
+        for side, within in zip(sides, launches, strict=True)
+    )
     return line + (f", ratio {record['ratio']:.3f}" if "ratio" in record else "")

@@ -25,6 +25,7 @@ class CpuTimer:
     def finish(self) -> list[float]:
         """The times in ms since the last call of finish."""
         times, self._times_ms = self._times_ms, []
+        self.waited = [False] * len(times)
         return times
 
     def sm_clock_mhz(self) -> None:
@@ -33,36 +34,53 @@ class CpuTimer:
 
 # Before each sample the device spins, about 2 ms at 2 GHz, while the host queues the sample's launches: a
 # kernel shorter than its launch is then timed for what it is (tests/test_bench.py compares it with a graph).
+# Where that was too short for the host, it is doubled up to 64 ms, and the sample taken again.
 LEAD_CYCLES = 4_000_000
+MOST_CYCLES = 32 * LEAD_CYCLES
 
 
 class CudaTimer:
-    """Times stretches of calls by events on the device's stream, without the host's launch costs."""
+    """Times stretches of calls by events on the device's stream, without the host's launch costs.
+
+    `waited` says, for each time of the last `finish`, whether the device waited for the host all the same, as it does
+    where calls wait for the device: such a time holds launches.
+    """
 
     def __init__(self, device: torch.device, cold_cache: bool):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
         self._events = []
+        self._leads = {}  # cycles, by call
         # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
+        lead = self._leads.get(run, LEAD_CYCLES)
+        while (events := self._events_of(run, calls, lead))[-1] and lead < MOST_CYCLES:
+            lead *= 2
+        self._leads[run] = lead
+        self._events.append(events)
+
+    def _events_of(self, run: Callable[[], object], calls: int, lead: int) -> tuple:
+        # Start and end, and whether the device had begun before the host had queued all of it.
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(LEAD_CYCLES)  # private by name; torch's own tests use it for this
+            torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this
             self._flush.zero_()
             start.record()
             for _ in range(calls):
                 run()
+            waited = start.query()
             end.record()
-        self._events.append((start, end))
+        return start, end, waited
 
     def finish(self) -> list[float]:
         """The times in ms since the last call of finish, once the device has done all of it."""
         torch.cuda.synchronize(self._device)
         events, self._events = self._events, []
-        return [start.elapsed_time(end) for start, end in events]
+        self.waited = [waited for *_, waited in events]
+        return [start.elapsed_time(end) for start, end, _ in events]
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +50,51 @@ def spin(milliseconds):
     end = time.thread_time_ns() + round(1e6 * milliseconds)
     while time.thread_time_ns() < end:
         pass
+
+
+class FakeGpu:
+    """A device that does what it was given in turn, and a host that gives it; both by one clock, in ms."""
+
+    def __init__(self):
+        self.now = self.done = 0.0
+        self.spins = []
+        self.cuda = SimpleNamespace(
+            Event=lambda enable_timing: SimpleNamespace(**self.event()),
+            device=lambda device: nullcontext(),
+            synchronize=lambda device=None: setattr(self, "now", max(self.now, self.done)),
+            _sleep=self.sleep,
+            current_device=lambda: 0,
+            get_device_properties=lambda device: SimpleNamespace(L2_cache_size=1),
+        )
+        self.device, self.uint8 = torch.device, torch.uint8
+
+    def empty(self, size, **options):
+        return torch.empty(size)
+
+    def launch(self, host, device):
+        self.now += host
+        self.done = max(self.now, self.done) + device
+
+    def sleep(self, cycles):
+        self.spins.append(cycles / 2e6)
+        self.launch(0.0, cycles / 2e6)
+
+    def event(self):
+        at = []
+        return {
+            "record": lambda: at.append(max(self.now, self.done)),
+            "query": lambda: self.now >= at[0],
+            "elapsed_time": lambda other: other.at[0] - at[0],
+            "at": at,
+        }
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = FakeGpu()
+    monkeypatch.setattr(timers, "torch", gpu)
+    monkeypatch.setattr(timers.CudaTimer, "sm_clock_mhz", lambda self: 1980)
+    return gpu
 
 
 # Statistics
@@ -233,6 +279,36 @@ def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_h
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(read_records(tmp_path / bench.RESULTS)) == 24
+
+
+# The clock of a GPU
+
+
+def test_launches_that_outlast_the_lead_are_given_a_longer_one_and_are_not_in_the_time(gpu):
+    many = Case("many", lambda: [gpu.launch(0.1, 0.01) for _ in range(50)], parameters={}, error=0.0)
+    one = Case("one", lambda: gpu.launch(0.1, 2.0), parameters={}, error=0.0)
+    comparison = compare_paired(many, one, device="cuda", repetitions=3, min_sample_ms=0.1)
+    assert (comparison.a.median_ms, comparison.b.median_ms) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert not comparison.a.with_launches
+    assert max(gpu.spins) == 8.0  # ms: the first of 2, 4, ... that five ms of launches fit under
+    assert gpu.spins.count(4.0) == 1  # found once
+
+
+def test_a_call_that_waits_for_the_device_is_timed_with_its_launches_and_says_so(gpu):
+    def waiting():
+        gpu.launch(3.0, 1.0)
+        gpu.cuda.synchronize()
+
+    comparison = compare_paired(
+        Case("waiting", waiting, parameters={}, error=0.0),
+        Case("other", lambda: gpu.launch(0.1, 2.0), parameters={}, error=0.0),
+        device="cuda",
+        repetitions=3,
+    )
+    assert comparison.a.with_launches
+    assert comparison.record()["a"]["with_launches"]
+    assert not comparison.b.with_launches
+    assert comparison.b.median_ms == pytest.approx(2.0)
 
 
 # Runs side by side
