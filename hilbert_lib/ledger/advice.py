@@ -67,9 +67,12 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
 
 
 def _gain_on_grids(grids: Sequence[dict]) -> tuple:
-    gains = grid_gains(grids).query("direction == 'forward'").groupby("order").value
-    most, least = gains.max(), gains.min().hilbert
-    worst = f" ({least:.1f} at worst, where a small window on a small grid touches more)" if least < 0.95 else ""
+    gains = grid_gains(grids).query("direction == 'forward'")
+    most = gains.groupby("order").value.max()
+    worst, least = "", gains[gains.order == "hilbert"].sort_values("value").iloc[0]
+    if least.value < 0.95:
+        window, grid = (f"{n} x {n}" for n in (least.window, least.side))
+        worst = f" ({least.value:.1f} at worst, for a window of {window} on a grid of {grid}, where it touches more)"
     text = (
         "It pays where tokens lie on a grid and attend to a window around them: a Hilbert order is up to "
         f"{most.hilbert:.1f} times as fast there as storage row by row, as it touches fewer blocks{worst}, and other "
