@@ -13,7 +13,8 @@ locality    models of what a cache sees
 samples     the text and the image that the notebooks use
 seeds       what the documents under examination published
 timers      the clocks of CPU and GPU
-bench       timing, statistics and records
+bench       timing and statistics
+records     what was measured, kept and compared
 committed   which run speaks for a notebook
 paired      sides that run in turns, recorded as they go
 baselines   other people's ways, restated: what the kernels are measured against

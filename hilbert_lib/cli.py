@@ -200,7 +200,7 @@ def compare(a: Path, b: Path) -> None:
     \b
     Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
     """
-    from hilbert_lib.bench import compare_runs
+    from hilbert_lib.records import compare_runs
 
     with _usage_errors():
         table = compare_runs(a, b)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from hilbert_lib.bench import FAILED, REPORTS, RESULTS, read_records
+from hilbert_lib.records import FAILED, REPORTS, RESULTS, read_records
 
 MACHINES = "h200*"  # folders of the runs that are committed; local ones lie beside them
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.bench import append_records, measured_before
 from hilbert_lib.environment import environment
 from hilbert_lib.hardware import get_gpu_info
 from hilbert_lib.locality.cache import SECTOR_BYTES, Storage
@@ -24,6 +23,7 @@ from hilbert_lib.locality.predicted import FETCH_BYTES, Predicted, attention_rea
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import append_records, measured_before
 from hilbert_lib.workload import Workload
 
 SWEEP = "counters"

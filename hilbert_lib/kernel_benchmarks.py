@@ -14,7 +14,6 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.baselines import BASELINES
-from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.committed import newest_run
 from hilbert_lib.curves import curve_coordinates, curve_index
 from hilbert_lib.environment import say_hardware
@@ -22,6 +21,7 @@ from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.workload import Workload
 
 Pairs = Iterator[tuple[Side, Side]]

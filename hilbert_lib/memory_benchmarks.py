@@ -14,12 +14,13 @@ from torch import Tensor
 
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
-from hilbert_lib.bench import Case, append_records, compare_paired, measured_before
+from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.environment import environment
 from hilbert_lib.graph_benchmarks import captured, from_idle, require_cuda
 from hilbert_lib.ordering import Ordering, _tables
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, relative_difference
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import append_records, measured_before
 from hilbert_lib.workload import Workload
 
 # "Memory Usage" of seeds/004: GB by tokens, without a pool, and with one and the Hilbert order. Its sizes are not told.

@@ -11,8 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.bench import Case, Comparison, Measurement, append_records, compare_paired, measure, measured_before
+from hilbert_lib.bench import Case, Comparison, Measurement, compare_paired, measure
 from hilbert_lib.environment import environment
+from hilbert_lib.records import append_records, measured_before
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead

@@ -15,11 +15,12 @@ from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.remembered import ShapeClass, device_name, remember
-from hilbert_lib.bench import Case, append_records, compare_paired
+from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Recorded, Results, Side, ratio_table, relative_difference, run_sides
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import append_records
 from hilbert_lib.safety.estimate import estimate_memory
 from hilbert_lib.safety.memory import MemorySafetyChecker
 from hilbert_lib.workload import Workload

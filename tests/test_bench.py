@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from hilbert_lib import bench, timers
-from hilbert_lib.bench import Case, append_records, compare_paired, compare_runs, measure, read_records
+from hilbert_lib import records, timers
+from hilbert_lib.bench import Case, compare_paired, interval_of, measure, resampled_medians
+from hilbert_lib.records import RESULTS, append_records, compare_runs, read_records
 
 
 class FakeMachine:
@@ -43,7 +44,7 @@ def machine(monkeypatch):
 @pytest.fixture
 def on_hardware(monkeypatch):
     """Record as if on the named hardware."""
-    return lambda name: monkeypatch.setattr(bench, "environment", lambda: {"hardware": name})
+    return lambda name: monkeypatch.setattr(records, "environment", lambda: {"hardware": name})
 
 
 def spin(milliseconds):
@@ -122,7 +123,7 @@ def test_bootstrap_interval_covers_the_true_median_about_as_often_as_it_says():
     covered = 0
     for _ in range(trials):
         samples = rng.lognormal(mean=0.0, sigma=0.3, size=25)  # true median 1
-        low, high = bench._interval(bench._resampled_medians(samples, rng))
+        low, high = interval_of(resampled_medians(samples, rng))
         covered += low <= 1.0 <= high
     assert 0.90 <= covered / trials <= 0.99
 
@@ -226,7 +227,7 @@ def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path
     case = machine.case("a", 2.0, parameters={"seq_len": 8}, error=1e-6, useful_flop=4.0)
     append_records([measure(case, device="cpu", repetitions=3)], tmp_path)
     append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
-    measurement, comparison = read_records(tmp_path / bench.RESULTS)
+    measurement, comparison = read_records(tmp_path / RESULTS)
     expected = {
         "kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3,
         "median_ms": 2.0, "iqr_ms": 0.0, "warmup": 5, "calls_per_sample": 1, "cache": "warm", "error": 1e-6,
@@ -245,7 +246,7 @@ def test_records_are_strict_json(machine, tmp_path):
     def refuse(constant):
         pytest.fail(f"{constant} is not JSON")
 
-    json.loads((tmp_path / bench.RESULTS).read_text(), parse_constant=refuse)
+    json.loads((tmp_path / RESULTS).read_text(), parse_constant=refuse)
 
 
 def test_no_folder_or_no_records_write_nothing(machine, tmp_path, monkeypatch):
@@ -257,13 +258,13 @@ def test_no_folder_or_no_records_write_nothing(machine, tmp_path, monkeypatch):
 
 def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hardware):
     on_hardware("one")
-    path = tmp_path / bench.RESULTS
-    records = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
-    append_records(records[:2], tmp_path)
+    path = tmp_path / RESULTS
+    measured = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
+    append_records(measured[:2], tmp_path)
     path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
     with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
         assert [each["name"] for each in read_records(path)] == ["a"]
-    append_records(records[2:], tmp_path)  # resumed
+    append_records(measured[2:], tmp_path)  # resumed
     with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
         assert [each["name"] for each in read_records(path)] == ["a", "c"]
 
@@ -278,7 +279,7 @@ def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_h
         writer.join()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(read_records(tmp_path / bench.RESULTS)) == 24
+        assert len(read_records(tmp_path / RESULTS)) == 24
 
 
 # The clock of a GPU

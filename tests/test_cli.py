@@ -9,8 +9,9 @@ import torch
 from click.testing import CliRunner
 from tiny_notebooks import write_notebook
 
-from hilbert_lib.bench import Case, append_records, measure
+from hilbert_lib.bench import Case, measure
 from hilbert_lib.cli import main
+from hilbert_lib.records import append_records
 from hilbert_lib.suite import doctor
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len} {rates} {scale}')"

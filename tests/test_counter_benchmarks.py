@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hilbert_lib import counter_benchmarks as benchmarks
-from hilbert_lib.bench import compare_runs, read_records
 from hilbert_lib.figures import kernels as figures
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.hardware import NO_GPU
@@ -17,6 +16,7 @@ from hilbert_lib.locality.counters import METRICS
 from hilbert_lib.locality.l2 import Gpu
 from hilbert_lib.locality.predicted import QUANTITIES
 from hilbert_lib.paired import run_sides
+from hilbert_lib.records import compare_runs, read_records
 
 CPU, GPU = torch.device("cpu"), Gpu("small", 2**16, 4)
 SIZES = {"length": 32, "heads": 2, "dilations": [1, 4], "row_bytes": [32, 64], "keys": 4}

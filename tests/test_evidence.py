@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from tiny_notebooks import LOADS, make_run
 
-from hilbert_lib.bench import REPORTS, RESULTS
 from hilbert_lib.cli import main
 from hilbert_lib.committed import newest_run
 from hilbert_lib.ledger.evidence import evidence_pages, write_evidence
+from hilbert_lib.records import REPORTS, RESULTS
 from hilbert_lib.suite.report import write_report
 
 RECORDS = ("06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")

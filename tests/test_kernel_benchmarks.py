@@ -10,12 +10,13 @@ from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention
 from hilbert_lib import kernel_benchmarks as benchmarks
 from hilbert_lib.attention import reference
 from hilbert_lib.attention.call import Call
-from hilbert_lib.bench import Case, append_records, compare_paired, read_records
+from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.claims import claim_pairs, claim_table
 from hilbert_lib.exact_rows import exact_gradients, exact_out, sampled_positions
 from hilbert_lib.figures import kernels as figures
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.paired import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
+from hilbert_lib.records import append_records, read_records
 from hilbert_lib.workload import Workload
 
 PATTERNS = [

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from matplotlib.collections import PathCollection
 
 from hilbert_lib import selection
-from hilbert_lib.bench import REPORTS, read_records
 from hilbert_lib.cli import main
 from hilbert_lib.committed import newest_run
 from hilbert_lib.figures import verdict
@@ -40,6 +39,7 @@ from hilbert_lib.ledger.claim import (
 )
 from hilbert_lib.ledger.rerun import command
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import REPORTS, read_records
 from hilbert_lib.safety.benchmarks import attention_points, measure_attention
 from hilbert_lib.suite.parameters import read_parameter_file
 from hilbert_lib.suite.points import find_notebooks, make_points

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hilbert_lib import committed
-from hilbert_lib.bench import RESULTS, read_records
+from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.safety import benchmarks
 from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig

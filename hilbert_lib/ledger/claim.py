@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from hilbert_lib.bench import REPORTS, RESULTS, read_records
 from hilbert_lib.committed import newest_run, run_environment
+from hilbert_lib.records import REPORTS, RESULTS, read_records
 
 ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
 HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"

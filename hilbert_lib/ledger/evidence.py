@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hilbert_lib.bench import RESULTS, read_records
 from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
 from hilbert_lib.ledger.advice import GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.numbers import RING, key_numbers
+from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN

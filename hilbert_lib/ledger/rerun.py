@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.bench import RESULTS
 from hilbert_lib.claims import CLAIMS, time_again
 from hilbert_lib.committed import newest_run
 from hilbert_lib.environment import environment
 from hilbert_lib.ledger.claim import ROOT, Answer, Claim, answer
+from hilbert_lib.records import RESULTS
 from hilbert_lib.suite.manifest import run_id
 
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli import main; main()"], "pytest": ["-m", "pytest"]}

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.bench import RESULTS, measured_before
 from hilbert_lib.environment import environment
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import RESULTS, measured_before
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.exactness import sampled_errors
 from hilbert_lib.ring.plan import RingPlan, plan_ring

@@ -12,11 +12,12 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
-from hilbert_lib.bench import Case, compare_paired, measure, read_records
+from hilbert_lib.bench import Case, compare_paired, measure
 from hilbert_lib.committed import newest_run
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import read_records
 from hilbert_lib.safety.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
 from hilbert_lib.safety.memory import measure_peak
 from hilbert_lib.workload import Workload
@@ -140,7 +141,7 @@ def measure_attention(point: dict) -> Iterator[dict]:
         point: one of `attention_points`.
 
     Yields:
-        Records as `bench.append_records` writes them, with peak_bytes of each side.
+        Records as `records.append_records` writes them, with peak_bytes of each side.
 
     >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
     >>> [record["kind"] for record in measure_attention(point)]

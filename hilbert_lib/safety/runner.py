@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.bench import read_records
 from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.records import read_records
 from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.isolated import Ending, run_isolated

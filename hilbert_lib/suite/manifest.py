@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from hilbert_lib.bench import FAILED
 from hilbert_lib.environment import code_hash, sm_clocks_mhz
+from hilbert_lib.records import FAILED
 from hilbert_lib.suite.points import Point
 
 MANIFEST = "manifest.json"

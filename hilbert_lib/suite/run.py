@@ -15,7 +15,7 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
 
-from hilbert_lib.bench import FAILED
+from hilbert_lib.records import FAILED
 from hilbert_lib.suite.manifest import end_manifest, put_in_place, start_manifest
 from hilbert_lib.suite.points import OUTPUT_DIR, Point
 
