@@ -1,6 +1,6 @@
-"""Compile kernels without a GPU, and print which matrix instructions and wide accesses they use on each architecture.
+"""Compile kernels for one architecture, without a GPU, and print which matrix instructions and wide accesses they use.
 
-The arguments are the group of kernels, of `GROUPS`, and the architectures.
+The arguments are the architecture, and groups of kernels, of `GROUPS`.
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
@@ -150,10 +150,10 @@ INSTRUCTIONS = re.compile(
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
-    group, *architectures = sys.argv[1:]
-    ptx = {architecture: GROUPS[group](int(architecture)) for architecture in architectures}
+    architecture, *groups = sys.argv[1:]
+    ptx = {group: GROUPS[group](int(architecture)) for group in groups}
     found = {
-        architecture: {name: sorted(set(INSTRUCTIONS.findall(text))) for name, text in texts.items()}
-        for architecture, texts in ptx.items()
+        group: {name: sorted(set(INSTRUCTIONS.findall(text))) for name, text in texts.items()}
+        for group, texts in ptx.items()
     }
     print(json.dumps(found))
