@@ -225,6 +225,17 @@ def test_a_figure_names_its_source_and_all_it_shows_and_is_redrawn(draw, tmp_pat
     assert redraw(tmp_path) == [tmp_path / f"{draw.__name__}.png"]
 
 
+def test_panels_that_share_an_axis_show_the_largest_of_all():
+    data = graph_data()
+    data.loc[data.module == "multihead", ["ratio", "low", "high"]] *= 10
+    figure = figures.draw_graph_gains(data, source="an H200")
+    ratios = [axes for axes in figure.axes if axes.get_xlabel() == "tokens"]
+    assert len(ratios) == 2
+    for axes in ratios:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > data.high.max()
+
+
 GPU = {"pattern": DilatedPattern((256, 512), (1, 2)), "heads": 2, "head_dim": 64}
 
 

@@ -184,8 +184,9 @@ def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> F
             colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
             axes.plot(rows.dilation, rows.gb_per_s / 1e3, color=colour, marker=marker, label=name, fillstyle="none")
         axes.axhline(copy_gb_per_s / 1e3, color="black", ls="--", label="copy")
-        axes.set(title=f"rows of {size} B", xlabel=_LABELS["dilation"], ylim=(0, None))
+        axes.set(title=f"rows of {size} B", xlabel=_LABELS["dilation"])
         _powers_of_two(axes, data.dilation)
+    panels[0].set_ylim(bottom=0)  # of all panels, once all is drawn
     panels[0].set_ylabel("rows that are needed [TB/s]")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(6, len(names) + 1))
     figure.suptitle(f"Decoding, {data.queries.iloc[0]} of {data.length.iloc[0]} positions asked, {source}")

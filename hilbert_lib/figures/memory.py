@@ -41,10 +41,11 @@ def draw_graph_gains(data: pd.DataFrame, *, source: str) -> Figure:
         times.set(title=module, yscale="log")
         _plain_ticks(times, pd.concat([data.a_ms, data.b_ms]))
         ratios.axhline(1, color="black", lw=0.8)
-        ratios.set(xlabel="tokens", ylim=(0, None))
+        ratios.set_xlabel("tokens")
         for axes in (times, ratios):
             _powers_of_two(axes, data.length)
     panels[0, 0].set_ylabel("from call to result [ms]")
+    panels[1, 0].set_ylim(bottom=0)  # of all panels, once all is drawn: it ends the search for the top
     panels[1, 0].set_ylabel("time, called over replayed")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"CUDA graphs: above 1 in the lower row a replay is faster, {source}")
