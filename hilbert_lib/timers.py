@@ -43,23 +43,23 @@ class CudaTimer:
     """Times stretches of calls by events on the device's stream, without the host's launch costs.
 
     `waited` says, for each time of the last `finish`, whether the device waited for the host all the same, as it does
-    where calls wait for the device: such a time holds launches.
+    where calls wait for the device or are more than its queue holds: such a time holds launches.
     """
 
     def __init__(self, device: torch.device, cold_cache: bool):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
         self._events = []
-        self._leads = {}  # cycles, by call
+        self._leads = {}  # cycles, by the id of the call, which outlives its samples
         # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
-        lead = self._leads.get(run, LEAD_CYCLES)
+        lead = self._leads.get(id(run), LEAD_CYCLES)
         while (events := self._events_of(run, calls, lead))[-1] and lead < MOST_CYCLES:
             lead *= 2
-        self._leads[run] = lead
+        self._leads[id(run)] = lead
         self._events.append(events)
 
     def _events_of(self, run: Callable[[], object], calls: int, lead: int) -> tuple:
@@ -71,8 +71,8 @@ class CudaTimer:
             start.record()
             for _ in range(calls):
                 run()
-            waited = start.query()
             end.record()
+            waited = start.query()
         return start, end, waited
 
     def finish(self) -> list[float]:

@@ -14,6 +14,7 @@ from hilbert_lib.cli import main
 from hilbert_lib.committed import newest_run
 from hilbert_lib.ledger.evidence import evidence_pages, write_evidence
 from hilbert_lib.records import REPORTS, RESULTS
+from hilbert_lib.suite.points import read_notebook
 from hilbert_lib.suite.report import write_report
 
 RECORDS = ("06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")
@@ -234,3 +235,23 @@ def test_the_command_builds_the_pages_where_machines_lie_and_only_there(copied):
     assert not ours & report(copied / "h200")
     assert ours <= report(copied)
     assert "old" not in (copied.parent / "README.md").read_text().split()
+
+
+def test_no_record_names_a_folder_of_the_machine_that_made_it():
+    for path in REPORTS.glob("h200*/**/*"):
+        if path.suffix in (".ipynb", ".html", ".json", ".jsonl", ".csv", ".md"):
+            found = re.findall(r"\W((?:/|\.\./)(?:tmp|home|root|work|mnt)/\w+)", path.read_text())
+            assert not found, (path.name, found[:3])
+
+
+def test_a_notebook_beside_the_reports_says_what_its_newest_run_showed(tmp_path):
+    make_run(tmp_path / "reports" / "h200" / "one", prose="# Older\n\nWhat?\n\n## Answer\n\nNot yet.")
+    told = evidence_pages(tmp_path / "reports")[tmp_path / "reports" / "README.md"]
+    assert "Not yet." in told
+    name = re.search(r'<a id="(\w+)">', told)[1]
+    notebook = json.loads((Path(__file__).parents[1] / "notebooks" / "03_cache_lines.ipynb").read_text())
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook))
+    told = evidence_pages(tmp_path / "reports")[tmp_path / "reports" / "README.md"]
+    assert "Not yet." not in told
+    assert read_notebook(tmp_path / "notebooks" / f"{name}.ipynb").title in told

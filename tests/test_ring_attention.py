@@ -36,7 +36,7 @@ COMPARED = {
             for transport in ("ring", "all_gather", "all_to_all")
             for backend in DROPPING
         ),
-        {"lengths": [9, 6], "transport": "all_to_all"} | INTERPRETED,
+        *({"lengths": [9, 6], "transport": transport} | INTERPRETED for transport in ("ring", "all_to_all")),
         *(
             {"branches": "uneven", "lengths": [20, 17], "transport": transport, "ordering": "hilbert", **GROUPED}
             | {"batch": batch, "by_kernel": True}

@@ -72,7 +72,8 @@ def _gain_on_grids(grids: Sequence[dict]) -> tuple:
     worst, least = "", gains[gains.order == "hilbert"].sort_values("value").iloc[0]
     if least.value < 0.95:
         window, grid = (f"{n} x {n}" for n in (least.window, least.side))
-        worst = f" ({least.value:.1f} at worst, for a window of {window} on a grid of {grid}, where it touches more)"
+        where = f"a window of {window} on a grid of {grid} in blocks of {least.block_size}, where it touches more"
+        worst = f" ({least.value:.1f} at worst, for {where})"
     text = (
         "It pays where tokens lie on a grid and attend to a window around them: a Hilbert order is up to "
         f"{most.hilbert:.1f} times as fast there as storage row by row, as it touches fewer blocks{worst}, and other "

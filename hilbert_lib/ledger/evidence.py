@@ -13,6 +13,7 @@ from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
+from hilbert_lib.suite.points import read_notebook
 from hilbert_lib.suite.report import point_folders, put, render, say_moment
 
 INDEX, README, HISTORY = "index.html", "README.md", "HISTORY.md"
@@ -134,16 +135,21 @@ def _notebooks(folder: Path, machines: list[Path]) -> list[dict]:
     return [
         {
             "name": name,
-            "title": latest["title"],
-            "question": _linked(latest["question"], in_markdown),
-            "answer": _linked(latest["answer"], in_markdown),
-            "question_html": markdown_html(latest["question"], in_html),
-            "answer_html": markdown_html(latest["answer"], in_html),
+            "title": said["title"],
+            "question": _linked(said["question"], in_markdown),
+            "answer": _linked(said["answer"], in_markdown),
+            "question_html": markdown_html(said["question"], in_html),
+            "answer_html": markdown_html(said["answer"], in_html),
             "runs": [_run(*run, folder) for run in runs[name]],
         }
         for name in sorted(runs)
-        for latest, _ in runs[name][:1]
+        for said in [_said(folder.parent / "notebooks" / f"{name}.ipynb", runs[name][0][0])]
     ]
+
+
+def _said(notebook: Path, newest: dict) -> dict:
+    # The notebook beside the reports knows what its newest run showed; that run, what the ones before it did.
+    return vars(read_notebook(notebook)) if notebook.exists() else newest
 
 
 def _run(manifest: dict, point: Path, folder: Path) -> dict:

@@ -192,9 +192,15 @@ def over_manual(records: Records, *, backend: str, manual: str = "eager") -> pd.
     return pd.DataFrame(values).reset_index()
 
 
-def over_fixed(records: Records) -> pd.DataFrame:
-    """Time of each backend over that of the automatic choice, on every work that it serves."""
+def over_fixed(records: Records, *, least_length: int) -> pd.DataFrame:
+    """Time of each backend over that of the automatic choice, on every work that it serves.
+
+    Args:
+        records: of notebook 05.
+        least_length: of the works. Those of fewer tokens may be timed with launches that the GPU waited for.
+    """
     ratios = _ratios(records, "selection").rename(columns={"a": "backend"})
+    ratios = ratios[ratios.length >= least_length]
     return ratios[["backend", "pattern", "length", "head_dim", "is_causal", "direction", *INTERVAL]]
 
 

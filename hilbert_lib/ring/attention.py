@@ -1,7 +1,7 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
 import sys
-from functools import cache, lru_cache
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -164,10 +164,9 @@ class RingDilatedAttention(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-@cache
 def _uncompiled():
     # Having broken the graph at the call, torch.compile would go on with what is called, and trace streams. Only where
-    # it is loaded: this imports it, and with it triton.
+    # it is loaded: this imports it, and with it triton. Made anew each time: torch.compile warns of what is cached.
     return torch.compiler.disable(_attend)
 
 
