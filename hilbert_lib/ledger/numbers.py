@@ -87,7 +87,8 @@ def _grid(grids: Records) -> tuple[str, str]:
     work = ["side", "window", "block_size"]
     there = gains[(gains[work] == best[work]).all(axis=1)].set_index("order").value
     values = ", ".join(f"{order} {there[order]:.2f}" for order in ORDERS)
-    what = f"Attention to a window of {best.window} x {best.window} on a grid of {best.side} x {best.side} tokens"
+    window, grid = (f"{n} x {n}" for n in (best.window, best.side))
+    what = f"Attention to a window of {window} on a grid of {grid} tokens, in blocks of {best.block_size}"
     return what, f"{values} times as fast as row by row"
 
 
