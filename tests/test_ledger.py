@@ -275,9 +275,8 @@ def test_the_fields_of_the_choice_of_backends_are_as_the_ledger_reads_them(ledge
     works = selection.works({"p": DilatedPattern((16,), (2,))}, lengths=[32], heads=1, head_dims=[8], dtype="float32",
                             device=torch.device("cpu"))  # fmt: skip
     made = selection.timed(selection.pairs(works, ["eager"]), device=torch.device("cpu"), repetitions=3, seconds=0.01)
-    assert set(answered_by(replace(ledger["B1"], options={"least_length": 0}), made, tmp_path).cases.backend) == {
-        "eager"
-    }
+    claim = replace(ledger["B1"], options={"least_length": 0})
+    assert set(answered_by(claim, made, tmp_path).cases.backend) == {"eager"}
 
 
 def test_the_fields_of_the_points_of_backends_are_as_the_ledger_reads_them(ledger, tmp_path):

@@ -56,9 +56,9 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
 # On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
 # segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
 # diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 28 %, cuDNN's by up
-# to 26 %. Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of
-# both kinds where it costs the one up to 2 % and gives the other more. FlashAttention-2 and -3 and
-# xFormers are not in the records; they stand behind what was measured, and the newer before the older.
+# to 26 %. Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of both
+# kinds where it costs the one up to 2 % and gives the other more. FlashAttention-2 and -3 and xFormers are not in the
+# records; they stand behind what was measured, and the newer before the older.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
 _FLASH_FIRST = ("flash_attn_4", *(name for name in _HOPPER if name != "flash_attn_4"))
