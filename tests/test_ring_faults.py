@@ -156,6 +156,6 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_th
 )
 def test_over_nccl_the_rank_that_broke_is_named_too(fault, status):
     ranks = torch.cuda.device_count()
-    options = {"stall_seconds": 5} if status == "stalled" else {}  # a communicator has to be made in it
-    error = fault_of("faulty_ranks:last_rank_breaks", ranks, {"fault": fault}, backend="nccl", **options)
+    options = {"stall_seconds": 5} if status == "stalled" else {}
+    error = fault_of("faulty_ranks:last_rank_breaks", ranks, {"fault": fault}, backend="nccl", seconds=60, **options)
     assert (error.ranks, error.status) == ((ranks - 1,), status), str(error)

@@ -31,6 +31,9 @@ STALL_SECONDS = 20.0
 BACKENDS = ("gloo", "nccl")
 # Once a collective has taken too long, torch gives its flight recorder four times 15 s before it ends the rank.
 NCCL_ENDING = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+# NCCL connects ranks when they first need each other. The host waits in there, and no timeout counts: a rank that
+# stalled before would keep the others for ever. So all of it is done while all ranks are known to be there.
+NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_connect` does the messages
 
 
 @click.command()
@@ -106,7 +109,7 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         on_gpu = {"device_id": device}
-        for name, value in NCCL_ENDING.items():
+        for name, value in (NCCL_ENDING | NCCL_CONNECTING).items():
             os.environ.setdefault(name, value)
     # All meet before the group is made: from there on none may keep another one waiting.
     store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=START_SECONDS)))
@@ -115,11 +118,20 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=stall_seconds), **on_gpu
     )
+    if on_gpu:
+        _connect(ranks)
     result = json.dumps({"result": function(order)})
     if on_gpu:
         torch.cuda.synchronize()  # a kernel's error is this rank's error
     dist.destroy_process_group()
     _write(results, result)
+
+
+def _connect(ranks: int) -> None:
+    # A message from every rank to every other one.
+    one_each = torch.zeros(ranks, device="cuda")
+    dist.all_to_all_single(torch.empty_like(one_each), one_each)
+    torch.cuda.synchronize()
 
 
 def _live(path: Path) -> None:
