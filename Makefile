@@ -32,7 +32,8 @@ test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -rs -m "gpu and alone"
 
 test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are
-	@$(BIN)/python -m pytest -m multigpu
+	@$(BIN)/python -m pytest -rs -n 6 --dist worksteal -m "multigpu and not alone"
+	@$(BIN)/python -m pytest -rs -m "multigpu and alone"
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser

@@ -68,7 +68,8 @@ class Measurement:
     """The samples of one case, and how they were taken. Times are milliseconds a call.
 
     `sm_clock_mhz` holds the GPU's clock before and after; on the CPU both are None. `with_launches` says whether the
-    GPU waited for the host in some sample, whose time then holds launches.
+    GPU waited for the host in some sample, whose time then holds launches. `host_ms` is the median of what the host
+    took for a call, beside the GPU where there is one; None where it had to wait for the GPU, and in older records.
     """
 
     name: str
@@ -83,11 +84,17 @@ class Measurement:
     samples_ms: tuple[float, ...]
     sm_clock_mhz: tuple[int | None, int | None]
     with_launches: bool = False
+    host_ms: float | None = None
     utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def median_ms(self) -> float:
         return float(np.median(self.samples_ms))
+
+    @property
+    def call_ms(self) -> float:
+        """What a call costs among others like it: the longer of the device's time and the host's."""
+        return max(self.median_ms, self.host_ms or 0.0)
 
     @property
     def iqr_ms(self) -> float:
@@ -104,7 +111,7 @@ class Measurement:
 
     def record(self) -> dict:
         """Everything as one flat dictionary for JSON, statistics included."""
-        statistics = ("median_ms", "iqr_ms", "flop_per_s", "bytes_per_s")
+        statistics = ("median_ms", "call_ms", "iqr_ms", "flop_per_s", "bytes_per_s")
         computed = {"n": len(self.samples_ms), **{name: getattr(self, name) for name in statistics}}
         return {"kind": "measurement", **asdict(self), **computed}
 
@@ -227,7 +234,9 @@ def _measure_in_turn(
         if len(cases) > 1 and not cold_cache:
             cases[index].run()  # the other case has taken the cache
         timer.sample(cases[index].run, calls[index])
-    times, waited = np.array(timer.finish()), np.array(timer.waited)
+    times = np.array(timer.finish())
+    waited, host_ms = np.array(timer.waited), np.array(timer.host_ms)
+    free = [~waited & np.equal(schedule, index) for index in range(len(cases))]
     clocks = (clock_before, timer.sm_clock_mhz())
     return [
         Measurement(
@@ -243,6 +252,7 @@ def _measure_in_turn(
             samples_ms=tuple((times[np.equal(schedule, index)] / calls[index]).tolist()),
             sm_clock_mhz=clocks,
             with_launches=bool(np.any(waited[np.equal(schedule, index)])),
+            host_ms=float(np.median(host_ms[free[index]] / calls[index])) if free[index].any() else None,
         )
         for index, case in enumerate(cases)
     ]

@@ -104,8 +104,8 @@ def pool_comparison(
 ) -> list[dict]:
     """Each strategy of holding buffers beside torch's caching allocator: time, and memory allocated and reserved.
 
-    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read. A
-    workload whose strategies the folder's results.jsonl holds from this code on this hardware is not run again.
+    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read. One
+    that the folder's results.jsonl holds from this code on this hardware is not run again.
 
     Args:
         workloads: lengths in tokens that are called one after the other; of one length, or of several, among which
@@ -137,12 +137,14 @@ def pool_comparison(
         parameters |= {name: value for name, value in works[lengths[0]].parameters.items() if name != "length"}
         asked = {**parameters, "curve": curve}.items()
         known = [each for each in before if "b" in each and asked <= each["b"]["parameters"].items()]
-        if len(known) == len(STRATEGIES) - (not curve):  # each but "caching", which is among them for a curve
-            records += known
+        records += known
+        done = {each["b"]["name"] for each in known} | ({"caching"} if not curve else set())
+        missing = [name for name in STRATEGIES if name not in done]
+        if not missing:
             continue
         try:
             with torch.cuda.device(device):  # pools and graphs are of the current one
-                for record in _pool_records(lengths, works, parameters, curve, repetitions):
+                for record in _pool_records(missing, lengths, works, parameters, curve, repetitions):
                     append_records([record], output_dir)
                     records.append({**record.record(), "environment": facts})
         except torch.OutOfMemoryError as error:
@@ -161,19 +163,23 @@ class _Watched:
 
 
 def _pool_records(
-    lengths: Sequence[int], works: dict[int, Workload], parameters: dict, curve: str, repetitions: int
+    strategies: Sequence[str],
+    lengths: Sequence[int],
+    works: dict[int, Workload],
+    parameters: dict,
+    curve: str,
+    repetitions: int,
 ) -> Iterator[PoolRecord]:
     device = works[lengths[0]].device
     caching = _watched("caching", lengths, works, parameters, "")
     how = {"device": device, "repetitions": repetitions, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
-    for name in STRATEGIES:
-        if curve or name != "caching":
-            other = _watched(name, lengths, works, parameters, curve)
-            difference = relative_difference(other.results(), caching.results())
-            measured = compare_paired(caching.case, other.case, **how)
-            allocated, reserved = zip(*((x.allocated_bytes, x.reserved_bytes) for x in (caching, other)), strict=True)
-            yield PoolRecord(measured, allocated, difference, reserved)
-            del other  # its memory, before the next is watched
+    for name in strategies:
+        other = _watched(name, lengths, works, parameters, curve)
+        difference = relative_difference(other.results(), caching.results())
+        measured = compare_paired(caching.case, other.case, **how)
+        allocated, reserved = zip(*((x.allocated_bytes, x.reserved_bytes) for x in (caching, other)), strict=True)
+        yield PoolRecord(measured, allocated, difference, reserved)
+        del other  # its memory, before the next is watched
 
 
 def _watched(name: str, lengths: Sequence[int], works: dict[int, Workload], parameters: dict, curve: str) -> _Watched:

@@ -119,11 +119,14 @@ def timed(cases: Iterable[tuple[Side, Side]], *, device: torch.device, output_di
     return [{**_timed_on_cpu(case, output_dir, **how), "environment": facts} for case in cases]
 
 
-def choice_table(records: list[dict]) -> pd.DataFrame:
-    """What the automatic choice was worth, work by work.
+def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
+    """What the automatic choice was worth, work by work, in calls that follow each other.
+
+    Such a call takes the device's time or the host's to queue it, whichever is longer.
 
     Args:
         records: of `timed` on `pairs`.
+        on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
 
     Returns:
         direction and the parameters of a work, automatic (its choice), best, worst, over_best (its time over the best
@@ -131,6 +134,8 @@ def choice_table(records: list[dict]) -> pd.DataFrame:
         over the automatic choice's (NaN where it cannot serve).
     """
     ratios = ratio_table(records, SWEEP)
+    own = [record for record in records if "a" in record and record["a"]["parameters"]["sweep"] == SWEEP]
+    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in own]
     work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
     rows = []
     for key, group in ratios.groupby(work, sort=False):
@@ -191,8 +196,8 @@ def measure_and_remember(
         repetitions, seconds: as in `timed`.
 
     Returns:
-        Each candidate's time over that of the choice before, the fastest first; and the file that keeps the order. One
-        that would not fit into memory, as `estimate_memory` predicts it, is not timed.
+        Each candidate's time over that of the choice before, as `choice_table` takes them, the fastest first; and the
+        file that keeps the order. One that would not fit into memory, as `estimate_memory` predicts it, is not timed.
 
     Raises:
         RuntimeError: if nothing could be timed.
@@ -203,12 +208,18 @@ def measure_and_remember(
     records = timed(sides, device=work.device, repetitions=repetitions, seconds=seconds)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
-    times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: record["ratio"] for record in records}
+    times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
     times = dict(sorted(times.items(), key=itemgetter(1)))
     known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
     order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
-    medians = {side["name"]: side["median_ms"] for record in records for side in (record["b"], record["a"])}
+    medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
     return times, remember(shape_class(work, gradient=gradient), order, medians)
+
+
+def _ratio(record: dict, *, on_device: bool = False) -> float:
+    sides = record["a"], record["b"]
+    waits_for_host = any((side.get("host_ms") or 0.0) > side["median_ms"] for side in sides)
+    return sides[0]["call_ms"] / sides[1]["call_ms"] if waits_for_host and not on_device else record["ratio"]
 
 
 def _fits(work: Workload, name: str, gradient: bool) -> bool:

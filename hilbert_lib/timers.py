@@ -26,6 +26,7 @@ class CpuTimer:
         """The times in ms since the last call of finish."""
         times, self._times_ms = self._times_ms, []
         self.waited = [False] * len(times)
+        self.host_ms = times  # which is all there is
         return times
 
     def sm_clock_mhz(self) -> None:
@@ -34,7 +35,8 @@ class CpuTimer:
 
 # Before each sample the device spins, about 2 ms at 2 GHz, while the host queues the sample's launches: a
 # kernel shorter than its launch is then timed for what it is (tests/test_bench.py compares it with a graph).
-# Where that was too short for the host, it is doubled up to 64 ms, and the sample taken again.
+# Where that was too short for the host, it is doubled up to 64 ms, and the sample taken again. Where nothing was long
+# enough, as for calls that wait for the device themselves, the shortest is taken: longer ones only cost time.
 LEAD_CYCLES = 4_000_000
 MOST_CYCLES = 32 * LEAD_CYCLES
 
@@ -43,23 +45,24 @@ class CudaTimer:
     """Times stretches of calls by events on the device's stream, without the host's launch costs.
 
     `waited` says, for each time of the last `finish`, whether the device waited for the host all the same, as it does
-    where calls wait for the device or are more than its queue holds: such a time holds launches.
+    where calls wait for the device or are more than its queue holds: such a time holds launches. `host_ms` says how
+    long the host took for each, and where the device waited, how long both together.
     """
 
     def __init__(self, device: torch.device, cold_cache: bool):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
         self._events = []
-        self._leads = {}  # cycles, by the id of the call, which outlives its samples
+        self._leads = {}  # the last and the longest to try, by the id of the call, which outlives its samples
         # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
-        lead = self._leads.get(id(run), LEAD_CYCLES)
-        while (events := self._events_of(run, calls, lead))[-1] and lead < MOST_CYCLES:
+        lead, most = self._leads.get(id(run), (LEAD_CYCLES, MOST_CYCLES))
+        while (events := self._events_of(run, calls, lead))[-1] and lead < most:
             lead *= 2
-        self._leads[id(run)] = lead
+        self._leads[id(run)] = (LEAD_CYCLES, LEAD_CYCLES) if events[-1] else (lead, most)
         self._events.append(events)
 
     def _events_of(self, run: Callable[[], object], calls: int, lead: int) -> tuple:
@@ -69,18 +72,21 @@ class CudaTimer:
             torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this
             self._flush.zero_()
             start.record()
+            began = time.perf_counter_ns()
             for _ in range(calls):
                 run()
+            host_ms = (time.perf_counter_ns() - began) / 1e6
             end.record()
             waited = start.query()
-        return start, end, waited
+        return start, end, host_ms, waited
 
     def finish(self) -> list[float]:
         """The times in ms since the last call of finish, once the device has done all of it."""
         torch.cuda.synchronize(self._device)
         events, self._events = self._events, []
         self.waited = [waited for *_, waited in events]
-        return [start.elapsed_time(end) for start, end, _ in events]
+        self.host_ms = [host_ms for *_, host_ms, _ in events]
+        return [start.elapsed_time(end) for start, end, *_ in events]
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]

@@ -11,18 +11,21 @@ from hilbert_lib.hardware import get_gpu_info
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it
-if WORKER and torch.cuda.device_count() > 1:  # each worker has one GPU, in turn
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "") or ",".join(map(str, range(torch.cuda.device_count())))
-    devices = given.split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(WORKER.removeprefix("gw")) % len(devices)]
-
-prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
 # Small tensors gain nothing from more threads, and lose much where the cores are busy: here, and in what tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
 LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
+
+
+def pytest_configure(config):
+    # Each worker has one GPU, in turn; those of `make test-multigpu` have all of them.
+    if WORKER and torch.cuda.device_count() > 1 and not config.option.markexpr.startswith("multigpu"):
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices = given.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(WORKER.removeprefix("gw")) % len(devices)]
+    prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
 
 
 def pytest_make_parametrize_id(val):

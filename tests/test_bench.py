@@ -94,6 +94,7 @@ class FakeGpu:
 def gpu(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setattr(timers, "torch", gpu)
+    monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: gpu.now * 1e6))
     monkeypatch.setattr(timers.CudaTimer, "sm_clock_mhz", lambda self: 1980)
     return gpu
 
@@ -113,6 +114,7 @@ def test_median_quartiles_and_rates_of_known_samples(machine):
 def test_short_calls_are_repeated_and_reported_by_call(machine):
     measurement = measure(machine.case("short", 0.1), device="cpu", repetitions=4, warmup=2, min_sample_ms=1.0)
     assert measurement.calls_per_sample == 10
+    assert measurement.host_ms == measurement.call_ms == pytest.approx(0.1)
     assert len(machine.log) == 2 + 4 * 10
     assert measurement.samples_ms == pytest.approx([0.1] * 4)
 
@@ -291,6 +293,9 @@ def test_launches_that_outlast_the_lead_are_given_a_longer_one_and_are_not_in_th
     comparison = compare_paired(many, one, device="cuda", repetitions=3, min_sample_ms=0.1)
     assert (comparison.a.median_ms, comparison.b.median_ms) == (pytest.approx(0.5), pytest.approx(2.0))
     assert not comparison.a.with_launches
+    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(5.0), pytest.approx(0.1))
+    assert comparison.record()["a"]["call_ms"] == comparison.a.host_ms  # one of many such calls waits for the host
+    assert comparison.record()["b"]["call_ms"] == comparison.b.median_ms  # and one of these for the device
     assert max(gpu.spins) == 8.0  # ms: the first of 2, 4, ... that five ms of launches fit under
     assert gpu.spins.count(4.0) == 1  # found once
 
@@ -308,8 +313,11 @@ def test_a_call_that_waits_for_the_device_is_timed_with_its_launches_and_says_so
     )
     assert comparison.a.with_launches
     assert comparison.record()["a"]["with_launches"]
+    assert comparison.a.host_ms is None  # it cannot be told from the device's
+    assert comparison.a.call_ms == comparison.a.median_ms
     assert not comparison.b.with_launches
     assert comparison.b.median_ms == pytest.approx(2.0)
+    assert gpu.spins.count(64.0) == 1  # found once that none is long enough
 
 
 # Runs side by side

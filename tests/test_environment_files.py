@@ -19,6 +19,7 @@ CONDA_NAMES = {
     "numpy": "numpy",
     "pandas": "pandas",
     "matplotlib": "matplotlib-base",
+    "pillow": "pillow",
     "click": "click",
     "rich": "rich",
     "psutil": "psutil",

@@ -2,14 +2,17 @@
 
 import json
 import warnings
+from io import BytesIO
 
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from hilbert_lib.attention.tables import multiplicities
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.figures.patterns import draw_errors, draw_pattern, draw_work
+from hilbert_lib.figures.record import in_256_colours
 from hilbert_lib.pattern import DilatedPattern
 
 
@@ -66,6 +69,19 @@ def test_backends_of_any_name_have_markers_of_their_own():
 
 WORK = pd.DataFrame({"length": [1, 2], "what": "dense", "flop": [1, 4]})
 SEEN = multiplicities(DilatedPattern((2,), (1,)), 4, kv_heads=1)
+
+
+def test_figures_are_kept_in_256_colours_that_look_like_their_own(tmp_path):
+    figure = show(draw_pattern, SEEN, output_dir=str(tmp_path), length=4)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    small = in_256_colours(drawn.getvalue())
+    assert len(small) < 0.6 * drawn.getbuffer().nbytes
+    with Image.open(BytesIO(small)) as kept, Image.open(drawn) as own:
+        difference = np.abs(np.subtract(kept.convert("RGB"), own.convert("RGB"), dtype=int))
+        assert difference.max() < 24
+    with Image.open(tmp_path / "draw_pattern.png") as file:
+        assert file.mode == "P"
 
 
 def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):

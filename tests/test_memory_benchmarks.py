@@ -96,18 +96,25 @@ def test_every_strategy_gives_the_results_of_the_plain_call(on_cpu, direction, t
     assert len(compare_runs(tmp_path, tmp_path)) == 8
 
 
-def test_a_workload_that_the_folder_holds_whole_is_not_run_again(on_cpu, monkeypatch, tmp_path):
+def test_a_strategy_that_the_folder_holds_is_not_run_again(on_cpu, monkeypatch, tmp_path):
     asked = {"device": CPU, "repetitions": 2, "output_dir": str(tmp_path), **SIZES}
     first = pool_comparison([[16]], **asked)
-    path = tmp_path / "results.jsonl"
-    monkeypatch.setattr(memory_benchmarks, "_pool_records", None)
+    monkeypatch.setattr(memory_benchmarks, "_pool_records", None)  # what it would be run by
     found = pool_comparison([[16]], **asked)
     assert [each["b"] for each in found] == json.loads(json.dumps([each["b"] for each in first]))  # samples and all
     with pytest.raises(TypeError):  # another workload
         pool_comparison([[16]], **asked, curve="hilbert")
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(TypeError):  # a strategy is missing
-        pool_comparison([[16]], **asked)
+
+
+def test_an_interrupted_workload_goes_on_with_the_strategies_that_are_missing(on_cpu, tmp_path):
+    asked = {"device": CPU, "repetitions": 2, "output_dir": str(tmp_path), **SIZES}
+    pool_comparison([[16]], **asked)
+    path = tmp_path / "results.jsonl"
+    kept = path.read_text().splitlines(keepends=True)[:-1]
+    path.write_text("".join(kept))
+    found = pool_comparison([[16]], **asked)
+    assert [each["b"]["name"] for each in found] == ["kept", "pool", "graph"]
+    assert path.read_text().splitlines(keepends=True)[:-1] == kept
 
 
 def test_with_a_curve_torchs_allocator_is_compared_too(on_cpu):

@@ -143,6 +143,7 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_th
 
 
 @pytest.mark.multigpu
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("fault", "status"),

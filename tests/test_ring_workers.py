@@ -115,6 +115,7 @@ def free_port():
 
 
 @pytest.mark.multigpu
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_over_nccl_every_rank_has_a_gpu_of_its_own():
     ranks = torch.cuda.device_count()

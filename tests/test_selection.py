@@ -61,6 +61,18 @@ def test_the_tables_say_what_the_choice_gains_and_loses(records):
     assert draw_choice(choices, source="here").axes[0].get_yticklabels()[0].get_text() == "a, 64, d=8"
 
 
+def test_a_choice_is_worth_what_its_calls_take_the_device_or_the_host(records):
+    record = next(each for each in records if each["a"]["name"] == "eager")
+    for side, device_ms, host_ms in (("a", 1.0, 6.0), ("b", 2.0, 0.5)):
+        record[side] |= {"median_ms": device_ms, "host_ms": host_ms, "call_ms": max(device_ms, host_ms)}
+    record["ratio"] = 0.5
+    assert selection.choice_table([record]).over_worst.item() == 3  # eager is launched for longer than it computes
+    assert selection.choice_table([record], on_device=True).over_best.item() == 2  # as in a CUDA graph
+    for side in "ab":
+        del record[side]["host_ms"], record[side]["call_ms"]  # as in the records made before it was kept
+    assert selection.choice_table([record]).over_best.item() == 2
+
+
 def test_a_comparison_with_an_unknown_backend_is_refused():
     grid = [("a", Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"))]
     with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):

@@ -85,7 +85,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     Args:
         shape: what was measured.
         order: names of backends, the fastest first.
-        times_ms: their median times, for a reader.
+        times_ms: what a call takes by each, the device or the host, for a reader.
 
     Returns:
         The file.

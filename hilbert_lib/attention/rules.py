@@ -56,8 +56,10 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
 # On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
 # segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
 # diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 28 %, cuDNN's by up
-# to 26 %. Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of both
-# kinds where it costs the one up to 2 % and gives the other more. FlashAttention-2 and -3 and xFormers are not in the
+# to 26 %. Where rates do not divide, FlashAttention-4's are ahead at 8,192 tokens too on the device, by up to 36 %; but
+# such calls wait for the host, which launches the pass in a fraction of their time, and the record does not hold that.
+# Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of both kinds
+# where it costs the one up to 2 % and gives the other more. FlashAttention-2 and -3 and xFormers are not in the
 # records; they stand behind what was measured, and the newer before the older.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
@@ -72,7 +74,7 @@ HALF_RULES = {
         Rule(_DENSE_FIRST, CHOICE_RECORD, (64, 64), LONGER, uneven=True),
         Rule(_DENSE_FIRST, CHOICE_RECORD, (128, 128), LONGER, is_causal=True, gradient=False, uneven=True),
         Rule(_FLASH_FIRST, CHOICE_RECORD, (128, 128), LONG, gradient=True, uneven=True),
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, gradient=False, uneven=True),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
         Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONGER, is_causal=True, gradient=True),
         Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONGER, is_causal=True, gradient=False),
         Rule(_HOPPER, HOPPER_RECORD),

@@ -12,12 +12,13 @@ from hilbert_lib.figures.kernels import STYLES
 SHOWN_SLOWER = 8.0  # the colours end here; the numbers go on
 
 
-def draw_choice(data: pd.DataFrame, *, source: str) -> Figure:
+def draw_choice(data: pd.DataFrame, *, source: str, what: str = "Time") -> Figure:
     """Each backend's time over the automatic choice's: a panel a direction, a row a work, a column a backend.
 
     Args:
         data: `selection.choice_table`.
         source: where it was measured, for the title.
+        what: the time that it is, for the title.
 
     Returns:
         The figure. A cell above 1 is slower than the automatic choice, a framed one is that choice, an empty one cannot
@@ -35,7 +36,7 @@ def draw_choice(data: pd.DataFrame, *, source: str) -> Figure:
         axes.set_title(direction)
         axes.set_yticks(range(len(group)), group.work if is_first else [""] * len(group))
         _draw_ratios(axes, group, names)
-    figure.suptitle(f"Time over that of the automatic choice (framed)\n{source}")
+    figure.suptitle(f"{what} over that of the automatic choice (framed)\n{source}")
     return figure
 
 

@@ -238,7 +238,8 @@ def draw_block_map(data: pd.DataFrame, *, title: str, columns: int = 4) -> Figur
         axis.imshow(one, cmap=ListedColormap([COLOURS["hilbert"]]))
         borders = [((c + 0.5, r - 0.5), (c + 0.5, r + 0.5)) for r, c in np.argwhere(np.diff(block, axis=1))]
         borders += [((c - 0.5, r + 0.5), (c + 0.5, r + 0.5)) for r, c in np.argwhere(np.diff(block, axis=0))]
-        axis.add_collection(LineCollection(borders, colors="black", linewidths=0.5))
+        # Tens of thousands of lines: megabytes of SVG, were they not drawn as points there too.
+        axis.add_collection(LineCollection(borders, colors="black", linewidths=0.5, rasterized=True))
         axis.set(title=order, xlabel="column (cells)", ylabel="row (cells)")
         axis.locator_params(integer=True, nbins=5)
     for axis in axes[len(maps) :]:

@@ -9,7 +9,7 @@ from IPython.display import display
 from ipywidgets import HBox, Image, Label, Layout, ValueWidget, VBox
 from matplotlib.figure import Figure
 
-from hilbert_lib.figures.record import STYLE
+from hilbert_lib.figures.record import STYLE, in_256_colours
 
 DRAWING = "drawing …"
 
@@ -50,4 +50,4 @@ def explore(draw: Callable[..., Figure], **controls: ValueWidget) -> None:
         control.observe(redraw, names="value")
     panel = VBox([HBox([*controls.values(), state], layout=Layout(flex_flow="row wrap")), picture])
     # The picture beside the view is what HTML shows, where the widgets have no kernel to ask.
-    display({**panel._repr_mimebundle_(), "image/png": b64encode(picture.value).decode()}, raw=True)
+    display({**panel._repr_mimebundle_(), "image/png": b64encode(in_256_colours(picture.value)).decode()}, raw=True)

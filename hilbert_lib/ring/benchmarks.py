@@ -1,6 +1,7 @@
 """What ranks measure of the ring, one record a side as soon as it is found: the sweeps of notebook 07."""
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.environment import environment
+from hilbert_lib.environment import environment, sm_clocks_mhz
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import RESULTS, measured_before
@@ -28,6 +29,7 @@ GATHERED, DENSE_RING = "gathered", "dense ring"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
 SIDES = (*TRANSPORTS, GATHERED, DENSE_RING, *ORDERS)
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
+NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
 SECONDS = 540.0  # of all that one number of ranks measures
 STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
@@ -159,7 +161,9 @@ def measure(work: Work) -> list[dict]:
         rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms and hidden, forward
         and backward: how long the exchange's kernels ran, and the share of it under other kernels (of the rank where
-        that is least; None where nothing is exchanged, or without a GPU). What was not asked for is None.
+        that is least); exchange_begins_ms, likewise: when each rank's began, after they had met: the others wait for
+        the last one (None where nothing is exchanged, or without a GPU); sm_clocks_mhz, each rank's after the last
+        sample. What was not asked for is None.
     """
     q, k, v, dout = _inputs(work)
     records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
@@ -170,13 +174,12 @@ def measure(work: Work) -> list[dict]:
         for name, samples in times.items():
             records[side][f"{name}_samples_ms"] = samples
             records[side][f"{name}_ms"] = statistics.median(samples) if samples else None
+    clocks = _from_ranks(sm_clocks_mhz()[q.device.index], q.device) if q.is_cuda else None
     for side, record in records.items():
-        forward, backward = passes[side]
-        record["exchange_ms_forward"], record["hidden_forward"] = _traced(forward, q.device)
-        # A backward runs once for each forward, in this order.
-        record["exchange_ms_backward"], record["hidden_backward"] = (
-            _traced(backward, q.device) if work.backward else (None, None)
-        )
+        record["sm_clocks_mhz"] = clocks
+        for name, run in zip(("forward", "backward"), passes[side], strict=True):  # one backward for each forward
+            traced = _traced(run, q.device) if name == "forward" or work.backward else NOT_TRACED
+            record |= {f"{what}_{name}": value for what, value in traced.items()}
     return list(records.values())
 
 
@@ -313,11 +316,18 @@ def _over_ranks(value: float, device: torch.device, how: dist.ReduceOp.RedOpType
     return both.item()
 
 
-def _traced(run: Pass, device: torch.device) -> tuple[float | None, float | None]:
-    # Longest time of the exchange's kernels, in ms, and the least share of it that is hidden, over the ranks.
+def _from_ranks(value: float | None, device: torch.device) -> list[float | None]:
+    own = torch.tensor([math.nan if value is None else value], device=device, dtype=torch.float64)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return [None if one.isnan() else one.item() for one in every]
+
+
+def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | None] | None]:
+    # Over the ranks: longest time of the exchange's kernels, least share of it that is hidden, and when each began.
     if device.type != "cuda":
         run()
-        return None, None
+        return NOT_TRACED
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         _meet(device)  # a profile begins at another time on each rank
         run()
@@ -326,12 +336,14 @@ def _traced(run: Pass, device: torch.device) -> tuple[float | None, float | None
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    exchange = list(_joined(kernels[True]))[1:]  # without the barrier, however many events tell of it
+    communicated = list(_joined(kernels[True]))
+    exchange = communicated[1:]  # without the barrier, however many events tell of it
     took = sum(end - begin for begin, end in exchange) / 1e3
     share = covered(exchange, by=kernels[False]) if exchange else 1.0
     longest = _over_ranks(took, device, dist.ReduceOp.MAX)
     least = _over_ranks(share, device, dist.ReduceOp.MIN)
-    return (longest, least) if longest else (None, None)
+    begins = _from_ranks((exchange[0][0] - communicated[0][1]) / 1e3 if exchange else None, device)
+    return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins} if longest else NOT_TRACED
 
 
 def covered(intervals: Iterable[tuple[float, float]], by: Iterable[tuple[float, float]]) -> float:

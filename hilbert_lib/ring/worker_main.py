@@ -32,7 +32,7 @@ BACKENDS = ("gloo", "nccl")
 # Once a collective has taken too long, torch gives its flight recorder four times 15 s before it ends the rank.
 NCCL_ENDING = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
 # NCCL connects ranks when they first need each other. The host waits in there, and no timeout counts: a rank that
-# stalled before would keep the others for ever. So all of it is done while all ranks are known to be there.
+# stalled before would keep the others for ever. So the group of all ranks does it while they are known to be there.
 NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_connect` does the messages
 
 
