@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,9 +81,15 @@ def job(tmp_path, monkeypatch):
 
     def run(script, **variables):
         environment = os.environ | {f"SLURM_{name}": str(value) for name, value in variables.items()}
-        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True, **pipes)
+        try:
+            printed, said = process.communicate(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):  # what it started in the background ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, said
+        return printed
 
     return run
 

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hilbert_lib.records import RESULTS, measured_before
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.exactness import sampled_errors
 from hilbert_lib.ring.plan import RingPlan, plan_ring
+from hilbert_lib.ring.trace import exchange_of
 from hilbert_lib.ring.workers import run_ranks
 
 Pass = Callable[[], object]
@@ -267,7 +268,7 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
         dq = backward()[0] if work.backward else None
         peak = torch.cuda.max_memory_allocated() if q.is_cuda else None
     if peak is not None:
-        peak = int(_over_ranks(float(peak), q.device, dist.ReduceOp.MAX))
+        peak = int(max(_from_ranks(float(peak), q.device)))
     errors = {"out": None, "dq": None}
     if side != DENSE_RING:
         tensors = [x if x is None else x.detach() for x in (q, k, v, dout)]
@@ -310,12 +311,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _over_ranks(value: float, device: torch.device, how: dist.ReduceOp.RedOpType) -> float:
-    both = torch.tensor([value], device=device, dtype=torch.float64)
-    dist.all_reduce(both, how)
-    return both.item()
-
-
 def _from_ranks(value: float | None, device: torch.device) -> list[float | None]:
     own = torch.tensor([math.nan if value is None else value], device=device, dtype=torch.float64)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -324,7 +319,7 @@ def _from_ranks(value: float | None, device: torch.device) -> list[float | None]
 
 
 def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | None] | None]:
-    # Over the ranks: longest time of the exchange's kernels, least share of it that is hidden, and when each began.
+    # The longest exchange over the ranks, the least share of it that is hidden, and when each began.
     if device.type != "cuda":
         run()
         return NOT_TRACED
@@ -332,44 +327,13 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
         _meet(device)  # a profile begins at another time on each rank
         run()
         _wait(device)
-    kernels: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    communicated = list(_joined(kernels[True]))
-    exchange = communicated[1:]  # without the barrier, however many events tell of it
-    took = sum(end - begin for begin, end in exchange) / 1e3
-    share = covered(exchange, by=kernels[False]) if exchange else 1.0
-    longest = _over_ranks(took, device, dist.ReduceOp.MAX)
-    least = _over_ranks(share, device, dist.ReduceOp.MIN)
-    begins = _from_ranks((exchange[0][0] - communicated[0][1]) / 1e3 if exchange else None, device)
-    return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins} if longest else NOT_TRACED
-
-
-def covered(intervals: Iterable[tuple[float, float]], by: Iterable[tuple[float, float]]) -> float:
-    """The share of some intervals' union that other intervals cover.
-
-    >>> covered([(0, 4), (6, 8)], by=[(1, 2), (3, 7)])
-    0.5
-    """
-    whole = list(_joined(intervals))
-    others = list(_joined(by))
-    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in whole for c, d in others)
-    length = sum(b - a for a, b in whole)
-    return shared / length if length else 0.0
-
-
-def _joined(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    begin = end = None
-    for a, b in sorted(intervals):
-        if end is not None and a <= end:
-            end = max(end, b)
-            continue
-        if end is not None:
-            yield begin, end
-        begin, end = a, b
-    if end is not None:
-        yield begin, end
+    kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    own = exchange_of((event.name, event.time_range.start, event.time_range.end) for event in kernels)
+    took, hidden, begins = (_from_ranks(value, device) for value in own or (None, None, None))
+    if all(each is None for each in took):
+        return NOT_TRACED
+    longest, least = max(filter(None, took)), min(each for each in hidden if each is not None)
+    return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins}
 
 
 def _is_there(record: dict | None, work: Work) -> bool:
