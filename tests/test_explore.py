@@ -114,15 +114,23 @@ def test_a_refusal_is_shown_in_words_beside_the_last_figure_and_passes(monkeypat
     assert panel.picture.value != before
 
 
+def empty_panels():
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure.subplots(2, 2)
+    return figure
+
+
 @pytest.mark.parametrize("draw", STARTS.values(), ids=STARTS)
 def test_a_widget_answers_in_time(draw):
-    times = []
+    times = {draw: [], empty_panels: []}
     for _ in range(5):
-        start = process_time()
-        with matplotlib.rc_context(STYLE):
-            draw().savefig(BytesIO(), format="png", dpi=90)
-        times.append(process_time() - start)
-    assert min(times) < 0.4  # 0.2 s are promised on a machine that has nothing else to do
+        for each, seconds in times.items():
+            start = process_time()
+            with matplotlib.rc_context(STYLE):
+                each().savefig(BytesIO(), format="png", dpi=90)
+            seconds.append(process_time() - start)
+    # 0.2 s are promised on a machine that draws four empty panels in less than half of that.
+    assert min(times[draw]) < 2.5 * min(times[empty_panels])
 
 
 @pytest.mark.parametrize("shape", GRIDS)

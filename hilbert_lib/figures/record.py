@@ -73,7 +73,7 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
     # Before any file is written; a number of numpy or torch becomes Python's.
     recipe = json.dumps(recipe, indent=1, default=lambda x: x.item()) + "\n"
     with matplotlib.rc_context(STYLE):
-        figure = draw(data, **options)
+        figure = _laid_out(draw(data, **options))
         if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
             shell.display_formatter.formatters["image/png"].for_type(Figure, _shown)
         if output_dir:
@@ -82,6 +82,13 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
             data.to_csv(stem.with_suffix(".csv"), index=False)
             stem.with_suffix(".json").write_text(recipe)
             _save(figure, stem)
+    return figure
+
+
+def _laid_out(figure: Figure) -> Figure:
+    # Once, instead of anew for each of the pictures made of it: a fifth of their time.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     return figure
 
 
@@ -142,4 +149,5 @@ def _redraw(recipe: dict, recipe_file: Path) -> None:
         raise ValueError(f"draw must be a function of hilbert_lib.figures, got {recipe['draw']}")
     draw = getattr(importlib.import_module(module), function)
     with matplotlib.rc_context(STYLE):
-        _save(draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"]), recipe_file.with_suffix(""))
+        figure = _laid_out(draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"]))
+        _save(figure, recipe_file.with_suffix(""))
