@@ -104,6 +104,11 @@ def in_256_colours(png: bytes) -> bytes:
 
     Returns:
         Likewise.
+
+    >>> red = BytesIO()
+    >>> Image.new("RGB", (2, 2), "red").save(red, "PNG")
+    >>> Image.open(BytesIO(in_256_colours(red.getvalue()))).mode
+    'P'
     """
     with Image.open(BytesIO(png)) as image, BytesIO() as small:
         # Others spend the colours on the shades that are the most frequent, and miss those of thin lines.
