@@ -31,6 +31,7 @@ def test_records_hold_samples_and_small_errors_of_every_side(measured):
         assert (record["out_error"] or 0.0) < 1e-2  # bfloat16
         assert (record["dq_error"] or 0.0) < 1e-2
         assert record["environment"]["code_hash"]
+    assert [work.sides for work in works if DENSE_RING in work.sides] == [(DENSE_RING,)]  # it heats the GPU
 
 
 def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):

@@ -48,6 +48,9 @@ def ring_dilated_attention(
     Only dilated rows travel, only between ranks that share a segment (`plan_ring` says which). All ranks call it, and
     where gradients are asked for all run the backward. On one rank it is `dilated_attention`.
 
+    Over NCCL the exchange runs beside attention where the group's streams have a high priority, as those of `run_ranks`
+    do: set TORCH_NCCL_HIGH_PRIORITY=1 before a group is made.
+
     Args:
         q: (batch, rows, heads, head_dim), this rank's shard; rows may differ from rank to rank, and be 0.
         k, v: (batch, rows, kv_heads, head_dim), of the same positions.

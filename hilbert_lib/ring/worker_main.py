@@ -34,6 +34,9 @@ NCCL_ENDING = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_
 # NCCL connects ranks when they first need each other. The host waits in there, and no timeout counts: a rank that
 # stalled before would keep the others for ever. So the group of all ranks does it while they are known to be there.
 NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_connect` does the messages
+# NCCL's kernels come while attention is under way. With its priority they would begin once all of its blocks have, on
+# one rank and not on another, whose kernels then wait for the first one's and hold multiprocessors.
+NCCL_PRIORITY = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
 
 
 @click.command()
@@ -109,7 +112,7 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         on_gpu = {"device_id": device}
-        for name, value in (NCCL_ENDING | NCCL_CONNECTING).items():
+        for name, value in (NCCL_ENDING | NCCL_CONNECTING | NCCL_PRIORITY).items():
             os.environ.setdefault(name, value)
     # All meet before the group is made: from there on none may keep another one waiting.
     store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=START_SECONDS)))
