@@ -56,10 +56,11 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm["ptx"]
 
 
-def attention(architecture: int) -> dict[str, str]:
-    """The PTX of the fused kernels."""
+def attention(architecture: int, every: bool = True) -> dict[str, str]:
+    """The PTX of the fused kernels; unless every one, of the forward alone."""
     ptx = {}
-    for name, kernel in {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}.items():
+    backward = {"dq": dq_kernel, "dkv": dkv_kernel} if every else {}
+    for name, kernel in {"forward": forward_kernel, **backward}.items():
         config = CONFIGS[name][2, 64]
         constants = {**ATTENTION_FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -105,7 +106,7 @@ def rows(architecture: int) -> dict[str, str]:
 
 
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
-    """The PTX of the warp-specialised kernels, causal and not; unless every one, each width either causal or not."""
+    """The PTX of the warp-specialised kernels, causal and not; unless every one, each width in one way, with dq."""
 
     def described(rows: int, columns: int, dtype) -> str:
         block = [1, rows, 1, 1, columns]
@@ -130,7 +131,7 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
             types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(HOPPER_BRANCHES)}
             types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
-            for with_dq in (True, False)[: 1 + causal]:
+            for with_dq in (True, False)[: 1 + (causal and every)]:
                 constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
                 constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(BRANCHES, HOPPER_BRANCHES)}
                 args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
@@ -140,7 +141,8 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
 
 
 GROUPS = {
-    **{"attention": attention, "decode": decode, "curves": curves, "rows": rows},
+    **{"attention": attention, "some of attention": partial(attention, every=False)},
+    **{"decode": decode, "curves": curves, "rows": rows},
     **{"hopper": hopper, "some of hopper": partial(hopper, every=False)},
 }
 INSTRUCTIONS = re.compile(

@@ -5,6 +5,7 @@ import tempfile
 
 import pytest
 import torch
+from hypothesis import settings
 
 from hilbert_lib.environment import environment, prepare_kernels
 from hilbert_lib.hardware import get_gpu_info
@@ -12,6 +13,8 @@ from hilbert_lib.hardware import get_gpu_info
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
+settings.register_profile("suite", deadline=None)  # of the first call, which imports, and of busy cores
+settings.load_profile("suite")
 # Small tensors gain nothing from more threads, and lose much where the cores are busy: here, and in what tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,9 +37,11 @@ def pytest_make_parametrize_id(val):
 
 
 def pytest_xdist_auto_num_workers():
+    cores = environment()["cpu_cores"]
     gpus = [get_gpu_info(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     fitting = sum(gpu.memory_bytes // WORKER_BYTES for gpu in gpus)
-    return max(1, min(fitting, environment()["cpu_cores"])) if gpus else None  # None: as many as there are cores
+    # Without a GPU one more than there are cores: the tests of deadlines wait most of their time.
+    return max(1, min(fitting, cores)) if gpus else cores + 1
 
 
 def pytest_collection_modifyitems(items):

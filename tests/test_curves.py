@@ -35,7 +35,7 @@ def parity_forbids_unit_steps(shape):
     return longest % 2 == 1 and prod(shape) // longest % 2 == 0
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(shape=SHAPES, kind=st.sampled_from(KINDS))
 def test_every_cell_is_met_once(shape, kind):
     cells = curve_coordinates(kind, shape)
@@ -46,7 +46,7 @@ def test_every_cell_is_met_once(shape, kind):
     assert torch.equal(raster_index(cells, shape).sort().values, torch.arange(prod(shape)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(shape=SHAPES, kind=st.sampled_from(KINDS))
 def test_index_is_the_inverse_of_coordinates(shape, kind):
     assert torch.equal(curve_index(kind, curve_coordinates(kind, shape), shape), torch.arange(prod(shape)))
@@ -59,7 +59,7 @@ def check_hilbert_steps(shape):
     assert (sums == 2).sum() == parity_forbids_unit_steps(shape)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(shape=SHAPES)
 def test_hilbert_steps_are_one_but_for_one_diagonal_where_parity_forbids(shape):
     check_hilbert_steps(shape)
@@ -145,7 +145,7 @@ def test_morton_of_a_long_box_needs_no_more_than_63_bits():
 
 
 @given(shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_morton_is_ascending_in_interleaved_bits(shape):
     codes = [
         sum((row >> bit & 1) << 2 * bit + 1 | (col >> bit & 1) << 2 * bit for bit in range(6))
@@ -155,7 +155,7 @@ def test_morton_is_ascending_in_interleaved_bits(shape):
 
 
 @given(shape=SHAPES)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_snake_never_jumps_and_runs_along_the_last_axis(shape):
     cells = curve_coordinates("snake", shape)
     assert (step_lengths(cells)[0] == 1).all()

@@ -69,7 +69,7 @@ def test_cells_and_places_do_not_depend_on_the_size_of_a_leaf(kernels, monkeypat
 SIDES = st.integers(1, 40)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(shape=st.one_of(st.tuples(SIDES, SIDES), st.tuples(*[st.integers(1, 12)] * 3)))
 def test_cells_and_places_are_bit_equal_on_any_shape(shape):
     with pytest.MonkeyPatch.context() as patch:

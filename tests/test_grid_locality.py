@@ -86,7 +86,7 @@ def test_no_ordering_beats_a_square_block():
     assert (blocks.mean_perimeter >= 4 * blocks.block_size**0.5).all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(2, 20), cols=st.integers(2, 20))
 def test_raster_neighbours_are_one_slot_or_one_row_apart(rows, cols):
     row = neighbour_distance({"raster": Ordering.linear(rows * cols)}, (rows, cols)).iloc[0]

@@ -34,7 +34,7 @@ EXAMPLES = [
 ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ordering=ORDERINGS)
 def test_perm_is_a_permutation_and_inverse_its_inverse(ordering):
     positions = torch.arange(ordering.length)
@@ -43,7 +43,7 @@ def test_perm_is_a_permutation_and_inverse_its_inverse(ordering):
     assert torch.equal(ordering.inverse[ordering.perm], positions)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(ordering=ORDERINGS, dim=st.sampled_from([0, 1, -1]))
 def test_undo_takes_back_apply(ordering, dim):
     x = torch.randn([ordering.length if axis == dim % 3 else 2 for axis in range(3)])
@@ -68,7 +68,7 @@ def test_tables_first_made_in_inference_mode_serve_a_backward_pass():
     assert x.grad.nonzero().flatten().tolist() == [int(ordering.perm[3])]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(length=LENGTHS, rate=st.integers(1, 600))
 def test_residue_sorts_by_remainder_then_quotient(length, rate):
     expected = sorted(range(length), key=lambda p: (p % rate, p // rate))

@@ -162,8 +162,8 @@ def units_touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
     return row_units(addresses, row_bytes, unit_bytes)[0].unique().numel()
 
 
-def tile_units(addresses: Tensor, tiles: Tensor, row_bytes: int, unit_bytes: int) -> Tensor:
-    """How many different units each tile requests; a unit shared by two tiles counts in both.
+def tile_requests(addresses: Tensor, tiles: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tensor, Tensor]:
+    """Which units each tile requests, each once; a unit shared by two tiles is requested by both.
 
     Args:
         addresses: (rows,) int64, first bytes.
@@ -171,14 +171,16 @@ def tile_units(addresses: Tensor, tiles: Tensor, row_bytes: int, unit_bytes: int
         row_bytes, unit_bytes: as in `row_units`.
 
     Returns:
-        (tiles,) int64.
+        tiles and units, both (requests,) int64: tile `tiles[i]` requests unit `units[i]`, ascending.
 
-    >>> tile_units(torch.tensor([0, 16, 32, 256]), torch.tensor([0, 0, 1, 1]), row_bytes=16, unit_bytes=64).tolist()
-    [1, 2]
+    >>> tiles, units = tile_requests(torch.tensor([0, 16, 32, 256]), torch.tensor([0, 0, 1, 1]), 16, 64)
+    >>> tiles.tolist(), units.tolist()
+    ([0, 1, 1], [0, 0, 4])
     """
     units, rows = row_units(addresses, row_bytes, unit_bytes)
     span = int(units.max()) + 1
-    return ((tiles[rows] * span + units).unique() // span).bincount()
+    requests = (tiles[rows] * span + units).unique()
+    return requests // span, requests % span
 
 
 def check_positive(**values: int) -> None:

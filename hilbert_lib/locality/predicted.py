@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.locality.cache import SECTOR_BYTES, Storage, branch_rows, tile_units, units_touched
+from hilbert_lib.locality.cache import SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
 from hilbert_lib.locality.l2 import Gpu
 from hilbert_lib.locality.lru import Trace, kernel_trace, lru_hit_rates
 from hilbert_lib.ordering import Ordering
@@ -99,7 +99,8 @@ def attention_reads(
 
     # Of the table, each program asks once for every sector of a tile's slots; lanes that share one are joined.
     index, a_segment = INDEX_BYTES * rows.positions, int(rows.tiles.max()) + 1
-    sectors = tile_units(index, rows.segments * a_segment + rows.tiles, INDEX_BYTES, SECTOR_BYTES)
+    tiles, _ = tile_requests(index, rows.segments * a_segment + rows.tiles, INDEX_BYTES, SECTOR_BYTES)
+    sectors = tiles.bincount()
     index_sectors = int((sectors * programs[torch.arange(len(sectors)) // a_segment]).sum()) * heads
     # A token of q has the rows of all heads, which are asked for one head after the other.
     tokens = rows.positions if tile_queries is not None else rows.positions[:1]

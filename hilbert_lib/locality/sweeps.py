@@ -11,8 +11,7 @@ from hilbert_lib.locality.cache import (
     SECTOR_BYTES,
     Storage,
     branch_rows,
-    tile_units,
-    units_touched,
+    tile_requests,
 )
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -84,12 +83,17 @@ def count_units(
     for rate in dilation_rates:
         pattern = DilatedPattern((segment_length,), (rate,))
         orderings = compared_orderings(length, rate if residue_rate is None else residue_rate, chunk=chunk, seed=seed)
-        for (name, ordering), layout, size in product(orderings.items(), LAYOUTS, row_bytes):
-            storage = Storage(ordering, size, heads, layout)
-            rows = branch_rows(storage, pattern, head=head, tile_keys=tile_keys, key_order=key_order)
-            addresses = storage.addresses(rows.positions, head)
+        read = {  # which rows, and by which tile, is the same in every layout
+            name: branch_rows(
+                Storage(ordering, row_bytes[0], heads), pattern, head=head, tile_keys=tile_keys, key_order=key_order
+            )
+            for name, ordering in orderings.items()
+        }
+        for (name, rows), layout, size in product(read.items(), LAYOUTS, row_bytes):
+            addresses = Storage(orderings[name], size, heads, layout).addresses(rows.positions, head)
             tiles = rows.segments * -(-segment_length // tile_keys) + rows.tiles
             for unit, unit_bytes in unit_sizes.items():
+                _, requested = tile_requests(addresses, tiles, size, unit_bytes)
                 cases.append(
                     {
                         "layout": layout,
@@ -100,8 +104,8 @@ def count_units(
                         "unit_bytes": unit_bytes,
                         "rows": len(addresses),
                         "fewest": -(-len(addresses) * size // unit_bytes),
-                        "touched": units_touched(addresses, size, unit_bytes),
-                        "requested": int(tile_units(addresses, tiles, size, unit_bytes).sum()),
+                        "touched": requested.unique().numel(),
+                        "requested": requested.numel(),
                     }
                 )
     return pd.DataFrame(cases)
