@@ -24,13 +24,14 @@ SIZES = {"length": 32, "heads": 2, "dilations": [1, 4], "row_bytes": [32, 64], "
 
 @pytest.fixture
 def counting(monkeypatch):
-    """A stand-in for ncu, and its arguments: the works' launches, each counted as its number plus 100."""
+    """A stand-in for ncu, and its arguments: the works' launches, counted as their number plus 100; it in L2."""
     asked = []
 
     def count_calls(function, arguments, *, kernel):
         asked.append((function, arguments, kernel))
         launches = range(7 * 4)
-        return pd.DataFrame({"launch": launches, **{name: [100.0 + n for n in launches] for name in METRICS}})
+        counted = pd.DataFrame({"launch": launches, **{name: [100.0 + n for n in launches] for name in METRICS}})
+        return counted.assign(l2_hit_sectors=[float(n) for n in launches], far_hit_sectors=0.0)
 
     info = {name: value for name, value in vars(NO_GPU).items() if name not in ("l2_bytes", "multiprocessors")}
     known = type(NO_GPU)(**info, l2_bytes=2**16, multiprocessors=4)
@@ -116,7 +117,12 @@ def test_the_figure_and_the_ledger_read_the_table_alone(counting, tmp_path):
     rows = pd.read_csv(tmp_path / "counters.csv").to_dict("records")
     cases = gained_and_counted(rows, dilation=4).query("how == 'counted'")
     assert len(cases) == 4  # of the forward, dilation and row size
-    assert (cases.value == 5).all()  # Hilbert is the fifth launch after linear
+    found = table[table.kernel == "forward"].pivot(index=["row_bytes", "dilation"], columns="layout").l2_found_percent
+    expected = (found.hilbert - found.linear).to_dict()
+    assert dict(zip(zip(cases.row_bytes, cases.dilation, strict=True), cases.value, strict=True)) == pytest.approx(
+        expected
+    )
+    assert all(expected.values())
 
 
 def test_counters_are_no_times_to_compare(counting, tmp_path):

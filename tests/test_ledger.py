@@ -164,7 +164,7 @@ def test_counted_savings_are_those_of_the_recorded_counters(answers):
     for size in (32, 512):
         assert counted[size] == 1 - table.dram_read_bytes["hilbert", size] / table.dram_read_bytes["linear", size]
     points = answers["C3"].cases.query("how == 'counted' and dilation == 64").set_index("row_bytes").value
-    assert points[32] == pytest.approx(table.l2_hit_percent["hilbert", 32] - table.l2_hit_percent["linear", 32])
+    assert points[32] == pytest.approx(table.l2_found_percent["hilbert", 32] - table.l2_found_percent["linear", 32])
 
 
 CASES = pd.DataFrame(

@@ -90,7 +90,8 @@ def _what_makes_it_fast(records: Sequence[dict]) -> tuple:
         f"What makes dilated attention fast is the dilation, {_saved(long):.0f} times fewer FLOP than dense attention "
         f"at {long:,} tokens, and one kernel for all branches: on one {gpu} {speeds.tflop_per_s.forward:.0f} TFLOP/s "
         f"forward and {speeds.tflop_per_s.backward:.0f} backward at head_dim {speeds.head_dim.iloc[0]} in bfloat16, "
-        f"{over.forward:.2f} and {over.backward:.2f} times as fast as the best of the others in paired calls."
+        f"{over.forward:.2f} and {over.backward:.2f} times as fast as the best of the others that were paired with it "
+        f"({speeds.others.iloc[0]})."
     )
     return text, over.min() > 1, KERNELS
 
@@ -166,7 +167,8 @@ def _backend(records: Sequence[dict]) -> tuple:
     closest = pairs.loc[pairs.groupby(work).ratio.idxmin()]
     ahead, behind = closest[closest.low > 1], closest[closest.high < 1]
     names = " or ".join(sorted(behind.a.unique()))
-    text = 'Take backend="auto". The fused kernel, "triton", was faster than every other in '
+    others = ", ".join(sorted(pairs.a.unique()))
+    text = f'Take backend="auto". The fused kernel, "triton", was faster than every other ({others}) in '
     text += f"{len(ahead)} of {len(closest)} works"
     if len(behind):
         text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"

@@ -100,8 +100,8 @@ def fused_speeds(records: Records) -> pd.DataFrame:
 
     Returns:
         length (at which most backends were timed), heads, branches, direction, head_dim, tflop_per_s, error (relative,
-        against float64), other (its name), other_tflop_per_s and times_as_fast (the least paired ratio to any other),
-        the largest head first.
+        against float64), other (its name), other_tflop_per_s, times_as_fast (the least paired ratio to any other) and
+        others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
     sides = side_table(list(records), "backends").query(reference)
@@ -110,8 +110,10 @@ def fused_speeds(records: Records) -> pd.DataFrame:
     case = ["direction", "head_dim"]
     pairs = ratio_table(list(records), "backends").query(reference)
     least = pairs[pairs.length == sides.length.iloc[0]].groupby(case).ratio.min().rename("times_as_fast")
-    others = sides[sides.name != "triton"].drop_duplicates(case, keep="last").set_index(case)
-    others = others[["name", "tflop_per_s"]].set_axis(["other", "other_tflop_per_s"], axis=1).join(least)
+    others = sides[sides.name != "triton"]
+    names = ", ".join(sorted(others.name.unique()))
+    others = others.drop_duplicates(case, keep="last").set_index(case)[["name", "tflop_per_s"]]
+    others = others.set_axis(["other", "other_tflop_per_s"], axis=1).join(least).assign(others=names)
     fused = sides[sides.name == "triton"].join(others, on=case).sort_values(case, ascending=False)
     return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
 
@@ -197,7 +199,7 @@ def over_fixed(records: Records, *, least_length: int) -> pd.DataFrame:
 
     Args:
         records: of notebook 05.
-        least_length: of the works. Those of fewer tokens may be timed with launches that the GPU waited for.
+        least_length: of the works. In those of fewer tokens a user waits for the host's launches, not the GPU.
     """
     ratios = _ratios(records, "selection").rename(columns={"a": "backend"})
     ratios = ratios[ratios.length >= least_length]
@@ -273,7 +275,7 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
         dilation: as `models.hit_rate_gained`.
     """
     hilbert, linear = _counters(records)
-    gain = (hilbert.l2_hit_percent - linear.l2_hit_percent).rename("value").reset_index()
+    gain = (hilbert.l2_found_percent - linear.l2_found_percent).rename("value").reset_index()
     l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))
     counted_cases = counted(gain.assign(how="counted", cache_kib=l2.l2_bytes // 1024))
     modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation)

@@ -39,7 +39,8 @@ def _speeds(records: Records) -> list[tuple[str, str]]:
     for direction, table in speeds.groupby("direction", sort=False):
         own = " / ".join(f"{speed:.0f}" for speed in table.tflop_per_s)
         others = " / ".join(f"{row.other_tflop_per_s:.0f} ({row.other})" for row in table.itertuples())
-        measured = f"{own} TFLOP/s, relative error {table.error.max():.2g}; the best of the others {others}"
+        best = f"the best of the others ({table.others.iloc[0]}) {others}"
+        measured = f"{own} TFLOP/s, relative error {table.error.max():.2g}; {best}"
         what = f"{direction.capitalize()} {of} at head_dim {_dims(table)}"
         rows.append((what, measured))
         of = "of the same"
@@ -70,7 +71,8 @@ def _orders(records: Records) -> list[tuple[str, str]]:
     there = small["hilbert"].set_index(work).value[tuple(most[work])]
     return [
         (
-            f"k and v stored along a Hilbert curve, same function, rows of whole cache lines ({len(hilbert)} works)",
+            "k and v stored along a Hilbert curve, same function, whole sequences, rows of whole cache lines "
+            f"({len(hilbert)} works)",
             f"{hilbert.min():.3f} to {hilbert.max():.3f} times as fast as in sequence order; the best of all orders at "
             f"most {best.max():.3f}",
         ),
