@@ -140,6 +140,7 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_th
     assert done.returncode != 0
     assert "Timed out waiting 3000ms" in done.stderr
     assert "in stall" in done.stderr, "the stalled rank must show where it was"
+    assert not re.search("error_file: [^<]", done.stderr), "torchrun fails where its signal cuts one off"
 
 
 @pytest.mark.multigpu

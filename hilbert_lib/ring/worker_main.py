@@ -19,7 +19,6 @@ import click
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hilbert_lib.environment import prepare_kernels
 
@@ -74,10 +73,10 @@ def main(target: str, arguments: Path | None, results: Path, backend: str | None
     try:
         _call(target, arguments, result_file(results, rank), backend, stall_seconds)
     except (Exception, SystemExit) as error:
+        # Not in the file that torchrun reads: one that its signal cuts off would be a failure of its own.
         traceback.print_exc()
         told = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
         _write(result_file(results, rank), json.dumps({"error": told, "time": time.time()}))
-        get_error_handler().record_exception(error)  # for torchrun's own summary
         time.sleep(TELL_SECONDS)
         os._exit(1)  # an orderly end would wait for the collectives that the others still owe
 
