@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 from hypothesis import settings
+from interpreted import hasten
 
 from hilbert_lib.environment import environment, prepare_kernels
 from hilbert_lib.hardware import get_gpu_info
@@ -28,7 +29,10 @@ def pytest_configure(config):
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "") or ",".join(map(str, range(torch.cuda.device_count())))
         devices = given.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(WORKER.removeprefix("gw")) % len(devices)]
-    prepare_kernels()  # before anything imports triton: without a GPU its kernels are interpreted
+    # Before anything imports triton: without a GPU its kernels are interpreted, and checked in full by `make test-all`.
+    marks = config.option.markexpr
+    if prepare_kernels() == "interpreted" and ("full" in marks or not marks):
+        hasten()
 
 
 def pytest_make_parametrize_id(val):
