@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-UNITS = {"k": 2**10, "m": 2**20}
+UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 FINE = ("ok", "cannot serve", "not tried")  # what may become of a side without a failure
 
 
@@ -20,7 +20,7 @@ class Numbers(click.ParamType):
         """Of a text; the defaults are texts too."""
         numbers = []
         for part in value.split(","):
-            first, *last = (self._number(text, param, ctx) for text in part.split(":", 1))
+            first, *last = (self.number(text, param, ctx) for text in part.split(":", 1))
             if last and last[0] < first:
                 self.fail(f"{part!r} ends below its start", param, ctx)
             numbers.append(first)
@@ -28,10 +28,11 @@ class Numbers(click.ParamType):
                 numbers.append(numbers[-1] * 2)
         return numbers
 
-    def _number(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def number(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """One number, with or without its unit."""
         digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
         if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"{text!r} is no whole number above 0, such as 3000, 4k or 1m", param, ctx)
+            self.fail(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g", param, ctx)
         return int(digits) * UNITS.get(unit.lower(), 1)
 
 

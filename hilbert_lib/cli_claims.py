@@ -35,7 +35,8 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
     Example: hilbert claims --rerun K3
     """
     from hilbert_lib.ledger.claim import answer, read_ledger
-    from hilbert_lib.ledger.rerun import command, rerun
+    from hilbert_lib.ledger.rerun import dry_run as dry_run_of
+    from hilbert_lib.ledger.rerun import rerun
 
     ledger = read_ledger()
     for name in (*ids, *again):
@@ -47,7 +48,7 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
     for name in again:
         try:
             if dry_run:
-                click.echo(command(ledger[name], out))
+                click.echo("\n".join(dry_run_of(ledger[name], out=out, segment_length=segment_length)))
             else:
                 _print_entries([rerun(ledger[name], out=out, segment_length=segment_length)])
         except ValueError as error:

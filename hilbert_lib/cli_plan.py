@@ -3,27 +3,19 @@
 # torch takes seconds to import: the command imports what it needs, so that --help is quick.
 import click
 
-from hilbert_lib import cli_bench
+from hilbert_lib.cli_bench import Numbers
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-class Numbers(cli_bench.Numbers):
-    """Whole numbers as `hilbert bench` takes them, and with the suffix g: 1g is 1,073,741,824."""
-
-    def _number(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        thousands = text.lower().endswith("g")
-        return super()._number(text[:-1] + "m" if thousands else text, param, ctx) * (1024 if thousands else 1)
-
-
 class Number(Numbers):
-    """One of them."""
+    """A whole number as `hilbert bench` takes them: 1g is 1,073,741,824."""
 
     name = "number"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Of a text; the defaults are texts too."""
-        return self._number(value, param, ctx)
+        return self.number(value, param, ctx)
 
 
 def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[float] | None:

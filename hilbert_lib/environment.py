@@ -20,7 +20,7 @@ import torch
 PACKAGE = Path(__file__).resolve().parent
 
 # What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
-MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads")
+MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode")
 
 
 def environment() -> dict:

@@ -107,11 +107,11 @@ def run_sides(
     """
     device = torch.device(device)
     facts = environment()
-    done = {_identity(_sides(each)): each for each in measured_before(output_dir)}
+    done = recorded_before(output_dir)
     records = []
     for sides in cases:
         label = " | ".join(side.name for side in sides)
-        record = done.get(_identity([vars(side) for side in sides]))
+        record = done.get(identity(*sides))
         if record is None:
             try:
                 record = _run(sides, device, output_dir, repetitions, seconds)
@@ -123,6 +123,24 @@ def run_sides(
         if "calls_per_sample" in _sides(record)[0]:
             print(f"{label}: {_line(record)}", flush=True)
     return records
+
+
+def recorded_before(output_dir: str) -> dict[str, dict]:
+    """What a folder's results.jsonl holds from this code on this hardware, by `identity`.
+
+    >>> recorded_before("")
+    {}
+    """
+    return {_identity(_sides(each)): each for each in measured_before(output_dir) if "a" in each or "name" in each}
+
+
+def identity(*sides: Side | Case) -> str:
+    """What makes a case or a pair the same in another run: names and parameters.
+
+    >>> identity(Case("a", None, {"length": 8}, 0.0))
+    '[["a", {"length": 8}]]'
+    """
+    return _identity([vars(side) for side in sides])
 
 
 def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
@@ -187,7 +205,8 @@ def _run(sides: tuple[Side, ...], device: torch.device, output_dir: str, repetit
     errors = [side.error(result) for side, result in zip(sides, results, strict=True)]
     difference = relative_difference(results[1], results[0]) if len(sides) == 2 and all(results) else None
     peaks = tuple(peak for _, peak, _ in runs)
-    del results
+    took = sum(each for _, _, each in runs)
+    del runs, results  # they are as large as what is timed next
     if not timed:
         names = ("name", "parameters", "useful_flop", "useful_bytes")
         parts = [
@@ -200,7 +219,6 @@ def _run(sides: tuple[Side, ...], device: torch.device, output_dir: str, repetit
         Case(side.name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes)
         for side, error in zip(sides, errors, strict=True)
     ]
-    took = sum(each for _, _, each in runs)
     samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
     how = {"device": device, "repetitions": samples, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
     measured = compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)

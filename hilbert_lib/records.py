@@ -137,8 +137,8 @@ def _read_run(folder: Path) -> list[dict]:
         if any(part.startswith(".") or part.endswith(FAILED) for part in inside):
             continue  # what the suite has not finished, or could not
         for record in read_records(path):
-            if record["kind"] == "counters":
-                continue  # no times
+            if record.get("kind") not in ("measurement", "comparison"):
+                continue  # counters, points, ranks: other tables than these
             sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)
             measurements += [{**side, "environment": record["environment"]} for side in sides]
     if not measurements:

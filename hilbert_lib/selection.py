@@ -18,7 +18,16 @@ from hilbert_lib.attention.remembered import ShapeClass, device_name, remember
 from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.paired import Recorded, Results, Side, ratio_table, relative_difference, run_sides
+from hilbert_lib.paired import (
+    Recorded,
+    Results,
+    Side,
+    identity,
+    ratio_table,
+    recorded_before,
+    relative_difference,
+    run_sides,
+)
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import append_records
 from hilbert_lib.safety.estimate import estimate_memory
@@ -73,8 +82,9 @@ def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> It
     for name in names:
         if name not in BACKENDS:
             raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {name!r}")
-    for (label, work), gradient in product(grid, (False, True)):
-        yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
+    for label, work in grid:  # not `product`, which would keep the tensors of all works
+        for gradient in (False, True):
+            yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
 
 
 def orderings(
@@ -115,8 +125,10 @@ def timed(cases: Iterable[tuple[Side, Side]], *, device: torch.device, output_di
     """
     if device.type == "cuda":
         return run_sides(cases, device=device, output_dir=output_dir, **how)
-    facts = environment()
-    return [{**_timed_on_cpu(case, output_dir, **how), "environment": facts} for case in cases]
+    facts, done = environment(), recorded_before(output_dir)
+    return [
+        done.get(identity(*case)) or {**_timed_on_cpu(case, output_dir, **how), "environment": facts} for case in cases
+    ]
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
@@ -204,7 +216,8 @@ def measure_and_remember(
         OSError: if the file cannot be written.
     """
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
-    sides = _beside_choice("", work, gradient, names)
+    # Where the choice itself does not fit, nothing can stand beside it.
+    sides = _beside_choice("", work, gradient, names) if chosen(work, gradient=gradient) in names else ()
     records = timed(sides, device=work.device, repetitions=repetitions, seconds=seconds)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
@@ -224,16 +237,10 @@ def _ratio(record: dict, *, on_device: bool = False) -> float:
 
 def _fits(work: Workload, name: str, gradient: bool) -> bool:
     sizes = {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
-    need = estimate_memory(
-        work.pattern,
-        **sizes,
-        dtype=getattr(torch, work.dtype),
-        backend=name,
-        direction="backward" if gradient else "forward",
-        is_causal=work.is_causal,
-        device=work.device,
-    )
-    return MemorySafetyChecker(device=work.device).check_memory_available(need.total_gb)[0]
+    how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
+    directions = ("forward", "backward") if gradient else ("forward",)
+    needs = [estimate_memory(work.pattern, **sizes, **how, direction=each).total_gb for each in directions]
+    return MemorySafetyChecker(device=work.device).check_memory_available(max(needs))[0]
 
 
 def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:

@@ -8,8 +8,8 @@ from functools import cache
 def hasten() -> None:
     """Leave out of the interpreter what takes half of its time and finds nothing at the sizes of tests.
 
-    Additions are not computed again in 64 bits. A call from a kernel's function to another one does not replace Triton's
-    language by the interpreter's where that has been done. And numpy's name of a type is looked up once.
+    Additions are not computed again in 64 bits. A call from a kernel's function to another one does not replace
+    Triton's language by the interpreter's where that has been done. And numpy's name of a type is looked up once.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -229,3 +231,18 @@ def test_doctor_says_how_to_mend_packages_disk_and_folder(hilbert, monkeypatch):
     output = hilbert("doctor", status=1)
     assert output.count("BROKEN") == output.count("fix:") == 3
     assert "no-such-package is missing" in output
+
+
+@pytest.mark.parametrize("program", ["elsewhere/bin/python", "gone/bin/python"])
+def test_doctor_tells_an_environment_from_another_one_of_the_same_interpreter(monkeypatch, tmp_path, program):
+    other = tmp_path / "elsewhere/bin/python"
+    other.parent.mkdir(parents=True)
+    other.symlink_to(Path(sys.executable).resolve())
+    for path, found in ((tmp_path / program, "another Python"), (Path(sys.executable), "in this Python")):
+        monkeypatch.setattr(doctor.KernelSpecManager, "get_kernel_spec", lambda *_, path=path: Mock(argv=[str(path)]))
+        assert found in doctor._kernel().found
+
+
+def test_an_axis_without_a_value_is_refused(hilbert):
+    write_notebook(Path("notebooks"), "00_a", WRITE)
+    assert "seq_len must have at least one value" in hilbert("sweep", "00_a", "-p", "seq_len", "", status=2)

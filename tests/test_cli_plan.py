@@ -39,7 +39,7 @@ def test_the_command_gives_unequal_ranks_shards_by_their_work():
     ("words", "message"),
     [
         ("--tokens 1x", "'1x' is no whole number above 0"),
-        ("--tokens g", "'m' is no whole number above 0"),
+        ("--tokens 1.5g", "'1.5g' is no whole number above 0"),
         ("--weights 1,a", "'1,a' is no list of numbers such as 2,1,1"),
         ("--weights 1,1,1", "weights must have one number a rank (2), got 3"),
         ("--transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),

@@ -167,6 +167,11 @@ def test_counted_savings_are_those_of_the_recorded_counters(answers):
     assert points[32] == pytest.approx(table.l2_found_percent["hilbert", 32] - table.l2_found_percent["linear", 32])
 
 
+def test_the_documents_sizes_are_no_part_of_a_series(records):
+    layouts = [each for each in records if each.get("a", each)["parameters"]["sweep"] == "layouts"]
+    pd.testing.assert_frame_equal(kernels.growth(records), kernels.growth(layouts))
+
+
 CASES = pd.DataFrame(
     {
         "what": ["time", "time", "memory", "memory"],
@@ -283,7 +288,7 @@ def test_the_fields_of_the_points_of_backends_are_as_the_ledger_reads_them(ledge
     how = {"lengths": [32], "backends": ["sdpa", "eager", "reference"], "heads": 1, "head_dim": 8}
     (point,) = attention_points(DilatedPattern((16,), (2,)), **how)
     outcomes = {name: {"status": "ok", "paired": True, "cause": ""} for name in how["backends"]}
-    line = {"point": point, "records": list(measure_attention(point)), "outcomes": outcomes}
+    line = {"key": "0", "point": point, "records": list(measure_attention(point)), "outcomes": outcomes}
     found = answered_by(replace(ledger["B2"], options={"backend": "reference"}), [line], tmp_path).cases
     eager, reference = (record["ratio"] for record in line["records"])
     assert found.value.tolist() == pytest.approx([reference / eager])
@@ -337,6 +342,7 @@ def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, mon
         (made_up,) = (records for name, records, *_ in TO_COME if name == "K10")
         Path(output_dir).mkdir(parents=True)
         (Path(output_dir) / "results.jsonl").write_text(json.dumps(made_up[0]) + "\n")
+        return made_up[:1]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rerun, "time_again", timed)
@@ -370,6 +376,18 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
     for name in ("K4", "B7"):
         assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
     assert hilbert("claims", "--rerun", "B7", "--dry-run").startswith("hilbert run 05_backend_selection")
+    shown = hilbert("claims", "--rerun", "K4", "--dry-run", "--segment-length", "512")
+    assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
+    assert shown.count("branches=512:") == 4
+    assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
+
+
+def test_a_claim_without_room_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rerun, "environment", lambda: {})
+    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
+    monkeypatch.setattr(rerun, "time_again", lambda *_, **__: [])
+    assert "nothing of it has room" in hilbert("claims", "--rerun", "K4", "--out", tmp_path, status=1)
 
 
 def test_an_unknown_claim_is_named():

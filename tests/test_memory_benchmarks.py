@@ -174,6 +174,8 @@ def test_what_a_cache_finds_is_what_was_built_and_is_found_faster(tmp_path):
     assert table[table.what == "schedule tables"].ratio.min() > 15, "a part of what is built was found"
     assert all(record["peak_bytes"][0] > 0 for record in records)
     assert len(read_records(tmp_path / "results.jsonl")) == 4
+    again = pattern_cache([64, 256], device=CPU, repetitions=5, output_dir=str(tmp_path), **SIZES)
+    assert again == read_records(tmp_path / "results.jsonl"), "they were measured again"
 
 
 def test_a_cache_that_finds_something_else_is_an_error(monkeypatch):

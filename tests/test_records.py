@@ -153,3 +153,11 @@ def test_compare_runs_leaves_out_what_failed_or_was_not_finished(run_folder):
     broken.rename(whole / "06_notebook.failed")
     shutil.copytree(whole / "06_notebook.failed", whole / ".06_notebook.1")
     assert compare_runs(whole, whole)["name"].to_list() == ["kernel"]
+
+
+def test_compare_runs_passes_over_records_of_other_kinds(run_folder):
+    folder = run_folder("a", {"kernel": 6.0})
+    ranks = {"side": "auto", "ranks": 4, "forward_ms": 1.0, "environment": {"hardware": "elsewhere"}}  # notebook 07's
+    with (folder / "06_notebook" / RESULTS).open("a") as file:
+        file.write("".join(json.dumps({**ranks, **kind}) + "\n" for kind in ({}, {"kind": "counters"})))
+    assert compare_runs(folder, folder)["name"].to_list() == ["kernel"]

@@ -17,7 +17,7 @@ import pytest
 
 from hilbert_lib import committed
 from hilbert_lib.records import RESULTS, read_records
-from hilbert_lib.safety import benchmarks
+from hilbert_lib.safety import benchmarks, isolated
 from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.estimate import MemoryEstimate
@@ -173,6 +173,42 @@ def test_a_rerun_measures_only_what_is_missing(runner):
     assert retried == [True, False, True]
 
 
+def test_a_side_that_does_not_fit_any_more_costs_no_measurement_and_one_that_fits_again_is_measured(runner):
+    needs = {"good": 0, "large": 0}
+    benchmark = Benchmark(FAULTY.target, estimate=lambda point, side: MemoryEstimate({}, needs[side], 0, 0))
+    statuses = []
+    for need in (2**60, 0, 2**60):
+        needs["large"] = need
+        (line,) = runner(benchmark).run([point("large", "good")])
+        statuses.append([line["outcomes"][side]["status"] for side in ("large", "good")])
+    assert statuses == [["not tried", "ok"], ["ok", "ok"], ["ok", "ok"]]
+    assert len(read_records(runner().path)) == 2
+
+
+def test_a_point_that_is_asked_for_twice_is_measured_once(runner):
+    first, second = runner().run([point("good"), point("good")])
+    assert first == second
+    assert len(read_records(runner().path)) == 1
+
+
+def test_what_a_call_wrote_is_read_however_late_its_reader_is(monkeypatch):
+    read, records = isolated._read, []
+
+    def late(stream, take):
+        time.sleep(0.5)  # as on a machine with more to do
+        read(stream, take)
+
+    monkeypatch.setattr(isolated, "_read", late)
+    ending = run_isolated("builtins:list", [[{"length": 8}]], seconds=20, on_record=records.append)
+    assert (ending.status, records) == ("ok", [{"length": 8}])
+
+
+def test_without_sessions_of_processes_nothing_is_started(monkeypatch):
+    monkeypatch.delattr(os, "getsid")
+    with pytest.raises(RuntimeError, match="this platform lacks"):
+        run_isolated("builtins:dict", [], seconds=20)
+
+
 def test_an_interrupted_point_is_measured_again(runner, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("hilbert_lib.safety.runner.run_isolated", raise_interrupt)
@@ -186,9 +222,9 @@ def raise_interrupt(*_arguments, **_options):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("changed", ["code_hash", "hardware"])
+@pytest.mark.parametrize("changed", ["code_hash", "hardware", "kernel_mode"])
 def test_other_code_or_hardware_measures_again(runner, monkeypatch, changed):
-    facts = {"code_hash": "0", "hardware": "0"}
+    facts = {"code_hash": "0", "hardware": "0", "kernel_mode": "0"}
     monkeypatch.setattr("hilbert_lib.safety.runner.environment", lambda: facts)
     seen = []
     for _ in range(2):
@@ -261,12 +297,15 @@ def test_the_committed_points_are_those_of_the_newest_run(monkeypatch, tmp_path)
         folder = tmp_path / "h200" / run / "04_safe_benchmarking-0"
         folder.mkdir(parents=True)
         (folder / RESULTS).write_text(json.dumps({"environment": {"utc": dates[-1], "gpus": [{}]}}))
-        lines = [{"point": {"length": 8, "direction": "forward"}, "utc": date, "records": []} for date in dates]
+        own = {"point": {"length": 8, "direction": "forward"}, "records": []}
+        lines = [{**own, "key": date, "utc": date} for date in dates]
         path = folder / benchmarks.POINTS
         path.write_text("".join(json.dumps({**line, "outcomes": {"eager": outcome}}) + "\n" for line in lines))
     lines = benchmarks.committed_lines()
     assert [line["utc"] for line in lines] == ["2026-01-02", "2026-01-03"]
     assert benchmarks.outcome_table(lines).status.tolist() == ["timed out"] * 2
+    later = {**lines[0], "outcomes": {"eager": {**outcome, "status": "interrupted"}}}
+    assert benchmarks.outcome_table([*lines, later]).status.tolist() == ["interrupted", "timed out"]
 
 
 def wait_for(condition, seconds):

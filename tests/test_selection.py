@@ -1,6 +1,7 @@
 """Measured choices: what is compared, what the tables say of it, and the command that remembers it."""
 
 import json
+import weakref
 
 import pandas as pd
 import pytest
@@ -12,6 +13,8 @@ from hilbert_lib.attention import remembered
 from hilbert_lib.cli import main
 from hilbert_lib.figures.backends import draw_choice, draw_ordering
 from hilbert_lib.paired import ratio_table, run_sides
+from hilbert_lib.records import RESULTS, read_records
+from hilbert_lib.safety.estimate import MemoryEstimate
 from hilbert_lib.workload import Workload
 
 CPU = torch.device("cpu")
@@ -71,6 +74,39 @@ def test_a_choice_is_worth_what_its_calls_take_the_device_or_the_host(records):
     for side in "ab":
         del record[side]["host_ms"], record[side]["call_ms"]  # as in the records made before it was kept
     assert selection.choice_table([record]).over_best.item() == 2
+
+
+def test_a_sweep_keeps_the_tensors_of_one_work_and_measures_none_again(tmp_path):
+    seen, alive = [], []
+
+    def grid():
+        for length in (16, 32, 64):
+            alive.append(sum(each() is not None for each in seen))
+            work = Workload(PATTERN, length, 2, 8, CPU, dtype="float32")
+            seen.append(weakref.ref(work))
+            yield "a", work
+
+    how = {"device": CPU, "output_dir": str(tmp_path), "repetitions": 5, "seconds": 0.01}
+    records = selection.timed(selection.pairs(grid(), ["eager"]), **how)
+    assert max(alive) == 1  # the loop's own, until it has the next
+    again = selection.timed(selection.pairs(grid(), ["eager"]), **how)
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps(records))
+    assert len(read_records(tmp_path / RESULTS)) == len(records) == 6
+
+
+def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
+    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
+    asked = []
+
+    def estimate(*_, backend, direction, **__):
+        asked.append((backend, direction))
+        return MemoryEstimate({}, 0, 2**60 if backend == "sdpa" else 0, 0)
+
+    monkeypatch.setattr(selection, "estimate_memory", estimate)
+    monkeypatch.setattr(selection, "timed", lambda sides, **_: list(sides))
+    with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
+        selection.measure_and_remember(work, gradient=True)
+    assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
 
 
 def test_a_comparison_with_an_unknown_backend_is_refused():

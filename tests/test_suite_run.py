@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import papermill
 import psutil
@@ -296,6 +297,24 @@ def test_a_run_whose_process_was_killed_is_told_by_the_next_one(tmp_path, facts)
     assert not list(run_folder.rglob(".reserve"))
 
 
+def test_what_another_job_tidies_at_this_moment_is_left_to_it(tmp_path, facts, monkeypatch):
+    for name in ("00_a", "00_b"):
+        work = tmp_path / f".{name}.0123abcd"
+        work.mkdir(parents=True)
+        manifest = start_manifest(point_of(tmp_path / "notebooks", "1"), work, facts) | {"name": name}
+        manifest["process"]["started"] -= 100
+        (work / "manifest.json").write_text(json.dumps(manifest))
+    rename = Path.rename
+
+    def taken(path, target):
+        if path.name == ".00_a.0123abcd":
+            rename(path, tmp_path / ".taken")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", taken)
+    assert close_abandoned(tmp_path) == ["00_b"]
+
+
 def test_the_run_of_another_machine_is_left_alone(tmp_path, facts):
     work = tmp_path / ".00_a.0123abcd"
     work.mkdir()
@@ -327,7 +346,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path):
 
 def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
     assert run_id(facts) == run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
-    for name in ("code_hash", "torch", "hardware", "driver"):
+    for name in ("code_hash", "torch", "hardware", "driver", "cudnn", "torch_threads", "kernel_mode"):
         assert run_id(facts) != run_id({**facts, name: "9.9"})
     gpu = {**facts, "hardware": "NVIDIA H200", "gpus": [{"name": "NVIDIA H200"}], "torch": "2.11.0+cu128"}
     assert run_id(gpu).startswith("nvidia-h200-torch2.11.0-")

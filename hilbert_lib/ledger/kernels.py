@@ -141,9 +141,8 @@ def growth(records: Records, *, order: str = "hilbert") -> pd.DataFrame:
     Returns:
         along ("dilation" or "length"), row_bytes, fixed (the other of the two) and the interval.
     """
-    ratios = layout_ratios(records, order=order, where="work == 'whole sequence'").drop(columns="queries")
-    # The documents' sizes have tokens of several heads side by side: another layout, no part of these series.
-    ratios = ratios.drop_duplicates(["length", "row_bytes", "dilation"])
+    # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
+    ratios = _ratios(records, "layouts").query("b == @order")[["length", "row_bytes", "dilation", *INTERVAL]]
     tables = []
     for along, other in (("dilation", "length"), ("length", "dilation")):
         for (size, fixed), series in ratios.groupby(["row_bytes", other]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.claims import CLAIMS, time_again
+from hilbert_lib.claims import CLAIMS, claim_pairs, time_again
 from hilbert_lib.committed import newest_run
 from hilbert_lib.environment import environment
 from hilbert_lib.ledger.claim import ROOT, Answer, Claim, answer
@@ -46,6 +46,29 @@ def command(claim: Claim, out: str | Path = "reports/local") -> str:
     return shlex.join(words)
 
 
+def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
+    """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself.
+
+    Args:
+        claim, out, segment_length: as in `rerun`.
+
+    Raises:
+        ValueError: as `rerun`.
+
+    >>> from hilbert_lib.ledger.claim import read_ledger
+    >>> dry_run(read_ledger()["K10"], out="reports/local")[0]
+    'dense | dilated: pair=dense and dilated, length=8192, heads=12, head_dim=64, branches=2048:1 4096:2 8192:4'
+    """
+    if claim.id not in CLAIMS:
+        return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
+    shown = ("pair", "length", "heads", "head_dim", "dilation", "branches")
+    lines = []
+    for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
+        facts = {name: pair[1].parameters[name] for name in shown if name in pair[1].parameters}
+        lines.append(f"{' | '.join(side.name for side in pair)}: {', '.join(f'{k}={v}' for k, v in facts.items())}")
+    return lines
+
+
 def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     """Measure a claim again and say what this measurement answers.
 
@@ -58,8 +81,8 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         The answer, from the new records alone.
 
     Raises:
-        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, or
-            the notebook left no record of the claim.
+        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, the
+            notebook left no record of the claim, or none of its pairs has room.
         ValueError: as `command`; or for a segment_length that does not fit.
     """
     if claim.record and not torch.cuda.is_available():
@@ -70,7 +93,8 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     folder = out / run_id(environment()) / f"claims_{claim.id}"
     if claim.id in CLAIMS:
         (folder / RESULTS).unlink(missing_ok=True)
-        time_again([claim.id], segment_length=segment_length, output_dir=str(folder))
+        if not time_again([claim.id], segment_length=segment_length, output_dir=str(folder)):
+            raise RuntimeError(f"{claim.id} was not measured again: nothing of it has room on this GPU")
         return answer(claim, folder)
     if not claim.record and not claim.tests:
         return answer(claim)

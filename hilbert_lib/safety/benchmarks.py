@@ -208,7 +208,7 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
     """Every side of every point once, with its speed or what became of it.
 
     Args:
-        lines: of `SafeBenchmarkRunner.run`, or of its file.
+        lines: of `SafeBenchmarkRunner.run`, or of its file, where the last line of a point holds.
 
     Returns:
         length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
@@ -216,7 +216,7 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
         peak_bytes and predicted_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
     """
     rows = []
-    for line in lines:
+    for line in {line["key"]: line for line in lines}.values():
         point, records = line["point"], line["records"]
         speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
         pairs = [record for record in records if "a" in record]

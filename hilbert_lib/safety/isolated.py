@@ -87,6 +87,7 @@ def run_isolated(
 
     Raises:
         TypeError, ValueError: naming the argument and what is allowed; for arguments that JSON cannot hold.
+        RuntimeError: on a platform without sessions of processes (Windows).
 
     >>> run_isolated("signal:raise_signal", [11], seconds=10).cause
     'by SIGSEGV'
@@ -95,6 +96,10 @@ def run_isolated(
         raise ValueError(f"target must be 'module:function', got {target!r}")
     if not 0 < (seconds := number("seconds", seconds)) < math.inf:
         raise ValueError(f"seconds must be above 0 and finite, got {seconds}")
+    if not hasattr(os, "getsid"):
+        raise RuntimeError(
+            "a process of its own has a session of its own, which this platform lacks: use Linux, macOS or WSL"
+        )
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
@@ -122,7 +127,7 @@ def run_isolated(
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
         with nullcontext() if watch is None else watch(process.pid) as watcher:
-            stopped, error = _follow(process, lines, start + seconds + DUMP_SECONDS, on_record, watcher)
+            stopped, error = _follow(process, readers[0], lines, start + seconds + DUMP_SECONDS, on_record, watcher)
     finally:
         left = _end_all(process, mark)
     for reader in readers:
@@ -153,19 +158,23 @@ def _without_paths(line: str) -> str:
 
 def _follow(
     process: subprocess.Popen,
+    reader: Thread,
     lines: SimpleQueue,
     deadline: float,
     on_record: Callable[[dict], object],
     watcher: Watcher | None,
 ) -> tuple[str, dict | None]:
     """Until the process ends, by itself or because it has to: why it has to, and the error that it told."""
-    error = None
+    error, ended = None, math.inf
     while True:
-        ended = process.poll() is not None  # asked before the queue is: then an empty queue is all there was
+        if ended == math.inf and process.poll() is not None:
+            ended = time.monotonic()
+        # Asked before the queue is: then an empty queue is all there was. What the process started may hold the pipe.
+        all_read = not reader.is_alive() or time.monotonic() > ended + EXIT_SECONDS
         try:
             line = lines.get(timeout=POLL_SECONDS)
         except Empty:
-            if ended:
+            if ended < math.inf and all_read:
                 return "", error
         else:
             told = json.loads(line) if line.endswith("\n") else {}  # it died while it wrote

@@ -106,12 +106,13 @@ class SafeBenchmarkRunner:
                 raise ValueError(f"points must be dictionaries with the names of their sides, got {point!r}")
             refused = self.why_not(point)
             tried = [side for side in point["sides"] if side not in refused]
-            identity = [self.benchmark.target, point, tried, *(facts.get(name) for name in MACHINE)]
+            serving = [side for side in point["sides"] if refused.get(side, {}).get("status") != CANNOT_SERVE]
+            identity = [self.benchmark.target, point, serving, *(facts.get(name) for name in MACHINE)]
             key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
             line = known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
-                line = self._measure(point, tried, {"kind": "point", "key": key, "outcomes": refused})
+                line = known[key] = self._measure(point, tried, {"kind": "point", "key": key, "outcomes": refused})
             lines.append(line)
             on_point(line, reused)
         return lines
@@ -188,4 +189,5 @@ def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
 
 def _is_finished(line: dict, tried: list[str], retry_failed: bool) -> bool:
     statuses = [line["outcomes"][side]["status"] for side in tried]
-    return INTERRUPTED not in statuses and (not retry_failed or all(status == "ok" for status in statuses))
+    unknown = {INTERRUPTED, NOT_TRIED} & set(statuses)
+    return not unknown and (not retry_failed or all(status == "ok" for status in statuses))

@@ -93,7 +93,8 @@ def _kernel() -> Finding:
         program = KernelSpecManager().get_kernel_spec("python3").argv[0]
     except NoSuchKernel:
         return Finding("kernel", "Jupyter has no kernel named python3", REINSTALL)
-    if Path(program).name == program or Path(program).samefile(sys.executable):
+    # By their folders: a link's target is the interpreter that many environments share.
+    if Path(program).name == program or Path(program).absolute().parent == Path(sys.executable).absolute().parent:
         return Finding("kernel", "notebooks run in this Python")
     fix = "python -m ipykernel install --sys-prefix"
     return Finding("kernel", f"notebooks would run in another Python: {program}", fix)

@@ -7,12 +7,14 @@ import platform
 import re
 import shutil
 import time
+import uuid
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
-from hilbert_lib.environment import code_hash, sm_clocks_mhz
+from hilbert_lib.environment import MACHINE, code_hash, sm_clocks_mhz
 from hilbert_lib.records import FAILED
 from hilbert_lib.suite.points import Point
 
@@ -36,7 +38,7 @@ def run_id(facts: dict) -> str:
     Returns:
         Device, torch's version and a hash, as `cpu-torch2.13.0-0a1b2c3d`.
     """
-    deciding = ("code_hash", "hardware", "python", "torch", "triton", "numpy", "cuda", "driver")
+    deciding = (*MACHINE, "python", "numpy")
     digest = hashlib.sha256(json.dumps([facts[name] for name in deciding]).encode()).hexdigest()[:8]
     device = facts["hardware"] if facts["gpus"] else "cpu"
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -181,7 +183,7 @@ def close_abandoned(run_folder: Path) -> list[str]:
     """Tidy what dead processes left: runs that never ended get their manifest, ended ones their place, and
     folders that never got a manifest go.
 
-    A run on another machine, or of a process that lives, is left alone.
+    A run on another machine, or of a process that lives, is left alone; so is what another job tidies that begins now.
 
     Args:
         run_folder: folder of the run-id.
@@ -191,23 +193,8 @@ def close_abandoned(run_folder: Path) -> list[str]:
     """
     closed = []
     for work in sorted(run_folder.glob(".*/")):
-        manifest = read_manifest(work)
-        if manifest is None:
-            if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
-                shutil.rmtree(work)
-            continue
-        if _may_live(manifest["process"]):
-            continue
-        if manifest["status"] == "running":
-            message = f"process {manifest['process']['pid']} ended without a word: killed, or power lost"
-            end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
-            closed.append(manifest["name"])
-        final = final_folder(run_folder, manifest)
-        present = read_manifest(final)
-        if present is None or present["end"] < manifest["end"]:
-            put_in_place(work, run_folder, manifest)
-        else:
-            shutil.rmtree(work)
+        with suppress(FileNotFoundError):  # another job has taken it
+            closed += _close(work, run_folder)
     return closed
 
 
@@ -226,6 +213,31 @@ def error_line(manifest: dict) -> str:
     error = manifest["error"]
     place = f" (cell In [{error['cell']}])" if error["cell"] else ""
     return f"{error['type']}: {error['message']}{place}"
+
+
+def _close(work: Path, run_folder: Path) -> list[str]:
+    manifest = read_manifest(work)
+    if manifest is None:
+        if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
+            shutil.rmtree(work, ignore_errors=True)
+        return []
+    if _may_live(manifest["process"]):
+        return []
+    # Whoever renames it has it, and says so in it.
+    work = work.rename(work.with_name(f".{manifest['name']}.{uuid.uuid4().hex[:8]}"))
+    died, manifest["process"] = manifest["process"], _this_process()
+    _write_manifest(work, manifest)
+    closed = []
+    if manifest["status"] == "running":
+        message = f"process {died['pid']} ended without a word: killed, or power lost"
+        end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
+        closed.append(manifest["name"])
+    present = read_manifest(final_folder(run_folder, manifest))
+    if present is None or present["end"] < manifest["end"]:
+        put_in_place(work, run_folder, manifest)
+    else:
+        shutil.rmtree(work, ignore_errors=True)
+    return closed
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:

@@ -195,13 +195,15 @@ def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, objec
         The points, the last name turning fastest, each once.
 
     Raises:
-        ValueError: for a name that the notebook lacks, with the nearest one.
+        ValueError: for a name that the notebook lacks, with the nearest one; for no value.
         TypeError: for a value of another type.
     """
     _check_names(notebook, texts)
     axes = {}
     for name, text in texts.items():
         annotation = notebook.parameters[name].annotation
+        if not text:
+            raise ValueError(f"{name} must have at least one value, got {text!r}")
         if annotation.startswith("list"):
             axes[name] = [parse_value(name, part, annotation) for part in text.split(";")]
             continue
