@@ -29,7 +29,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
     **dict.fromkeys(("lse", "delta", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
-    **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "dropout_p": "fp32"},
+    **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
 CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),

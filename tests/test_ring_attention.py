@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import exchange
-from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
 from hilbert_lib.ring.workers import run_ranks
 
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
@@ -129,6 +129,11 @@ def memory_of(kind: str, tokens: int, transport: str) -> dict:
     return {"branches": HELD[kind][0], "tokens": tokens, "transport": transport, "is_causal": False}
 
 
+# All keys of two ranks: their rows outweigh all else.
+DENSE = [
+    {"branches": [[512], [1]], "tokens": 512, "transport": transport, "is_causal": False}
+    for transport in ("all_gather", "ring")
+]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
@@ -136,7 +141,7 @@ CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_co
 CALLS[2] += [["outside_the_side_stream", {}]]
 CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
-CALLS[2] += [["measured", MEASURED]]
+CALLS[2] += [["measured", MEASURED]] + [["peak_memory", case] for case in DENSE]
 CALLS[3] += [["count_bytes", case] for case in COUNTED]
 CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
 for ranks in (2, 4):
@@ -235,6 +240,13 @@ def test_memory_allocated_is_the_plans_and_what_the_backend_takes(kind, ranks):
     check_memory(answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
 
 
+def test_one_rank_that_sends_needs_one_buffer():
+    slab = 2 * 256 * 2 * 64 * 4  # bytes of k and v of 256 positions, 2 KV heads of 64 in float32
+    for gathered, round_the_ring in zip(*(answers(2, "peak_memory", one) for one in DENSE), strict=True):
+        for (whole, *_), (step, *_) in zip(gathered, round_the_ring, strict=True):
+            assert abs(step - whole) < slab / 16
+
+
 @pytest.mark.parametrize("kind", ["local", "spanning"])
 def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
     two, four = (answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
@@ -281,7 +293,9 @@ def test_a_group_may_be_part_of_the_world_and_a_mesh():
 
 
 def test_validate_false_sends_no_header_and_remembers_lengths():
-    assert answers(2, "without_validation", {"lengths": [4, 9]}) == [[1, 0], [1, 0]]
+    for length, (*headers, said) in zip([4, 9], answers(2, "without_validation", {"lengths": [4, 9]}), strict=True):
+        assert headers == [1, 0]
+        assert f"validate must be True where shards of unequal length change: this rank's had {length} rows" in said
 
 
 @pytest.mark.parametrize("how", ["compile", "checkpoint"])
@@ -326,6 +340,27 @@ def test_without_a_process_group_it_says_what_to_call():
     x = torch.ones(1, 4, 1, 4)
     with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group first"):
         ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "said"),
+    [
+        ({"transport": "rign"}, ValueError, "transport must be one of auto, ring, all_gather, all_to_all; got 'rign'"),
+        ({"backend": "fast"}, ValueError, "backend must be .*got 'fast'"),
+        ({"scale": 0}, ValueError, "scale must be .*got 0"),
+        ({"dropout": "0.1"}, TypeError, "dropout must be .*got '0.1'|dropout must be a number"),
+        ({"kv_ordering": "hilbert"}, TypeError, "kv_ordering must be an OrderingSpec or None, got str"),
+    ],
+)
+def test_a_module_refuses_what_its_call_would(option, error, said):
+    with pytest.raises(error, match=said):
+        RingDilatedAttention(DilatedPattern((4,), (1,)), **option)
+
+
+def test_one_rank_refuses_an_unknown_transport_too(four_ranks):
+    x = torch.ones(1, 4, 1, 4)
+    with pytest.raises(ValueError, match="got 'rign'"):
+        ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)), group=dist.new_group([0]), transport="rign")
 
 
 def test_second_derivatives_raise():

@@ -84,6 +84,17 @@ def test_several_passes_and_every_option_equal_the_reference(branches, options):
     torch.testing.assert_close(grads, expected_grads, atol=2e-5, rtol=0)
 
 
+def test_bits_near_the_bound_are_dropped_as_elsewhere():
+    # By the 32-bit number nearest to 0.9 as the bound, query 1 would keep key 1.
+    length, seed = 16, torch.tensor([288271], device=DEVICE)
+    call = Call(DilatedPattern((length,), (1,)), scale=1.0, dropout_p=0.9, seed=seed)
+    q, v = torch.zeros(1, length, 1, 16, device=DEVICE), torch.eye(length, device=DEVICE)[None, :, None]
+    out, _ = launch.forward(q, q, v, call)
+    assert out[0, 1, 0, 1] == 0
+    expected, _ = reference.forward(q, q, v, call)
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("which", [1, 2])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("rates", [(1, 2), (3, 4)], ids=["one pass", "two passes"])

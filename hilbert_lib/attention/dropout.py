@@ -68,7 +68,16 @@ def keep_mask(
         seed, batch, head, branch, queries, keys = _renamed(seed, batch, head, branch, queries, keys)
     key = seed & _LOW, (seed >> 32) & _LOW
     bits = philox((keys, queries, head | branch << 16, batch), key)
-    return bits >= round(dropout_p * 2**32)
+    return bits >= drop_below(dropout_p)
+
+
+def drop_below(dropout_p: float) -> int:
+    """The bound of random bits: what lies below is dropped.
+
+    >>> drop_below(0.25) == 2**30
+    True
+    """
+    return round(dropout_p * 2**32)
 
 
 def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import _needs_gradient, _validated, dilated_attention
+from hilbert_lib.attention.api import (
+    _needs_gradient,
+    _validated,
+    check_backend,
+    check_dropout,
+    check_scale,
+    dilated_attention,
+)
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.ordering import Ordering, OrderingSpec
@@ -21,7 +28,7 @@ from hilbert_lib.ring.blocks import Request
 from hilbert_lib.ring.header import agree, resolved
 from hilbert_lib.ring.layout import Layout, layout_of
 from hilbert_lib.ring.passes import Job
-from hilbert_lib.ring.plan import plan_ring
+from hilbert_lib.ring.plan import check_transport, plan_ring
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 
@@ -63,8 +70,8 @@ def ring_dilated_attention(
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
         backend: as in `dilated_attention`.
         validate: whether ranks first tell each other what they ask for, so that those who disagree all raise. False
-            leaves that out after a group's first call: shards must then be as long as when they last did so, or equal
-            in length.
+            leaves that out after a group's first call: shards must then be as long as when they last did so, or, where
+            those were equal in length, all of another length.
 
     Returns:
         out like q; with return_lse also lse (batch, heads, rows), detached. Both of this rank's queries.
@@ -97,8 +104,8 @@ class RingDilatedAttention(nn.Module):
         dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
 
     Raises:
-        TypeError: if pattern is no DilatedPattern.
-        ValueError: if dropout is not in [0, 1).
+        TypeError: if pattern is no DilatedPattern, kv_ordering no OrderingSpec, or a number none.
+        ValueError: if dropout, scale, backend or transport is not what `ring_dilated_attention` takes.
 
     >>> RingDilatedAttention(DilatedPattern((4,), (2,)), transport="ring").transport
     'ring'
@@ -119,15 +126,13 @@ class RingDilatedAttention(nn.Module):
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        if not 0.0 <= dropout < 1.0:  # eval would never tell
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         self.pattern = pattern
         self.group = group
-        self.transport = transport
-        self.dropout = dropout
-        self.scale = scale
-        self.kv_ordering = kv_ordering
-        self.backend = backend
+        self.transport = check_transport(transport)
+        self.dropout = check_dropout("dropout", dropout)  # eval would never tell
+        self.scale = None if scale is None else check_scale(scale)
+        self.kv_ordering = _checked_spec(kv_ordering)
+        self.backend = check_backend(backend)
         self.validate = validate
 
     def forward(
@@ -187,6 +192,7 @@ def _attend(
     group = resolved(group)
     is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse = options
     if group.size() == 1:
+        check_transport(transport)
         return dilated_attention(
             q,
             k,
@@ -214,6 +220,11 @@ def _attend(
         _agreed[group] = agree(request, 0 if refusal else q.shape[1], refusal, group)
     lengths = _agreed[group]
     if lengths[group.rank()] != q.shape[1]:
+        if len(set(lengths)) > 1:  # what the others have now, this rank cannot know
+            raise ValueError(
+                f"validate must be True where shards of unequal length change: this rank's had {lengths[group.rank()]} "
+                f"rows in the last validated call, and has {q.shape[1]}"
+            )
         lengths = (q.shape[1],) * group.size()
     if not q.shape[0] or not sum(lengths):
         out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
@@ -249,9 +260,14 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
 
 
-def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
+def _checked_spec(spec: object) -> OrderingSpec | None:
     if spec is not None and not isinstance(spec, OrderingSpec):
         raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
+    return spec
+
+
+def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
+    spec = _checked_spec(spec)
     has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # what k must be is checked elsewhere
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
 

@@ -16,7 +16,7 @@ class RankCost:
     Attributes:
         sent_forward, received_forward, sent_backward, received_backward: bytes that cross between ranks.
         memory_forward, memory_backward: bytes of the call's tensors and of the exchange's buffers at the highest point;
-            what a backend takes beside them is its own.
+            what a backend takes beside them is its own, and so are the copies that a block of rows is computed from.
         flop_forward, flop_backward: useful FLOP, counted as `DilatedPattern.work` does.
     """
 

@@ -122,7 +122,8 @@ class Ring:
     """Rows that come step by step: in step t rank a sends to a + t and receives from a - t, modulo the ranks.
 
     Step t + 1 is under way while step t is computed. Every rank starts its sends and receives in the order of the
-    steps, so that none waits for one that waits for it. Two buffers receive the rows, and two the answers.
+    steps, so that none waits for one that waits for it. Two buffers, or one where one rank sends,
+    receive the rows, and as many the answers.
 
     Args:
         packed, sent, received, group: as for `AllGather`. The first step starts at once.
@@ -144,7 +145,7 @@ class Ring:
 
     def answer(self, rows: Tensor, arrived: Arrived) -> Arriving:
         """As `AllGather.answer`; the second answer after this one overwrites its rows."""
-        self._answers = self._answers[::-1] or _two(rows, max(self._sent))
+        self._answers = self._answers[::-1] or _receivers(rows, self._sent)
         into = self._answers[0][: self._sent[arrived.destination]]
         return self._start(rows, arrived.source, into, arrived.destination)
 
@@ -152,7 +153,7 @@ class Ring:
         rank, ranks = self._group.rank(), self._group.size()
         source, destination = (rank - number) % ranks, (rank + number) % ranks
         rows = self._packed(destination)
-        self._buffers = self._buffers[::-1] or _two(rows, max(self._received))
+        self._buffers = self._buffers[::-1] or _receivers(rows, self._received)
         into = self._buffers[0][: self._received[source]]
         return self._start(rows, destination, into, source), source, destination
 
@@ -165,8 +166,9 @@ class Ring:
         return Arriving(into, tuple(dist.batch_isend_irecv(operations)) if operations else (), rows)
 
 
-def _two(rows: Tensor, count: int) -> list[Tensor]:
-    return [torch.empty(count, *rows.shape[1:], dtype=rows.dtype, device=rows.device) for _ in range(2)]
+def _receivers(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    several = sum(count > 0 for count in counts) > 1  # then one is filled while the other is read
+    return [rows.new_empty(max(counts), *rows.shape[1:]) for _ in range(1 + several)]
 
 
 GATHERING = {"all_gather": AllGather, "ring": Ring}

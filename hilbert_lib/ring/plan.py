@@ -143,8 +143,7 @@ def plan_ring(
         raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    if transport not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport must be one of auto, {', '.join(TRANSPORTS)}; got {transport!r}")
+    check_transport(transport)
     if memory_limit is not None:
         memory_limit = integer("memory_limit", memory_limit, least=1)
     speeds = check_weights(weights, len(shard_lengths))
@@ -175,6 +174,20 @@ def plan_ring(
             f"transport={transport!r}; got {memory_limit}"
         )
     return plan
+
+
+def check_transport(transport: object) -> str:
+    """What was asked for, if it is one of `TRANSPORTS` or "auto".
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> check_transport("auto")
+    'auto'
+    """
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport must be one of auto, {', '.join(TRANSPORTS)}; got {transport!r}")
+    return transport
 
 
 def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan]:

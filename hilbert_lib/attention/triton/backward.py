@@ -41,7 +41,7 @@ def delta_kernel(
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, partial_dq,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
-    scale, dropout_p,
+    scale, drop_below,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -93,12 +93,12 @@ def dq_kernel(
                 n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
                 acc = _dq_walk(
                     acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-                    start, w, o, r, n, 0, full, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    start, w, o, r, n, 0, full, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
                     HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
                 acc = _dq_walk(
                     acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-                    start, w, o, r, n, full, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    start, w, o, r, n, full, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
                     HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
     if WRITE_PARTIAL:
@@ -110,7 +110,7 @@ def dq_kernel(
 @triton.jit
 def _dq_walk(
     acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-    start, w, o, r, n, begin, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+    start, w, o, r, n, begin, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _dq_walk(
             weights = tl.where(allowed, weights, 0.0)
         dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT:
-            dweights *= dropout_factor(seed, dropout_p, b, h, branch, position[:, None], key[None, :])
+            dweights *= dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
         dscores = weights * (dweights - delta_row[:, None])
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
@@ -142,7 +142,7 @@ def _dq_walk(
 def dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
-    scale, dropout_p,
+    scale, drop_below,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -216,17 +216,17 @@ def dkv_kernel(
                     scalars = (b.to(tl.int64) * kv_heads * group + h) * queries
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, begin, free, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        sees, start, w, o, r, begin, free, end, first_query, b, h, branch, scale, drop_below, stride_qn,
                         stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, free, tail, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        sees, start, w, o, r, free, tail, end, first_query, b, h, branch, scale, drop_below, stride_qn,
                         stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, tail, end, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+                        sees, start, w, o, r, tail, end, end, first_query, b, h, branch, scale, drop_below, stride_qn,
                         stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
@@ -240,7 +240,7 @@ def dkv_kernel(
 @triton.jit
 def _dkv_walk(
     dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position,
-    sees, start, w, o, r, begin, stop, end, first_query, b, h, branch, scale, dropout_p, stride_qn,
+    sees, start, w, o, r, begin, stop, end, first_query, b, h, branch, scale, drop_below, stride_qn,
     stride_dn, dims, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def _dkv_walk(
         dweights = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         dropped = weights
         if DROPOUT:
-            factor = dropout_factor(seed, dropout_p, b, h, branch, query[None, :], position[:, None])
+            factor = dropout_factor(seed, drop_below, b, h, branch, query[None, :], position[:, None])
             dweights *= factor
             dropped *= factor
         dv_acc = tl.dot(dropped.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
@@ -92,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         q if call.inverse is None else call.inverse,
         q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         q if call.seed is None else call.seed,
-        call.scale, call.dropout_p,
+        call.scale, drop_below(call.dropout_p),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
         HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m, BLOCK_N=block_n,
@@ -200,7 +201,7 @@ def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAI
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def decode_kernel(
     q, k, v, partial_out, partial_lse, table, inverse, padding, seed,
-    scale, dropout_p,
+    scale, drop_below,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh, stride_pb,
@@ -270,7 +271,7 @@ def decode_kernel(
             total = total * decay + tl.sum(weights, 1)
             m = largest
             if DROPOUT:
-                weights *= dropout_factor(seed, dropout_p, b, h[:, None], branch, position[:, None], key[None, :])
+                weights *= dropout_factor(seed, drop_below, b, h[:, None], branch, position[:, None], key[None, :])
             v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]
             v_tile = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
             acc *= decay[:, None]

@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def forward_kernel(
     q, k, v, out, lse, partial_out, partial_lse, flag,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
-    scale, dropout_p,
+    scale, drop_below,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -80,12 +80,12 @@ def forward_kernel(
                 n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
                 acc, total, m = _walk(
                     acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
-                    start, w, o, r, n, 0, full, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    start, w, o, r, n, 0, full, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
                     HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
                 acc, total, m = _walk(
                     acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
-                    start, w, o, r, n, full, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+                    start, w, o, r, n, full, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
                     HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def forward_kernel(
 @triton.jit
 def _walk(
     acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
-    start, w, o, r, n, begin, end, b, h, branch, scale, dropout_p, stride_kn, stride_vn, dims,
+    start, w, o, r, n, begin, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def _walk(
         total = total * decay + tl.sum(weights, 1)
         m = largest
         if DROPOUT:
-            weights *= dropout_factor(seed, dropout_p, b, h, branch, position[:, None], key[None, :])
+            weights *= dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         acc = acc * decay[:, None]
         if MASKED:

@@ -109,8 +109,8 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 
 
 @triton.jit
-def dropout_factor(seed, dropout_p, b, h, branch, query, key):
-    """0 for a dropped pair, else 1 / (1 - dropout_p): the bits of `attention.dropout.keep_mask`."""
+def dropout_factor(seed, drop_below, b, h, branch, query, key):
+    """0 for a dropped pair, else 1 / (1 - dropout_p), by `attention.dropout.keep_mask` and its `drop_below`."""
     words = tl.load(seed)
     if seed.dtype.element_ty == tl.int32:  # what `attention.dropout.named` made
         words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
@@ -129,6 +129,5 @@ def dropout_factor(seed, dropout_p, b, h, branch, query, key):
         (zero + (h | branch << 16)).to(tl.uint32),
         (zero + b).to(tl.uint32),
     )
-    # Compared as real numbers: 2^32 p is no integer of 32 bits where p is near 1.
-    kept = bits.to(tl.float64) >= dropout_p * 4294967296.0
-    return tl.where(kept, 1.0 / (1.0 - dropout_p), 0.0).to(tl.float32)
+    kept = bits.to(tl.int64) >= drop_below
+    return tl.where(kept, 1.0 / (1.0 - drop_below * (1.0 / 4294967296.0)), 0.0).to(tl.float32)

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
@@ -329,7 +330,7 @@ def _launch(
         "padding": q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         "seed": q if call.seed is None else call.seed,
         "scale": call.scale,
-        "dropout_p": call.dropout_p,
+        "drop_below": drop_below(call.dropout_p),
         **dict(zip(STRIDES, q.stride()[:3] + k.stride()[:3] + v.stride()[:3], strict=True)),
         "first_query": call.first_query,
         "queries": queries,
