@@ -16,7 +16,9 @@ QUERIES_AT_ONCE = 2048  # rows of a dense (queries, keys) matrix in float64
 def sampled_positions(
     pattern: DilatedPattern, length: int, *, kv_head: int, kv_heads: int, count: int, seed: int
 ) -> Tensor:
-    """Random positions, moved into the branches of a KV head, taken in turn; sorted, each once.
+    """Random positions, moved inside their segments into the branches of a KV head, taken in turn; sorted, each once.
+
+    A position stays where it is if the branch has none in its segment, as in a short last one.
 
     Args:
         pattern: the branches.
@@ -39,8 +41,11 @@ def sampled_positions(
         branch = used[n % len(used)]
         w, r = pattern.branches[branch]
         p = int(positions[n])
-        inside = p // w * w + p % w // r * r + pattern.offset(branch, kv_head, kv_heads)
-        positions[n] = inside if inside < length else p
+        start = p // w * w
+        inside = start + p % w // r * r + pattern.offset(branch, kv_head, kv_heads)
+        if inside >= min(start + w, length):  # cut short before its residue: the r positions before have it
+            inside -= r
+        positions[n] = inside if inside >= start else p
     return positions.unique()
 
 

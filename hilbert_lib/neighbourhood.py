@@ -78,8 +78,11 @@ class Neighbourhood:
         return ((ahead >= 0) & (ahead < self.window)).all(dim=-1)
 
     def keys(self, position: int) -> Tensor:
-        """The positions that a query attends to: (window**2,) int64, ascending."""
-        row, col = self.first(self.coordinates(torch.tensor(position))).tolist()
+        """The positions that a query attends to: (window**2,) int64, ascending.
+
+        Raises TypeError or ValueError, as `queries` does, where the position is no integer or not on the grid.
+        """
+        row, col = self.first(self._cell(position)).tolist()
         return self._rectangle(range(row, row + self.window), range(col, col + self.window))
 
     def queries(self, position: int) -> Tensor:
@@ -88,15 +91,19 @@ class Neighbourhood:
         >>> Neighbourhood((2, 4), 2).queries(0).tolist()
         [0, 1, 4, 5]
         """
-        cell = self.coordinates(torch.tensor(position)).tolist()
         lines = []
-        for own, side in zip(cell, self.shape, strict=True):
-            start = _window_start(torch.arange(side), side, self.window)
+        for own, side in zip(self._cell(position).tolist(), self.shape, strict=True):
+            start = _window_start(torch.arange(side, device="cpu"), side, self.window)
             lines.append(((start <= own) & (own < start + self.window)).nonzero()[:, 0])
         return self._rectangle(*lines)
 
+    def _cell(self, position: int) -> Tensor:
+        # `coordinates` takes a position off the grid without a word.
+        position = integer("position", position, least=0, most=self.length - 1)
+        return self.coordinates(torch.tensor(position, device="cpu"))
+
     def _rectangle(self, rows: Sequence[int] | Tensor, cols: Sequence[int] | Tensor) -> Tensor:
-        rows, cols = (torch.as_tensor(line, dtype=torch.int64) for line in (rows, cols))
+        rows, cols = (torch.as_tensor(line, dtype=torch.int64, device="cpu") for line in (rows, cols))
         return (rows[:, None] * self.shape[1] + cols).flatten()
 
 
@@ -164,10 +171,10 @@ def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
     """
     _check_length(neighbourhood, ordering)
     cells = neighbourhood.coordinates(ordering.perm.cpu())
-    first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1])
+    first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")
     keys = first[:, None] + (neighbourhood.keys(0))
     blocks = [-(-neighbourhood.length // size) for size in (q_block, kv_block)]
-    q = torch.arange(neighbourhood.length)[:, None] // q_block
+    q = torch.arange(neighbourhood.length, device="cpu")[:, None] // q_block
     kv = ordering.inverse.cpu()[keys] // kv_block
     return (q * blocks[1] + kv).flatten().bincount(minlength=blocks[0] * blocks[1]).view(blocks)
 
@@ -192,7 +199,7 @@ def rows_exchanged(neighbourhood: Neighbourhood, ordering: Ordering, ranks: int)
     _check_length(neighbourhood, ordering)
     ranks = integer("ranks", ranks, least=1, most=neighbourhood.length)
     runs = ordering.perm.cpu().tensor_split(ranks)
-    owner = torch.empty(neighbourhood.length, dtype=torch.int64)
+    owner = torch.empty(neighbourhood.length, dtype=torch.int64, device="cpu")
     for rank, run in enumerate(runs):
         owner[run] = rank
     rows = torch.stack([owner[_seen(neighbourhood, run)].bincount(minlength=ranks) for run in runs])
@@ -216,7 +223,7 @@ def _union_over_window(bits: np.ndarray, window: int, axis: int) -> np.ndarray:
         step = min(width, window - width)
         bits = bits[:-step] | bits[step:]
         width += step
-    return np.moveaxis(bits[_window_start(torch.arange(side), side, window).numpy()], 0, axis)
+    return np.moveaxis(bits[_window_start(torch.arange(side, device="cpu"), side, window).numpy()], 0, axis)
 
 
 def _full_blocks(neighbourhood: Neighbourhood, ordering: Ordering, q_block: int, kv_block: int) -> Tensor:
@@ -229,14 +236,15 @@ def _full_blocks(neighbourhood: Neighbourhood, ordering: Ordering, q_block: int,
     above, left = (begin[:, axis, None] <= low_kv[:, axis] for axis in (0, 1))
     below, right = (high_kv[:, axis] < end[:, axis, None] for axis in (0, 1))
     whole_q, whole_kv = (
-        torch.arange(len(low)) < len(cells) // size for low, size in ((low_q, q_block), (low_kv, kv_block))
+        torch.arange(len(low), device="cpu") < len(cells) // size
+        for low, size in ((low_q, q_block), (low_kv, kv_block))
     )
     return above & below & left & right & whole_q[:, None] & whole_kv
 
 
 def _boxes(cells: Tensor, block: int) -> tuple[Tensor, Tensor]:
     # The least and the largest row and column of each block: (blocks, 2) each.
-    index = (torch.arange(len(cells)) // block)[:, None].expand(-1, 2)
+    index = (torch.arange(len(cells), device=cells.device) // block)[:, None].expand(-1, 2)
     empty = cells.new_zeros(-(-len(cells) // block), 2)
     return tuple(empty.scatter_reduce(0, index, cells, how, include_self=False) for how in ("amin", "amax"))
 
@@ -244,7 +252,7 @@ def _boxes(cells: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _seen(neighbourhood: Neighbourhood, positions: Tensor) -> Tensor:
     # The positions that some of these queries attend to: each window adds 1 at its corners, and sums run over the grid.
     rows, cols = neighbourhood.shape
-    corners = torch.zeros(rows + 1, cols + 1, dtype=torch.int32)
+    corners = torch.zeros(rows + 1, cols + 1, dtype=torch.int32, device=positions.device)
     row, col = neighbourhood.first(neighbourhood.coordinates(positions)).unbind(-1)
     for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
         at = (row + down * neighbourhood.window, col + right * neighbourhood.window)

@@ -296,7 +296,10 @@ class OrderingSpec:
 
 
 class CacheInfo(NamedTuple):
-    """What the cache of orderings did: look-ups answered and not, tables held, positions in them and their bound."""
+    """What the cache of orderings did: look-ups answered and not, tables held, positions in them and their bound.
+
+    Tables that a CUDA graph has captured are held beyond the bound.
+    """
 
     hits: int
     misses: int
@@ -315,24 +318,36 @@ def ordering_cache_info() -> CacheInfo:
 
 
 class _TableCache:
-    """The tables last used, up to a number of positions; the newest stays even if it alone is larger."""
+    """The tables last used, up to a number of positions; the newest stays even if it alone is larger.
+
+    Tables asked for while a CUDA graph is captured stay too, beyond that number: the graph holds addresses alone.
+    """
 
     def __init__(self, max_positions: int):
         self.max_positions = max_positions
         self._hits = self._misses = self._positions = 0
         self._held: OrderedDict[tuple[Ordering, torch.device], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
+        self._captured: dict[tuple[Ordering, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
         self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
 
     def tables(self, ordering: Ordering) -> tuple[Tensor, Tensor, Tensor]:
         key = (ordering, ordering.device)
         with self._lock:
+            if key in self._captured:
+                self._hits += 1
+                return self._captured[key]
             if key in self._held:
                 self._hits += 1
                 self._held.move_to_end(key)
-                return self._held[key]
-            self._misses += 1
-            tables = self._held[key] = _tables(ordering)
-            self._positions += ordering.length
+            else:
+                self._misses += 1
+                self._held[key] = _tables(ordering)
+                self._positions += ordering.length
+            tables = self._held[key]
+            # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
+            if ordering.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured[key] = self._held.pop(key)
+                self._positions -= ordering.length
             while self._positions > self.max_positions and len(self._held) > 1:
                 (oldest, _), _ = self._held.popitem(last=False)
                 self._positions -= oldest.length
@@ -340,7 +355,9 @@ class _TableCache:
 
     def info(self) -> CacheInfo:
         with self._lock:
-            return CacheInfo(self._hits, self._misses, len(self._held), self._positions, self.max_positions)
+            held = len(self._held) + len(self._captured)
+            positions = self._positions + sum(ordering.length for ordering, _ in self._captured)
+            return CacheInfo(self._hits, self._misses, held, positions, self.max_positions)
 
 
 _cache = _TableCache(CACHED_POSITIONS)
@@ -367,6 +384,9 @@ _tables_on._dynamo_marked_constant = True
 def _tables(ordering: Ordering) -> tuple[Tensor, Tensor, Tensor]:
     """`perm`, `inverse` and `slots` of an ordering, computed on its device."""
     length, device = ordering.length, ordering.device
+    if device.type == "meta":  # nothing to compute, and some kinds select by values, which it has none of
+        perm = torch.empty(length, dtype=torch.int64, device=device)
+        return perm, torch.empty_like(perm), perm.int()
     chunk = min(ordering.chunk or length, length)
     starts = torch.arange(0, length - length % chunk, chunk, device=device)
     perm = (starts[:, None] + _chunk_perm(ordering, chunk)).flatten()

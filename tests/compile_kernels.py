@@ -106,7 +106,7 @@ def rows(architecture: int) -> dict[str, str]:
 
 
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
-    """The PTX of the warp-specialised kernels, causal and not; unless every one, each width in one way, with dq."""
+    """The PTX of the warp-specialised kernels, causal and not; unless every one, a forward and a backward with dq."""
 
     def described(rows: int, columns: int, dtype) -> str:
         block = [1, rows, 1, 1, columns]
@@ -116,8 +116,7 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
-            if not every and causal == (columns == 128):
-                continue
+            forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
             common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "CUT": True}
             config = HOPPER_FORWARD[columns]
             keys = described(config.block_n, columns, gl.bfloat16)
@@ -125,13 +124,14 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
             constants = common | {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "MASKED": causal}
             constants |= {f"{x}{i}": None for x in "kv" for i in range(BRANCHES, HOPPER_BRANCHES)}
             args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
-            ptx[f"forward {columns} {causal}"] = compiled(hopper_forward.forward_kernel, *args)
+            if forward:
+                ptx[f"forward {columns} {causal}"] = compiled(hopper_forward.forward_kernel, *args)
             config = HOPPER_BACKWARD[columns]
             queries = described(config.block_m, columns, gl.bfloat16)
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
             types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(HOPPER_BRANCHES)}
             types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
-            for with_dq in (True, False)[: 1 + (causal and every)]:
+            for with_dq in (True, False)[: backward + (causal and every)]:
                 constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
                 constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(BRANCHES, HOPPER_BRANCHES)}
                 args = types, constants, {"num_warps": 4}, architecture, GluonASTSource

@@ -35,6 +35,16 @@ def pytest_configure(config):
         hasten()
 
 
+@pytest.fixture
+def rough_pictures(monkeypatch):
+    """Pictures without layout and of few dots, in a third of the time, where a test is of what they are drawn from."""
+    from hilbert_lib.figures import record
+
+    monkeypatch.setattr(record, "_laid_out", lambda figure: figure.set_layout_engine("none") or figure)
+    monkeypatch.setattr(record, "_box", lambda figure: figure.bbox_inches)
+    monkeypatch.setitem(record.STYLE, "savefig.dpi", 30)
+
+
 def pytest_make_parametrize_id(val):
     # The same in every process that collects the tests.
     return " ".join(sorted(map(str, val))) if isinstance(val, set | frozenset) else None

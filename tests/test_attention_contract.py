@@ -368,6 +368,16 @@ def test_bad_input_names_argument_value_and_what_is_allowed(function, name):
         function(*tensors, ALIGNED, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("function", [dilated_attention, explain_backend])
+def test_a_nested_tensor_is_refused_by_name(function, name, layout):
+    nested = torch.nested.nested_tensor([X[0, :9], X[1]], layout=layout)
+    with pytest.raises(TypeError, match=rf"{name} must be a dense \(strided\) tensor, got a nested one"):
+        function(**{"q": X, "k": X, "v": X, name: nested}, pattern=ALIGNED)
+
+
 def test_a_pattern_that_is_none_or_has_too_few_heads_is_refused():
     with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got tuple"):
         dilated_attention(X, X, X, ((8,), (1,)))

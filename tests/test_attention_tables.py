@@ -1,5 +1,6 @@
 """The tables of notebook 02 say what attention does."""
 
+import pandas as pd
 import pytest
 import torch
 
@@ -57,3 +58,16 @@ def test_errors_show_an_ordering_that_changes_the_result(monkeypatch):
     )
     assert not table[table.ordering == "random"].same.any()
     assert table[table.ordering == "random"].out.min() > 1e-2
+
+
+def test_tables_do_not_depend_on_the_default_device():
+    q, k, v = text_qkv(16, heads=2, head_dim=4)
+    tables = [
+        lambda: multiplicities(PATTERN, 16, kv_heads=2),
+        lambda: mixing(q, k, PATTERN, query=5),
+        lambda: errors(q, k, v, PATTERN, backends=["eager"], dtypes=[torch.float32]),
+    ]
+    for table in tables:
+        expected = table()
+        with torch.device("meta"):
+            pd.testing.assert_frame_equal(table(), expected)

@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from cases import TOLERANCE, expected, stored
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, explain_backend
 from hilbert_lib.attention import backends, flex, packages, strided
@@ -334,6 +335,35 @@ def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypa
     assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
 
 
+class Masks(TorchDispatchMode):
+    """The bytes of the bool tensors that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(("batch", "heads", "segment_length"), [(2, 4, 32), (2, 4, 24), (5, 2, 24)])
+def test_padding_is_never_written_out_for_every_query(batch, heads, segment_length):
+    # Batch and segments fold into one dimension, and then sequences and heads go one by one.
+    q, k, v, dout = torch.randn(4, batch, 64, heads, 8).unbind()
+    padding = torch.zeros(batch, 64, dtype=torch.bool)
+    masks = []
+    for mask in (None, padding):
+        call = Call(DilatedPattern((segment_length,), (1,)), scale=0.3, key_padding_mask=mask)
+        with Masks() as counted:
+            out, lse = strided.forward(q, k, v, call, Eager)
+            strided.backward(dout, q, k, v, out, lse, call, Eager)
+        masks.append(counted.bytes)
+    assert masks[1] - masks[0] < batch * heads * 64 * segment_length / 2, "a mask of every pair"
+
+
 @pytest.mark.parametrize("mixing", ["softmax", "head_groups"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
@@ -352,6 +382,19 @@ def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         got = flex.backward(dout, q, k, v, None, None, Call(PATTERN))
     torch.testing.assert_close(got, torch.autograd.grad((leaves[0] * leaves[1]).sin() * leaves[2], leaves, dout))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_of_flex_first_made_in_inference_mode_serve_a_backward_pass(monkeypatch, is_causal):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
+    q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
+    call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
+    with torch.inference_mode():
+        out, lse = flex.forward(q, k, v, call)
+    got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, leaves, dout))
 
 
 def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

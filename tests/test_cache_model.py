@@ -238,6 +238,7 @@ def test_whole_tiles_as_units_give_the_hit_rates_of_lines(monkeypatch):
             assert row.memory_bytes == by_tile.memory_ratio[row.gpu, keys] * by_tile.kv_bytes[row.gpu, keys]
 
 
+@pytest.mark.usefixtures("rough_pictures")
 def test_every_figure_is_drawn_again_from_its_table(tmp_path, counts):
     pattern = DilatedPattern((256,), (4,))
     orderings = sweeps.compared_orderings(1024, rate=4)

@@ -216,6 +216,12 @@ def test_processes_that_write_at_once_lose_nothing(place):
     assert len(remembered_rules("cpu", torch.float32)) == 9
 
 
+def test_a_folder_with_the_signs_of_a_search_in_its_name_is_read(monkeypatch, tmp_path):
+    monkeypatch.setenv(remembered.VARIABLE, str(tmp_path / "runs[1]" / "a?b*"))
+    remember(SHAPE, ("eager",), {})
+    assert len(remembered_rules("cpu", torch.float32)) == 1
+
+
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     assert folder() == tmp_path
     monkeypatch.delenv(remembered.VARIABLE)

@@ -61,6 +61,18 @@ def test_sampled_positions_reach_every_branch_and_stay_in_the_sequence():
     assert 0 <= positions.min() <= positions.max() < 64
 
 
+@pytest.mark.parametrize("length", [7, 40, 41, 47, 50])
+@pytest.mark.parametrize("kv_head", range(4))
+@pytest.mark.parametrize("branch", [(10, 4), (8, 4), (9, 5), (5, 5), (64, 6)], ids=str)
+def test_every_sampled_position_is_in_the_branch_unless_its_segment_has_none_of_it(branch, kv_head, length):
+    pattern, every = DilatedPattern(branch[:1], branch[1:]), torch.arange(length)
+    sampled = sampled_positions(pattern, length, kv_head=kv_head, kv_heads=4, count=1000, seed=0)
+    inside = pattern.contains(0, every, kv_head, 4)
+    segment = every // branch[0]
+    unreachable = ~torch.isin(segment, segment[inside])
+    assert sampled.equal(every[inside | unreachable])
+
+
 def one(name, value, *, exact=1.0, parameters=None):
     """A side that returns a number, which should be `exact`."""
     parameters = {"sweep": "numbers", **(parameters or {})}

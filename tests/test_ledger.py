@@ -324,8 +324,10 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
             assert point.parameters.items() >= claim.only.items(), name
 
 
-def test_the_command_shows_every_claim_and_an_entry_with_its_cases(answers):
-    shown = hilbert("claims")
+def test_the_command_shows_every_claim_and_an_entry_with_its_cases(answers, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("hilbert_lib.ledger.claim.answer", lambda claim: answers[claim.id])
+        shown = hilbert("claims")
     assert all(f"│ {name}" in shown for name in answers)
     entry = hilbert("claims", "K3")
     assert "does not hold" in entry

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -86,6 +87,22 @@ def test_one_branch_without_dilation_is_torchs_multihead_attention(inputs, mask,
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_arguments_stand_in_torchs_order():
+    ours, torchs = multihead(DENSE), nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    torchs.load_state_dict(ours.state_dict())
+    x, causal = tokens(2, LENGTH), torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    given = (x, x.sin(), x * 2, PADDED, False, causal, False, True)
+    torch.testing.assert_close(ours(*given)[0], torchs(*given)[0])
+    assert list(signature(ours.forward).parameters) == list(signature(torchs.forward).parameters)
+
+
+def test_averaging_weights_that_are_not_returned_changes_nothing():
+    ours, x = multihead(), tokens(2, LENGTH)
+    out, weights = ours(x, x, x, need_weights=False, average_attn_weights=False)
+    assert weights is None
+    assert torch.equal(out, ours(x)[0])
+
+
 def test_key_and_value_are_the_query_by_default():
     ours, x = multihead(), tokens(2, LENGTH)
     assert torch.equal(ours(x)[0], ours(x, x, x)[0])
@@ -155,6 +172,14 @@ def test_an_ordering_of_another_length_is_refused_and_a_function_serves_every_le
     with pytest.raises(ValueError, match=r"kv_ordering must have the length of k \(9\), got 12"):
         multihead(kv_ordering=ORDERINGS["fixed"])(x)
     assert torch.equal(multihead(kv_ordering=HILBERT)(x)[0], multihead()(x)[0])
+
+
+@pytest.mark.parametrize("ordering", [None, "function", "automatic"])
+def test_a_sequence_without_tokens_has_an_output_without_rows(ordering):
+    order = ORDERINGS.get(ordering)
+    q, k, v = tokens(3, 2, 0, HEADS)
+    assert DilatedAttention(DILATED, kv_ordering=order)(q, k, v).shape == (2, 0, HEADS, EMBED)
+    assert multihead(kv_ordering=order)(tokens(2, 0))[0].shape == (2, 0, EMBED)
 
 
 def test_the_scale_is_that_of_the_function():
@@ -353,6 +378,9 @@ BAD = {
     r"query must be tokens of size 16 in 2 or 3 dimensions": lambda: multihead()(torch.ones(1, LENGTH, 8)),
     r"query must be a dense \(strided\) tensor, got a nested one": lambda: multihead()(
         torch.nested.nested_tensor([tokens(3), tokens(4)])
+    ),
+    r"q must be a dense \(strided\) tensor, got a nested one": lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(
+        *[torch.nested.nested_tensor([tokens(3, HEADS), tokens(4, HEADS)])] * 3
     ),
     r"key_padding_mask must be bool, or hold 0 and -inf alone": lambda: multihead()(
         tokens(1, LENGTH), key_padding_mask=torch.full((1, LENGTH), -1.0)

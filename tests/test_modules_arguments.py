@@ -31,6 +31,10 @@ WRONG = {
     ),
     "no pattern": (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
     "heads": (lambda: MultiheadDilatedAttention(16, 3, DILATED), "num_heads must divide embed_dim 16, got 3"),
+    "head_dim": (
+        lambda: MultiheadDilatedAttention(514, 2, DILATED),
+        "embed_dim / num_heads must be at most 256, got 514 / 2 = 257",
+    ),
     "flag": (lambda: multihead(batch_first="yes"), "batch_first must be True or False, got 'yes'"),
     "device": (lambda: multihead(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
     "no tensor": (lambda: multihead()([1.0]), "query must be a tensor, got list"),
@@ -53,3 +57,8 @@ def test_what_cannot_be_is_refused_by_name_value_and_what_is_allowed(wrong):
     build, words = WRONG[wrong]
     with pytest.raises((ValueError, TypeError), match=words):
         build()
+
+
+def test_the_largest_head_dim_is_served():
+    module = MultiheadDilatedAttention(256, 1, DILATED, batch_first=True)
+    assert module(torch.ones(1, 9, 256))[0].shape == (1, 9, 256)

@@ -189,6 +189,13 @@ def test_what_is_not_allowed_is_named(call, named):
         call()
 
 
+@pytest.mark.parametrize("method", [Neighbourhood.keys, Neighbourhood.queries])
+@pytest.mark.parametrize(("position", "error"), [(-1, ValueError), (12, ValueError), (1.0, TypeError)])
+def test_a_position_off_the_grid_is_refused(method, position, error):
+    with pytest.raises(error, match=f"position must be an integer from 0 to 11, got {position}"):
+        method(Neighbourhood((3, 4), 2), position)
+
+
 def test_one_compilation_serves_every_order_and_window_of_a_grid():
     torch._dynamo.reset()
     run = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="eager")
@@ -217,3 +224,38 @@ def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
     for result, true in zip((out, *gradients), expected, strict=True):
         difference = own.undo(result.detach(), dim=1).double() - true.detach()
         assert difference.norm() < 0.01 * true.norm()
+
+
+def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
+    near, own = Neighbourhood((6, 7), 3), Ordering.linear(42)  # of no other test: masks are cached
+    q, k, v, dout = tensors(near, 4)
+    with torch.inference_mode():
+        neighbourhood_attention(q, k, v, near, ordering=own)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = torch.autograd.grad(neighbourhood_attention(*leaves, near, ordering=own), leaves, dout)
+    expected = torch.autograd.grad(reference(*leaves, near), leaves, dout)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+
+
+def test_nothing_depends_on_the_default_device():
+    near = Neighbourhood((5, 8), 5)
+    own = ordering(near, "hilbert")
+    q, k, v, dout = tensors(near, 4)
+    results = [
+        lambda: near.keys(9),
+        lambda: near.queries(9),
+        lambda: mask_blocks(near, own, q_block=4, kv_block=2),
+        lambda: block_pairs(near, own, q_block=4, kv_block=2),
+        lambda: rows_exchanged(near, own, 3),
+        lambda: neighbourhood_attention(q, k, v, near, ordering=own),
+        lambda: exact_out(q, k, v, near, head=1, query=9),
+        lambda: exact_dq(q, k, v, dout, near, head=1, query=9),
+        lambda: exact_dk_dv(q, k, v, dout, near, head=1, key=9),
+    ]
+    for result in results:
+        neighbourhood_mask.cache_clear()
+        expected = result()
+        neighbourhood_mask.cache_clear()
+        with torch.device("meta"):
+            torch.testing.assert_close(result(), expected, atol=0, rtol=0)

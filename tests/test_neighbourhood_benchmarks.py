@@ -99,6 +99,7 @@ def test_the_table_of_orders_can_name_raster():
     assert (row.fastest, row.ratio, row.level, row.fewest) == ("raster", 1.0, "hilbert", "raster")
 
 
+@pytest.mark.usefixtures("rough_pictures")
 def test_every_figure_is_drawn_from_its_table(tmp_path):
     near = Neighbourhood((16, 16), 5)
     counts = predictions.count_blocks([(16, 16)], windows=[3, 5], block_sizes=[16, 32])

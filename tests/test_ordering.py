@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from math import ceil, sqrt
 
 import numpy as np
@@ -123,6 +124,16 @@ def test_a_default_device_elsewhere_leaves_the_tables_where_the_ordering_says(mo
             assert torch.equal(example.perm, expected)
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=repr)
+def test_an_ordering_serves_tensors_on_meta(example):
+    x = torch.empty(2, example.length, device="meta")
+    assert example.undo(example.apply(x, 1), 1).shape == x.shape
+    there, slots = example.to("meta"), example.slots(torch.device("meta"))
+    assert there.perm.is_meta
+    assert there.perm.shape == there.inverse.shape == slots.shape == example.perm.shape
+    assert (there.perm.dtype, there.inverse.dtype, slots.dtype) == (torch.int64, torch.int64, torch.int32)
+
+
 def test_fake_tensors_neither_enter_nor_stop_the_cache(monkeypatch):
     monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
     ordering = Ordering.from_curve("hilbert", 10)
@@ -233,6 +244,30 @@ def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
     use(large, large, Ordering.linear(5))
     info = ordering_cache_info()
     assert (info.hits, info.misses, info.orderings, info.positions) == (1, 2, 1, 5)
+
+
+def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound_to_the_others(monkeypatch):
+    made, cpu = ordering_module._tables, torch.device("cpu")
+    monkeypatch.setattr(ordering_module, "_tables", lambda ordering: made(replace(ordering, device=cpu)))
+    cache = ordering_module._TableCache(max_positions=100)
+    captured, *others = (Ordering("linear", n, device=torch.device("cuda", 0)) for n in (1000, 40, 41, 42))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    read = cache.tables(captured)  # by a first call, before the capture
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cache.tables(captured) is read
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for ordering in others:
+        cache.tables(ordering)
+    assert cache.tables(captured) is read
+    assert cache.info() == (2, 4, 3, 1000 + 41 + 42, 100)
+
+
+def test_tables_elsewhere_than_on_cuda_are_not_kept_by_a_capture(monkeypatch):
+    cache = ordering_module._TableCache(max_positions=100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for n in (60, 61):
+        cache.tables(Ordering.linear(n))
+    assert cache.info().orderings == 1
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+        if x.is_nested or x.layout is not torch.strided:  # a nested tensor may say strided, but has no shape
+            got = "a nested one" if x.is_nested else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense (strided) tensor, got {got}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:

@@ -87,7 +87,8 @@ class Eager:
             ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(~ones.tril(problem.causal_shift), -torch.inf)
         if problem.allowed is not None:
-            scores = scores.masked_fill(~problem.allowed, -torch.inf)
+            # Not masked_fill: `~` would write out a mask that is expanded.
+            scores = torch.where(problem.allowed, scores, -torch.inf)
         return scores
 
     @staticmethod

@@ -116,6 +116,7 @@ def _compiled() -> Callable[..., tuple]:
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import check_backend, check_dropout, check_scale, dilated_attention
+from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_backend, check_dropout, check_scale, dilated_attention
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -86,8 +86,10 @@ class DilatedAttention(nn.Module):
             TypeError, ValueError: as `dilated_attention`.
         """
         ordering = self.kv_ordering
-        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (k, v)):  # what else it is `dilated_attention` says
-            ordering = ordering(k.shape[1]) if callable(ordering) else ordering
+        # What else k and v may be, `dilated_attention` refuses.
+        if all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v)):
+            if callable(ordering):
+                ordering = ordering(k.shape[1]) if k.shape[1] else None  # no ordering has length 0
             if isinstance(ordering, Ordering):
                 if ordering.length != k.shape[1]:
                     raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
@@ -119,7 +121,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     Args:
         embed_dim: size of a token.
-        num_heads: query heads, a divisor of embed_dim.
+        num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
         pattern: which keys a query sees.
         dropout, kv_ordering, backend: as in `DilatedAttention`.
         bias: whether the projections have one.
@@ -128,8 +130,8 @@ class MultiheadDilatedAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: if a size is no integer, below 1, or divides no other; if the pattern's mixing needs more
-            kv_heads; as `DilatedAttention`.
+        TypeError, ValueError: if a size is no integer, out of range, or divides no other; if the pattern's mixing needs
+            more kv_heads; as `DilatedAttention`.
 
     >>> attention = MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 2)), batch_first=True)
     >>> out, weights = attention(torch.ones(2, 8, 16))
@@ -165,11 +167,16 @@ class MultiheadDilatedAttention(nn.Module):
         self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads must divide embed_dim {self.embed_dim}, got {self.num_heads}")
+        self.head_dim = self.embed_dim // self.num_heads
+        if self.head_dim > LARGEST_HEAD_DIM:
+            raise ValueError(
+                f"embed_dim / num_heads must be at most {LARGEST_HEAD_DIM}, got {self.embed_dim} / {self.num_heads} = "
+                f"{self.head_dim}"
+            )
         if self.num_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide num_heads {self.num_heads}, got {self.kv_heads}")
         self.attention = DilatedAttention(pattern, dropout=dropout, kv_ordering=kv_ordering, backend=backend)
         pattern.check_heads(self.kv_heads)
-        self.head_dim = self.embed_dim // self.num_heads
         self.batch_first = batch_first
         device = None if device is None else checks.device(device)
         rows = sum(self._projected())
@@ -189,11 +196,11 @@ class MultiheadDilatedAttention(nn.Module):
         value: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
-        *,
         attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Project, attend and project back.
+        """Project, attend and project back; the arguments stand in nn.MultiheadAttention's order.
 
         Args:
             query: tokens, (batch, seq, embed_dim) with batch_first, otherwise (seq, batch, embed_dim), or (seq,
@@ -205,6 +212,7 @@ class MultiheadDilatedAttention(nn.Module):
                 without keys give the output projection's bias.
             need_weights: False; the weights are never all in memory.
             attn_mask: None, or with is_causal the causal mask: trusted to be it, as nn.MultiheadAttention does.
+            average_attn_weights: of no effect, as no weights are returned.
             is_causal: whether keys after the query are excluded.
 
         Returns:

@@ -63,6 +63,7 @@ def neighbourhood_attention(
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def neighbourhood_mask(
     neighbourhood: Neighbourhood, ordering: Ordering, block_size: int, device: torch.device
 ) -> BlockMask:
@@ -157,8 +158,8 @@ def exact_dk_dv(
     queries = neighbourhood.queries(key)
     ends = torch.stack([neighbourhood.keys(int(p))[[0, -1]] for p in queries[[0, -1]]])
     (top, left), (bottom, right) = neighbourhood.coordinates(ends.flatten()[[0, -1]]).tolist()
-    keys = torch.cartesian_prod(torch.arange(top, bottom + 1), torch.arange(left, right + 1))
-    keys = (keys @ torch.tensor([neighbourhood.shape[1], 1])).to(q.device)
+    rows, cols = torch.arange(top, bottom + 1, device="cpu"), torch.arange(left, right + 1, device="cpu")
+    keys = (torch.cartesian_prod(rows, cols) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")).to(q.device)
     queries = queries.to(q.device)
     weights, dscores = _score_gradients(q, k, v, dout, neighbourhood, head, queries, keys)
     own = keys == key

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 
 import torch
@@ -132,7 +132,7 @@ def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
 @cache
 def _rules_in(place: Path) -> dict[tuple[str, str], tuple[Rule, ...]]:
     rules: dict[tuple[str, str], tuple[Rule, ...]] = {}
-    if not glob(f"{place}/*.json"):  # unlike Path.is_dir, no error where the folder may not be looked at
+    if not glob(f"{escape(str(place))}/*.json"):  # unlike Path.is_dir, no error where the folder may not be looked at
         return rules
     try:
         machine = _machine()

@@ -247,7 +247,8 @@ def _masks(
     key = block.positions(block.first_key, block.keys, device)
     kept = allowed = None
     if call.key_padding_mask is not None:
-        allowed = ~call.key_padding_mask[:, key][:, :, None, None].expand(-1, -1, len(head), block.queries, -1)
+        # Expanded last: `~` writes out whatever it is given.
+        allowed = (~call.key_padding_mask[:, key])[:, :, None, None].expand(-1, -1, len(head), block.queries, -1)
     if call.dropout_p > 0.0:
         query = block.positions(block.first_query, block.queries, device)
         kept = keep_mask(

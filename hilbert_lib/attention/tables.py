@@ -30,7 +30,7 @@ def multiplicities(pattern: DilatedPattern, length: int, *, kv_heads: int, is_ca
     >>> multiplicities(DilatedPattern((2, 2), (1, 2)), 2, kv_heads=1).to_numpy().tolist()
     [[0, 0, 0, 2], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 1]]
     """
-    p = torch.arange(length)
+    p = torch.arange(length, device="cpu")
     tables = []
     for g in range(kv_heads):
         masks = [
@@ -74,7 +74,7 @@ def mixing(
             raise ValueError(f"{name} must be from 0 to {count - 1}, got {value}")
     g = head // (heads // kv_heads)
     scores = (k[0, :, g].double() @ q[0, query, head].double()).numpy() * head_dim**-0.5
-    position, every = torch.tensor([query]), torch.arange(length)
+    position, every = torch.tensor([query], device="cpu"), torch.arange(length, device="cpu")
     masks = [
         pattern.mask(i, position, every, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)[0]
         for i in range(len(pattern.branches))
@@ -122,7 +122,8 @@ def errors(
     >>> errors(x, x, x, DilatedPattern((4,), (1,)), backends=["eager"], dtypes=[torch.float32]).out.max() < 1e-6
     np.True_
     """
-    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(q.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = torch.randn(q.shape, generator=generator, dtype=torch.float64, device="cpu").to(q.device)
     rows = []
     for dtype in dtypes:
         rounded = [x.detach().to(dtype) for x in (q, k, v)]
