@@ -267,6 +267,7 @@ def select_attention_backend(
     Raises:
         TypeError, ValueError: as `dilated_attention`; also where benchmark_backends is asked of a call with dropout, a
             key_padding_mask or a query_start: for those no measurement is kept.
+        RuntimeError: where it is asked for and no two backends serve the call within memory.
 
     >>> q = torch.ones(1, 8, 2, 4)
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
