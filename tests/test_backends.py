@@ -8,16 +8,15 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
-import oracle
 import pytest
 import torch
 from cases import TOLERANCE, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, explain_backend
-from hilbert_lib.attention import backends, flex, packages, strided
+from hilbert_lib.attention import backends, packages, strided
 from hilbert_lib.attention.backends import BACKENDS
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dense import Eager, Problem
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
@@ -362,92 +361,6 @@ def test_padding_is_never_written_out_for_every_query(batch, heads, segment_leng
             strided.backward(dout, q, k, v, out, lse, call, Eager)
         masks.append(counted.bytes)
     assert masks[1] - masks[0] < batch * heads * 64 * segment_length / 2, "a mask of every pair"
-
-
-@pytest.mark.parametrize("mixing", ["softmax", "head_groups"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
-    pattern, (q, k, v, _), out, lse, _ = expected("sparse", "head", mixing, torch.float32, "wide", is_causal)
-    got, got_lse = flex.forward(q, k, v, Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
-    torch.testing.assert_close(got.double(), out, atol=2e-4, rtol=0)
-    torch.testing.assert_close(got_lse.double(), lse, atol=2e-4, rtol=0)
-    assert lse.isinf().any()  # rows that no branch has
-
-
-def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):
-    # On the CPU FlexAttention has no backward: another differentiable function of its arguments stands in for it.
-    monkeypatch.setattr(flex, "attend", lambda q, k, v, call: ((q * k).sin() * v, None))
-    q, k, v, dout = torch.randn(4, 1, 8, 2, 4, dtype=torch.float64).unbind()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        got = flex.backward(dout, q, k, v, None, None, Call(PATTERN))
-    torch.testing.assert_close(got, torch.autograd.grad((leaves[0] * leaves[1]).sin() * leaves[2], leaves, dout))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_masks_of_flex_first_made_in_inference_mode_serve_a_backward_pass(monkeypatch, is_causal):
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
-    q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
-    call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
-    with torch.inference_mode():
-        out, lse = flex.forward(q, k, v, call)
-    got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(wanted, leaves, dout))
-
-
-def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of causal attention whose keys come in two parts, summed over the parts, and those of the whole.
-
-    The second part is a square of its own: rows 150 to 219 see keys 150 to 219, beside the 150 that all of them see.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 220, n, 16) for n in (4, 2, 2, 4)]
-    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes)
-    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    whole = DilatedPattern((220,), (1,))
-    out, lse = oracle.attention(*leaves, whole, is_causal=True)
-    wanted = torch.autograd.grad(out, leaves, dout.double())
-    got = [torch.zeros_like(x) for x in leaves]
-    first, second = slice(0, 150), slice(150, 220)
-    for queries, keys, is_causal in ((first, first, True), (second, first, False), (second, second, True)):
-        call = Call(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
-        rows = [x[:, queries].contiguous() for x in (dout, q)]
-        merged = out[:, queries].to(dtype), lse[:, :, queries].to(working_dtype(dtype)).contiguous()
-        some = flex.backward(*rows, k[:, keys].contiguous(), v[:, keys].contiguous(), *merged, call)
-        for total, part, at in zip(got, some, (queries, keys, keys), strict=True):
-            total[:, at] += part
-    return got, list(wanted)
-
-
-def test_parts_of_flex_have_the_gradient_of_the_whole(monkeypatch):
-    # The oracle stands in for FlexAttention, which has no backward on the CPU.
-    def attend(q, k, v, call):
-        return oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
-
-    monkeypatch.setattr(flex, "attend", attend)
-    torch.testing.assert_close(*parts_by_flex(torch.float64, "cpu"))
-
-
-def test_rows_without_keys_have_no_gradient_in_a_part_of_flex():
-    out, lse = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -torch.inf)
-    assert not any(x.count_nonzero() for x in flex._gradients_of_part(torch.ones_like(out), out, lse, out, lse))
-
-
-@pytest.mark.gpu
-def test_parts_of_compiled_flex_have_the_gradient_of_the_whole():
-    got, wanted = parts_by_flex(torch.bfloat16, "cuda")
-    for part, truth in zip(got, wanted, strict=True):
-        assert (part - truth).norm() < 1e-2 * truth.norm()
-
-
-def test_flex_takes_fewer_queries_than_keys_in_one_segment():
-    q, k, v = (torch.randn(1, n, 2, 16) for n in (40, 90, 90))
-    pattern = DilatedPattern((90,), (1,))
-    got = flex.forward(q, k, v, Call(pattern, scale=0.3))
-    for part, truth in zip(got, oracle.attention(q, k, v, pattern, scale=0.3), strict=True):
-        torch.testing.assert_close(part.double(), truth, atol=1e-5, rtol=0)
 
 
 @pytest.mark.gpu
