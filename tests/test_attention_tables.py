@@ -23,7 +23,7 @@ def test_multiplicities_count_what_the_pattern_says(is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_mixing_by_denominators_is_one_softmax_over_the_keys_that_the_query_sees(is_causal):
     q, k, _ = text_qkv(16, heads=4, head_dim=4, kv_heads=2)
-    table = mixing(q, k, PATTERN, query=5, head=3, is_causal=is_causal)
+    table = mixing(q.clone().requires_grad_(), k, PATTERN, query=5, head=3, is_causal=is_causal)
     keys = PATTERN.keys(5, kv_head=1, kv_heads=2, length=16, is_causal=is_causal)
     assert sorted(table.key) == keys.tolist()
     assert (table.mixed - table.one_softmax).abs().max() < 1e-12

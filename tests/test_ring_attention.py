@@ -6,11 +6,12 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from cases import BRANCHES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import exchange
-from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
+from hilbert_lib.ring.attention import RingDilatedAttention, _layout, ring_dilated_attention
 from hilbert_lib.ring.workers import run_ranks
 
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
@@ -361,6 +362,14 @@ def test_one_rank_refuses_an_unknown_transport_too(four_ranks):
     x = torch.ones(1, 4, 1, 4)
     with pytest.raises(ValueError, match="got 'rign'"):
         ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)), group=dist.new_group([0]), transport="rign")
+
+
+def test_a_layout_does_not_depend_on_the_default_device():
+    pattern, cpu = DilatedPattern(*BRANCHES["uneven"]), torch.device("cpu")
+    arguments = pattern, (9, 4), 1, cpu, torch.float32, 2, 4, 2, 8, True, "ring"
+    expected = _layout.__wrapped__(*arguments, by_offset=True)
+    with torch.device("meta"):
+        assert repr(_layout.__wrapped__(*arguments, by_offset=True)) == repr(expected)
 
 
 def test_second_derivatives_raise():

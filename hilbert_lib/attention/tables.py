@@ -73,7 +73,7 @@ def mixing(
         if not 0 <= value < count:
             raise ValueError(f"{name} must be from 0 to {count - 1}, got {value}")
     g = head // (heads // kv_heads)
-    scores = (k[0, :, g].double() @ q[0, query, head].double()).numpy() * head_dim**-0.5
+    scores = (k[0, :, g].double() @ q[0, query, head].double()).numpy(force=True) * head_dim**-0.5
     position, every = torch.tensor([query], device="cpu"), torch.arange(length, device="cpu")
     masks = [
         pattern.mask(i, position, every, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)[0]

@@ -101,7 +101,7 @@ def attention_reads(
     index, a_segment = INDEX_BYTES * rows.positions, int(rows.tiles.max()) + 1
     tiles, _ = tile_requests(index, rows.segments * a_segment + rows.tiles, INDEX_BYTES, SECTOR_BYTES)
     sectors = tiles.bincount()
-    index_sectors = int((sectors * programs[torch.arange(len(sectors)) // a_segment]).sum()) * heads
+    index_sectors = int((sectors * programs[torch.arange(len(sectors), device="cpu") // a_segment]).sum()) * heads
     # A token of q has the rows of all heads, which are asked for one head after the other.
     tokens = rows.positions if tile_queries is not None else rows.positions[:1]
     token_bytes = heads * storage.row_bytes
@@ -142,7 +142,7 @@ def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu, fetch_b
         result = lru_hit_rates(Trace(units, torch.ones_like(units), fetch_bytes), [gpu.l2_bytes]).iloc[0]
         found, fetched = float(result.hit_rate), int(result.memory_bytes)
     sectors = rows * size // SECTOR_BYTES
-    numbers = torch.zeros(1, dtype=torch.int64)  # one stretch of memory
+    numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # one stretch of memory
     parts = [
         _Reads(sectors, sectors * (1 - found), fetched),
         _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES, fetch_bytes),

@@ -351,4 +351,5 @@ def _layout(
         is_causal=is_causal,
         transport=transport,
     )
-    return layout_of(plan, rank, device, by_offset=by_offset)
+    with torch.device("cpu"):  # where it is computed, whatever torch's default device is
+        return layout_of(plan, rank, device, by_offset=by_offset)

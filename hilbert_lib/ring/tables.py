@@ -79,7 +79,7 @@ def split_table(
     >>> split_table(DilatedPattern((64,), (1,)), 256, 4, ["linear", "hilbert"]).values.tolist()
     [['linear', 0, 0], ['hilbert', 64, 0]]
     """
-    after = _most_received(pattern, torch.arange(tokens) * ranks // tokens, ranks, kv_heads)
+    after = _most_received(pattern, torch.arange(tokens, device="cpu") * ranks // tokens, ranks, kv_heads)
     rows = []
     for kind in kinds:
         owner = Ordering(kind, tokens).inverse * ranks // tokens
@@ -88,8 +88,8 @@ def split_table(
 
 
 def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads: int) -> int:
-    positions = torch.arange(len(owner))
-    received = torch.zeros(ranks, dtype=torch.int64)
+    positions = torch.arange(len(owner), device="cpu")
+    received = torch.zeros(ranks, dtype=torch.int64, device="cpu")
     for head in range(kv_heads):
         for branch in pattern.head_branches(head, kv_heads):
             inside = positions[pattern.contains(branch, positions, head, kv_heads)]
