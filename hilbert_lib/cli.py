@@ -63,7 +63,7 @@ def running_options(command: Callable) -> Callable:
             help="Seconds for one notebook.",
         ),
         click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
-        click.option("--dry-run", is_flag=True, help="Only show what would run, and how many."),
+        click.option("--dry-run", is_flag=True, help="Only show the points, finished or not, and how many."),
     ]
     for option in reversed(options):
         command = option(command)

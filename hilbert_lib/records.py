@@ -30,8 +30,17 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
     if not output_dir or not records:
         return
     facts = environment()
-    lines = "".join(json.dumps({**each.record(), "environment": facts}) + "\n" for each in records).encode()
-    path = Path(output_dir) / RESULTS
+    append_lines([{**each.record(), "environment": facts} for each in records], Path(output_dir) / RESULTS)
+
+
+def append_lines(lines: Sequence[dict], path: Path) -> None:
+    """Add dictionaries to a file of JSON, a line each, whoever else appends and whatever a killed run left.
+
+    Args:
+        lines: what JSON can hold.
+        path: the file; its folder is made where it is missing.
+    """
+    lines = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
         lines = b"\n" + lines  # a killed run's half line stays a line of its own

@@ -9,7 +9,9 @@ import torch
 from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention
 from hilbert_lib import kernel_benchmarks as benchmarks
 from hilbert_lib.attention import reference
+from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.baselines import BASELINES
 from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.claims import claim_pairs, claim_table
 from hilbert_lib.exact_rows import exact_gradients, exact_out, sampled_positions
@@ -276,6 +278,10 @@ def test_every_figure_is_drawn_from_its_table_alone(tmp_path):
     drawn = [show(draw, data, output_dir=str(tmp_path), **options) for draw, data, options in drawings()]
     assert all(axes.has_data() for figure in drawn for axes in figure.axes)
     assert len(redraw(tmp_path)) == len(drawn) == 6
+
+
+def test_every_opponent_has_a_style_of_its_own():
+    assert len(set(figures.STYLES)) >= len(BACKENDS) + len(BASELINES)
 
 
 @pytest.mark.gpu

@@ -57,6 +57,20 @@ def test_tables_and_figures_are_of_the_records(measured):
     assert [text.get_text() for text in labels] == ["strong: 64 tokens in all", "weak: 32 tokens a GPU"]
 
 
+def test_one_number_of_ranks_has_no_efficiency(measured):
+    table = sweeps.ring_table(measured[2], "weak", "strong", "lengths")
+    assert sweeps.efficiency(table[table.ranks == 2]).empty
+
+
+def test_a_record_after_half_a_line_is_a_line_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "results.jsonl").write_text('{"half": ')
+    monkeypatch.setattr(benchmarks, "measure", lambda work: [{"side": "auto"}])
+    monkeypatch.setattr(benchmarks.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(benchmarks, "Work", dict)
+    benchmarks.measure_all({"works": [{}], "output_dir": str(tmp_path), "facts": {}})
+    assert (tmp_path / "results.jsonl").read_text().splitlines() == ['{"half": ', '{"side": "auto", "environment": {}}']
+
+
 def test_the_longest_forward_spans_the_sequence():
     work = sweeps.long_works(
         **{"ranks": 4, "tokens": [], "longest_tokens": 2**30, "longest_head_dim": 32, "longest_segment": 4096},

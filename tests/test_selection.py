@@ -90,7 +90,7 @@ def test_a_sweep_keeps_the_tensors_of_one_work_and_measures_none_again(tmp_path)
     records = selection.timed(selection.pairs(grid(), ["eager"]), **how)
     assert max(alive) == 1  # the loop's own, until it has the next
     again = selection.timed(selection.pairs(grid(), ["eager"]), **how)
-    assert json.loads(json.dumps(again)) == json.loads(json.dumps(records))
+    assert [each["a"]["samples_ms"] for each in again] == [list(each["a"]["samples_ms"]) for each in records]
     assert len(read_records(tmp_path / RESULTS)) == len(records) == 6
 
 

@@ -1,5 +1,6 @@
 """Reports: pages that read without a network, built from what lies in the folders."""
 
+import html
 import json
 import re
 
@@ -93,6 +94,16 @@ def test_the_page_of_a_failed_run_says_so_at_its_top(executed, manifest):
     page = write_html(executed, manifest | {"status": "failed", "error": error}, page_of).read_text()
     assert page.index("did not finish") < page.index("<mfrac>")
     assert "ValueError: too short (cell In [3])" in page
+
+
+@pytest.mark.parametrize(
+    "said", ["costs $\\frac$ of $x$", "no __init__ for *args*", "<script>alert(1)</script>", "a\n\n# b"]
+)
+def test_what_an_error_says_is_shown_literally(executed, manifest, said):
+    error = {"type": "ValueError", "message": said, "cell": 3}
+    page = write_html(executed, manifest | {"status": "failed", "error": error}, page_of).read_text()
+    (shown,) = re.findall(r"<pre>(ValueError: .*?)</pre>", page)
+    assert html.unescape(shown) == f"ValueError: {' '.join(said.split())} (cell In [3])"
 
 
 def test_markdown_with_an_attached_picture_carries_it():

@@ -112,6 +112,10 @@ def _sent_between(plan: RingPlan) -> np.ndarray:
 
 
 def _curves(axes: Axes, data: pd.DataFrame, x: str, y: str, unit: float) -> None:
+    if data.empty:
+        axes.text(0.5, 0.5, "one rank sends nothing", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return
     for (what, rows), (colour, marker, line) in zip(data.groupby("what", sort=False), STYLES, strict=True):
         rows = rows.sort_values(x)
         axes.plot(rows[x], rows[y] / unit, color=colour, marker=marker, ls=line, label=what)

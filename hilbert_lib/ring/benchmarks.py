@@ -17,7 +17,7 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.environment import environment, sm_clocks_mhz
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.records import RESULTS, measured_before
+from hilbert_lib.records import RESULTS, append_lines, measured_before
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.exactness import sampled_errors
 from hilbert_lib.ring.plan import RingPlan, plan_ring
@@ -148,8 +148,7 @@ def measure_all(order: dict) -> list[dict]:
         for record in measure(Work(**given)):
             records.append({**record, "environment": order["facts"]})
             if order["output_dir"] and dist.get_rank() == 0:
-                with (Path(order["output_dir"]) / RESULTS).open("a") as file:
-                    file.write(json.dumps(records[-1]) + "\n")
+                append_lines(records[-1:], Path(order["output_dir"]) / RESULTS)
     return records
 
 

@@ -161,5 +161,6 @@ def efficiency(table: pd.DataFrame) -> pd.DataFrame:
     """
     auto = table[(table.side == "auto") & table.sweep.isin(["weak", "strong"])].copy()
     auto["tokens"] = auto.tokens.where(auto.sweep == "strong", auto.tokens // auto.ranks)
+    auto = auto[auto.groupby(["sweep", "tokens"]).ranks.transform("nunique") > 1]
     fewest = auto.sort_values("ranks").groupby(["sweep", "tokens"]).tokens_per_s.transform("first")
     return auto.assign(efficiency=auto.tokens_per_s / fewest)[["sweep", "tokens", "ranks", "efficiency"]]

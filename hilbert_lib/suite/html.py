@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -112,7 +113,9 @@ def write_html(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
     notebook.metadata.pop("widgets", None)  # the page shows each widget's picture instead
     notebook.metadata.title = manifest["title"]
     if manifest["status"] != "ok":
-        text = f"**This run did not finish: {manifest['status']}.** {error_line(manifest)}"
+        # Literally: what an error says may look like Markdown, a formula or HTML.
+        said = escape(" ".join(error_line(manifest).split())).replace("$", "&#36;")
+        text = f"**This run did not finish: {manifest['status']}.**\n\n<pre>{said}</pre>"
         notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text))
     exporter = _OfflineExporter(raw_template=TEMPLATE)
     exporter.page_of = page_of
