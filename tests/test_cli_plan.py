@@ -78,4 +78,4 @@ def test_the_figure_of_plans_shows_every_row_and_is_redrawn_from_its_file(tmp_pa
     assert [[len(line.get_xdata()) for line in axes.lines] for axes in figure.axes] == [[2] * 3, [2] * 3, [3] * 3]
     assert redraw(tmp_path) == [tmp_path / "draw_scaling.png"]
     alone = draw_scaling(scaling_table([(4096, 1)], first_segment=64, **sizes))
-    assert [text.get_text() for text in alone.axes[0].texts] == ["one rank sends nothing"]
+    assert [text.get_text() for text in alone.axes[0].texts] == ["nothing is sent"]

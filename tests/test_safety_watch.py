@@ -97,6 +97,19 @@ def test_a_watch_that_fails_ends_the_run(monkeypatch):
         time.sleep(LONG_SLEEP)
 
 
+def test_a_limit_passed_before_the_block_begins_is_told_and_no_interrupt_is_left(monkeypatch):
+    class Slow(threading.Thread):
+        def start(self):
+            super().start()
+            time.sleep(LONG_SLEEP)
+
+    monkeypatch.setattr(watch.threading, "Thread", Slow)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(LimitReachedError), Watcher(SafetyConfig(max_seconds=1e-9), "cpu"):
+        pytest.fail("the block began")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 def test_errors_and_interrupts_that_are_not_the_watchs_pass_through():
     for error in (KeyError, KeyboardInterrupt):
         with pytest.raises(error), Watcher(device="cpu"):

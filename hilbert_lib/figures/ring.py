@@ -41,7 +41,7 @@ def draw_scaling(data: pd.DataFrame) -> Figure:
     by_ranks.set(title=f"{short(tokens)} tokens", ylabel="a rank sends, forward [MB]")
     by_tokens.set(title=f"{ranks} ranks", ylabel="a rank sends, forward [MB]")
     memory.set(title=f"{short(tokens)} tokens", ylabel="a rank holds, forward [GB]")
-    figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle("A ring, planned: what the costliest rank sends and holds (computed, not measured)")
     return figure
 
@@ -112,8 +112,8 @@ def _sent_between(plan: RingPlan) -> np.ndarray:
 
 
 def _curves(axes: Axes, data: pd.DataFrame, x: str, y: str, unit: float) -> None:
-    if data.empty:
-        axes.text(0.5, 0.5, "one rank sends nothing", ha="center", transform=axes.transAxes)
+    if not data[y].any():
+        axes.text(0.5, 0.5, "nothing is sent", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
     for (what, rows), (colour, marker, line) in zip(data.groupby("what", sort=False), STYLES, strict=True):

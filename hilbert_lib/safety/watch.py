@@ -101,7 +101,11 @@ class Watcher:
         if self._interrupts:
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
         self._start = time.monotonic()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except KeyboardInterrupt as error:  # its first look found a limit passed, and the block has not begun
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
