@@ -18,6 +18,9 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
+# For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
+# 128 x 128 scores, takes a forward of the reference work four times as long (notebook 06, commits 76aff87, 2ba1c29).
+FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
 FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
 
 
@@ -85,6 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             scale=call.scale,
             enable_gqa=heads != kv_heads,
             return_aux=AuxRequest(lse=True),
+            kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
         )
     lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
     return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
