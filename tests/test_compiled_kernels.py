@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
@@ -85,3 +86,16 @@ def test_those_for_rows_compile_and_move_sixteen_bytes_at_a_time(architecture):
     assert not [
         name for instructions in found.values() for name in instructions if name[:10] in ("ex2.approx", "lg2.approx")
     ]
+
+
+@pytest.mark.parametrize(("dtype", "rate", "columns"), [(torch.bfloat16, 6, 64), (torch.float32, 1, 32)])
+def test_a_descriptor_is_what_triton_makes_and_of_the_tensor_that_it_is_asked_of(dtype, rate, columns):
+    from hilbert_lib.attention.triton import hopper_tiles
+
+    for x in torch.zeros(2, 2, 41, 3, 64, dtype=dtype):  # the second has the first one's shape
+        made = hopper_tiles.descriptor(x, rate, 64, columns)
+        assert made.base is x
+        shape, strides = [2, 41 // rate, rate + 41 % rate, 3, 64], [41 * 192, rate * 192, 192, 64, 1]
+        wanted = type(made)(x, shape, strides, [1, 64, 1, 1, columns], made.layout)  # which Triton checks
+        assert {**vars(made), "base": None} == {**vars(wanted), "base": None}
+        assert made.layout.element_bitwidth == 8 * dtype.itemsize

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention import operators
 from hilbert_lib.environment import kernel_mode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,6 +200,15 @@ def test_what_is_not_implemented_raises(backend):
         torch.func.vmap(attend)(*(x.detach()[None] for x in tensors))
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.jvp(attend, tuple(tensors), tuple(tensors))
+
+
+def test_a_backward_gets_no_gradient_of_lse_to_be_filled_with_zeros(monkeypatch):
+    original, given = operators._Differentiable.backward, []
+    spied = staticmethod(lambda ctx, dout, dlse: given.append(dlse) or original(ctx, dout, dlse))
+    monkeypatch.setattr(operators._Differentiable, "backward", spied)
+    tensors = qkv()
+    dilated_attention(*tensors, PATTERN, backend="eager", return_lse=True)[0].sum().backward()
+    assert given == [None]
 
 
 def test_an_exported_call_serves_other_lengths():

@@ -129,11 +129,14 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, Tensor) else None for x in request))
         ctx.request = [None if isinstance(x, Tensor) else x for x in request]
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
+        if dout is None:
+            return None, None, None, *[None] * len(ctx.request)
         request = [x if tensor is None else tensor for x, tensor in zip(ctx.request, tensors, strict=True)]
         grads = torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *request)
         return *grads, *[None] * len(request)

@@ -22,15 +22,28 @@ def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescripto
         rate: positions between two rows of a tile.
         rows, columns: of a tile; columns past head_dim are filled with zeros.
     """
-    batch, length, heads, head_dim = x.shape
-    stride_b, stride_n, stride_h, _ = x.stride()
-    return TensorDescriptor(
-        x,
-        # The last length % rate rows have residues past the rate: none lies outside of x.
-        [batch, length // rate, rate + length % rate, heads, head_dim],
-        [stride_b, rate * stride_n, stride_n, stride_h, 1],
-        [1, rows, 1, 1, columns],
-        _layout(rows, columns, x.dtype),
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_described(tuple(x.shape), x.stride(), x.dtype, rate, rows, columns), base=x)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rate: int, rows: int, columns: int
+) -> dict:
+    # All of a descriptor but the tensor, which a call has a dozen of. Triton checks them when one is made, once: that
+    # took a quarter of the host's time for a forward, launches apart.
+    batch, length, heads, head_dim = shape
+    stride_b, stride_n, stride_h, _ = strides
+    return vars(
+        TensorDescriptor(
+            torch.empty(0, dtype=dtype, device="cpu"),
+            # The last length % rate rows have residues past the rate: none lies outside of x.
+            [batch, length // rate, rate + length % rate, heads, head_dim],
+            [stride_b, rate * stride_n, stride_n, stride_h, 1],
+            [1, rows, 1, 1, columns],
+            _layout(rows, columns, dtype),
+        )
     )
 
 

@@ -1,6 +1,7 @@
 """Tables, grids and launches: the kernels as the `forward` and `backward` of a backend."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -288,8 +289,13 @@ def _backward_on_hopper(
 
 def _known(kernel, shared: dict) -> dict:
     # Of the arguments that kernels share, those that this one takes; its own BLOCK_D; four warps a group.
-    names = set(kernel.arg_names) - {"BLOCK_D"}
+    names = _names(kernel)
     return {name: value for name, value in shared.items() if name in names} | {"num_warps": 4}
+
+
+@cache
+def _names(kernel) -> frozenset[str]:
+    return frozenset(kernel.arg_names) - {"BLOCK_D"}
 
 
 def _result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
