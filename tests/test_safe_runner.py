@@ -15,7 +15,7 @@ from functools import partial
 import psutil
 import pytest
 
-from hilbert_lib import committed
+from hilbert_lib import DilatedPattern, committed
 from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.safety import benchmarks, isolated
 from hilbert_lib.safety.benchmarks import Benchmark
@@ -313,3 +313,16 @@ def wait_for(condition, seconds):
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.02)
+
+
+def test_what_was_measured_stands_beside_what_is_predicted():
+    asked = {"backends": ["eager", "reference"], "directions": ["forward"], "heads": 1, "head_dim": 8, "device": "cpu"}
+    (point,) = benchmarks.attention_points(DilatedPattern((16,), (1,)), lengths=[64], **asked)
+    records = list(benchmarks.measure_attention({**point, "sides": ["eager"]}))
+    ended = {"eager": ("ok", ""), "reference": ("timed out", "longer than 1 s")}
+    outcomes = {side: {"status": status, "cause": cause, "paired": False} for side, (status, cause) in ended.items()}
+    (row,) = benchmarks.predicted_memory(
+        [{"key": "one", "point": point, "records": records, "outcomes": outcomes}]
+    ).itertuples(index=False)
+    predicted = benchmarks.attention_estimate(point, "eager").peak
+    assert row == (64, "forward", "eager", records[0]["peak_bytes"][0], predicted)

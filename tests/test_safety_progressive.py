@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from hilbert_lib.figures.safety import draw_progressive
 from hilbert_lib.safety import memory, progressive
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.memory import GB, Memory
-from hilbert_lib.safety.progressive import ProgressiveTester
+from hilbert_lib.safety.progressive import ProgressiveResult, ProgressiveRow, ProgressiveTester
 
 CONFIG = SafetyConfig(max_memory_share=1, min_free_host_gb=2, max_seconds=100, growth_factor=2)
 
@@ -26,7 +27,7 @@ def machine(monkeypatch):
     one = Machine()
     monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", 20 * GB, 10 * GB))
     monkeypatch.setattr(progressive.time, "perf_counter", lambda: one.now)
-    monkeypatch.setattr(progressive, "measure_peak", lambda run, device: run() or 7)
+    monkeypatch.setattr(progressive, "measure_peak", lambda run, device: run() and 7)
     return one
 
 
@@ -139,3 +140,9 @@ def test_attention_on_a_gpu_takes_what_was_predicted():
     for row in result.rows:
         assert row.status == "ran", result.limit
         assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.1, abs=64 * 2**20)
+
+
+def test_a_test_that_could_not_begin_is_drawn_too():
+    nothing = ProgressiveRow(1024, -5, 2**20, None, None, "not tried")  # others took what had to stay free
+    figure = draw_progressive(ProgressiveResult((nothing,), "no room").table(), limit="no room", source="here")
+    assert figure.axes[0].get_ylim()[0] > 0

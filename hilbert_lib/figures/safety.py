@@ -74,7 +74,7 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
     """Predicted and measured memory of a call by length, a panel a direction; backends stand side by side.
 
     Args:
-        data: `outcome_table` of `hilbert_lib.safety.benchmarks`, the sides that were measured.
+        data: `predicted_memory` of `hilbert_lib.safety.benchmarks`.
         source: hardware, for the title.
     """
     directions = list(data.direction.unique())
@@ -138,6 +138,7 @@ def _length_axis(axes: Axes, lengths: pd.Series) -> None:
 
 def _plain_ticks(axes: Axes, values: pd.Series) -> None:
     """Few ticks of a logarithmic y axis, written out."""
+    values = values[values > 0]  # where a limit is passed already, less than nothing is allowed
     low, high = np.log10(values.min()), np.log10(values.max())
     steps = (1, 1.5, 2, 3, 4, 6, 8) if high - low < 0.8 else (1, 2, 5) if high - low < 2 else (1,)
     powers = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 1)

@@ -128,9 +128,9 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
     for name in point["sides"]:
         run = _backward(work, name) if backward else _forward(work, name)
         error = work.error(run())  # this call compiles, and keeps its tables
-        start = time.perf_counter()
-        peak = measure_peak(run, work.device)
-        seconds = time.perf_counter() - start
+        began = []  # when the call did: `measure_peak` collects garbage before it
+        peak = measure_peak(lambda began=began, run=run: (began.append(time.perf_counter()), run()), work.device)
+        seconds = time.perf_counter() - began[0]
         yield Case(name, run, parameters, error, flop, moved), peak, seconds
 
 
@@ -213,9 +213,31 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
     Returns:
         length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
         ratio (time of the first backend over its own: above 1 it is faster) with its interval low to high, error,
-        peak_bytes and predicted_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
+        peak_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
     """
-    rows = []
+    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
+    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=[*columns, "error", "peak_bytes", "cause"])
+
+
+def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
+    """The sides that were measured, with the memory that is predicted of them.
+
+    Args:
+        lines: as in `outcome_table`.
+
+    Returns:
+        length, direction, backend, peak_bytes and predicted_bytes of a call, its inputs apart.
+    """
+    rows = [
+        {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
+        for point, row in _outcomes(lines)
+        if "peak_bytes" in row
+    ]
+    return pd.DataFrame(rows, columns=["length", "direction", "backend", "peak_bytes", "predicted_bytes"])
+
+
+def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
+    """Every side of every point once: the point, and what is known of the side."""
     for line in {line["key"]: line for line in lines}.values():
         point, records = line["point"], line["records"]
         speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
@@ -228,12 +250,9 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
                 speed = speeds.loc[side]
                 row |= {"median_ms": speed.median_ms, "iqr_ms": speed.high_ms - speed.low_ms}
                 row |= {"error": speed.error, "peak_bytes": speed.peak_bytes}
-                row["predicted_bytes"] = attention_estimate(point, side).peak
             if side in ratios.index:
                 row |= ratios.loc[side, ["ratio", "low", "high"]].to_dict()
-            rows.append({**row, "cause": outcome["cause"]})
-    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
-    return pd.DataFrame(rows, columns=[*columns, "error", "peak_bytes", "predicted_bytes", "cause"])
+            yield point, {**row, "cause": outcome["cause"]}
 
 
 def committed_lines() -> list[dict]:

@@ -1,8 +1,9 @@
 """What memory is free, whether a need fits, and what a call took at its peak."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -162,6 +163,8 @@ def measure_peak(run: Callable[[], object], device: object = None) -> int:
     8
     """
     device = present_device(device)
+    # What torch.compile leaves in cycles holds a call's inputs: freed during `run`, they would hide what that takes.
+    gc.collect()
     if device.type != "cuda":
         return _measure_cpu_peak(run)
     torch.cuda.synchronize(device)
@@ -173,16 +176,18 @@ def measure_peak(run: Callable[[], object], device: object = None) -> int:
 
 
 def _measure_cpu_peak(run: Callable[[], object]) -> int:
-    # The profiler alone hears of every allocation, those inside of operators among them.
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with _silent_stderr():  # torch 2.13's profiler prints a line at its start, and one at its end
-        profiler.start()
-    try:
-        run()
-    finally:
-        with _silent_stderr():
-            profiler.stop()
-    taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    # A profiler alone hears of every allocation, those inside of operators among them. This one is what
+    # torch.profiler.profile starts, which would import torch's compiler first: seconds of every process.
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with ExitStack() as silence:  # torch 2.13's profiler prints a line at its start, and one at its end
+        silence.enter_context(_silent_stderr())
+        with profiler:
+            silence.close()
+            try:
+                run()
+            finally:
+                silence.enter_context(_silent_stderr())
+    taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(0, *accumulate(taken), 0)
 
 
