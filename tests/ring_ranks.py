@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from cases import BRANCHES
 from interpreted import hasten
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib.attention import flex, merge, operators
@@ -44,6 +43,22 @@ def run(order: dict) -> list:
     if kernel_mode() == "interpreted":
         hasten()
     return [getattr(sys.modules[__name__], name)(**arguments) for name, arguments in order["calls"]]
+
+
+def run_on_fewer(order: dict) -> dict[str, list]:
+    """`run` for each number of ranks in order["calls"] that counts this one in, all in one start of the ranks."""
+    rank, everyone, found = dist.get_rank(), dist.get_world_size(), {}
+
+    def meet(where: str, ranks: int) -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{order['folder']}/{where}", rank=rank, world_size=ranks)
+
+    for ranks, calls in order["calls"].items():
+        if rank < int(ranks):
+            meet(ranks, int(ranks))
+            found[ranks] = run({"calls": calls})
+    meet("all", everyone)  # as it began
+    return found
 
 
 def device() -> torch.device:
@@ -427,9 +442,9 @@ def _with_peak(run) -> tuple:
         found = run()
         torch.cuda.synchronize()
         return found, torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as trace:  # no import of the compiler
         found = run()
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return found, max(accumulate(event.nbytes() for event in events))
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from hilbert_lib.ring.workers import RankError, _fault, run_ranks
+from hilbert_lib.ring.worker_main import beat_file
+from hilbert_lib.ring.workers import RankError, _fault, _Supervisor, run_ranks
 
 OWN_MARK = "HILBERT_TEST"
 STALLED = {"stall_seconds": 2}  # the others keep the default, for a busy machine
@@ -109,6 +110,24 @@ def test_a_rank_that_waited_is_not_taken_for_the_one_that_stalls(tmp_path):
     assert error.output == ("rank 2:", "Current thread")
 
 
+def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
+    def begin(*command):
+        process = subprocess.Popen(command)
+        beat = beat_file(tmp_path, 0)
+        beat.write_text(str(process.pid))
+        os.utime(beat, (1, 1))
+        return process
+
+    ended = begin(sys.executable, "-c", "")  # and torchrun has not asked for its exit status yet
+    wait_for(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE, 20)
+    with _Supervisor(tmp_path, 1, 60, 2) as supervisor:
+        assert supervisor.cause == ""
+        ended.wait()
+        assert supervisor.cause == ""
+        begin("sleep", "60")
+        assert supervisor.cause == "no sign of life for 2 s"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
     program = """
@@ -122,7 +141,7 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
     )
     # This process, torchrun, two ranks, and what each of them started.
-    wait_for(lambda: len(marked_processes()) == 6, 20)
+    wait_for(lambda: len(marked_processes()) == 6, 60)  # on busy cores too; what is tested comes after
     process.send_signal(number)
     assert process.wait(10) != 0
     wait_for(lambda: not marked_processes(), 5)

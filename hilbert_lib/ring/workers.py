@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
+import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
@@ -155,6 +156,7 @@ class _Supervisor:
     def cause(self) -> str:
         running = tuple(rank for rank in range(self._ranks) if not result_file(self._folder, rank).exists())
         silent = tuple(rank for rank in running if _silence(self._folder, rank) > self._stall_seconds)
+        silent = tuple(rank for rank in silent if _lives(self._folder, rank))  # how others end, torchrun tells
         if silent:
             self._found = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
         elif running and time.monotonic() - self._start > self._seconds:
@@ -212,6 +214,14 @@ def _silence(folder: Path, rank: int) -> float:
     # A rank that still imports torch has given no sign of life yet.
     beat = _last_beat(folder, rank)
     return time.time() - beat if beat else 0.0
+
+
+def _lives(folder: Path, rank: int) -> bool:
+    # A stopped process lives.
+    try:
+        return psutil.Process(int(beat_file(folder, rank).read_text())).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _stderr(folder: Path, rank: int) -> tuple[str, ...]:
