@@ -242,7 +242,7 @@ def _name(point: dict) -> str:
 
 def _show(table) -> None:
     left_out = table[table.status == "cannot serve"].groupby(["backend", "cause"], sort=False).size()
-    shown = table[table.status != "cannot serve"].drop(columns=["peak_bytes", "predicted_bytes", "paired"])
+    shown = table[table.status != "cannot serve"].drop(columns=["peak_bytes", "paired"])
     if len(shown):
         click.echo(shown.to_string(index=False, na_rep="", float_format="{:.3g}".format))
     for backend, cause in left_out.index:

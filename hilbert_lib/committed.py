@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from hilbert_lib.records import FAILED, REPORTS, RESULTS, read_records
+from hilbert_lib.records import FAILED, REPORTS, RESULTS, last_record
 
 MACHINES = "h200*"  # folders of the runs that are committed; local ones lie beside them
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
@@ -43,4 +43,4 @@ def run_environment(run: Path, file: str = RESULTS) -> dict:
         file: of records, read where there is no results.jsonl.
     """
     path = run / RESULTS
-    return read_records(path if path.exists() else run / file)[-1]["environment"]
+    return last_record(path if path.exists() else run / file)["environment"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.paired import Results, Side, ratio_table, relative_difference
+from hilbert_lib.paired import Results, Side, of_sweep, ratio_table, relative_difference
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.workload import Workload
 
@@ -141,7 +141,7 @@ def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
         sweep: the value of the parameter of that name.
     """
     table = ratio_table(records, sweep)
-    timed = [record for record in records if "a" in record and record["a"]["parameters"]["sweep"] == sweep]
+    timed = of_sweep(records, sweep)
     return table.assign(**{f"{side}_ms": [record[side]["median_ms"] for record in timed] for side in "ab"})
 
 

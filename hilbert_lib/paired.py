@@ -1,9 +1,11 @@
 """Pairs of calls: each held against float64, against each other, timed in turn, recorded as soon as they are known."""
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 import numpy as np
@@ -86,9 +88,10 @@ def run_sides(
 ) -> list[dict]:
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
-    On the CPU nothing is timed: the kernels run in Triton's interpreter there, whose times mean nothing. A case that
-    the folder's results.jsonl holds from this code on this hardware is not run again. A case without room in the
-    device's memory is left out and said so; the others go on.
+    On the CPU nothing is timed: the kernels run in Triton's interpreter there, whose times mean nothing, and a side of
+    several pairs that are near each other runs once. A case that the folder's results.jsonl holds from this code on
+    this hardware is not run again. A case without room in the device's memory is left out and said so; the others go
+    on.
 
     Args:
         cases: one or two sides each; asked for one at a time, so that a generator keeps one workload in memory.
@@ -108,13 +111,14 @@ def run_sides(
     device = torch.device(device)
     facts = environment()
     done = recorded_before(output_dir)
+    checked = lru_cache(maxsize=4)(lambda run: run())  # on the CPU: interpreted calls take long, and pairs share sides
     records = []
     for sides in cases:
         label = " | ".join(side.name for side in sides)
         record = done.get(identity(*sides))
         if record is None:
             try:
-                record = _run(sides, device, output_dir, repetitions, seconds)
+                record = _run(sides, device, output_dir, repetitions, seconds, checked)
             except torch.OutOfMemoryError as error:
                 print(f"{label}: left out, no room: {str(error).splitlines()[0]}; {sides[-1].parameters}", flush=True)
                 continue
@@ -158,7 +162,7 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
         ValueError: if there are no records of the sweep.
     """
     pooled: dict[str, dict] = {}
-    for record in _of_sweep(records, sweep):
+    for record in of_sweep(records, sweep):
         for side, peak in zip(_sides(record), record["peak_bytes"], strict=True):
             counts = {"useful_flop": side["useful_flop"], "useful_bytes": side["useful_bytes"]}
             row = {"name": side["name"], **side["parameters"], **counts, "error": 0.0, "peak_bytes": 0, "samples": []}
@@ -188,7 +192,7 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
         ValueError: if there are no records of the sweep.
     """
     rows = []
-    for record in _of_sweep(records, sweep):
+    for record in of_sweep(records, sweep):
         a, b = record["a"], record["b"]
         low, high = record.get("interval", (np.nan, np.nan))
         times = {"ratio": record.get("ratio", np.nan), "low": low, "high": high}
@@ -198,9 +202,32 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _run(sides: tuple[Side, ...], device: torch.device, output_dir: str, repetitions: int, seconds: float) -> dict:
+def of_sweep(records: list[dict], sweep: str) -> list[dict]:
+    """The records of one sweep, once each, the newest: two lists of a notebook's parameters may overlap.
+
+    Args:
+        records, sweep: as in `side_table`.
+
+    Raises:
+        ValueError: if there are no records of the sweep.
+    """
+    sweeps = [_sides(record)[0]["parameters"]["sweep"] for record in records]
+    if sweep not in sweeps:
+        raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")
+    known = {_identity(_sides(each)): each for each, own in zip(records, sweeps, strict=True) if own == sweep}
+    return list(known.values())
+
+
+def _run(
+    sides: tuple[Side, ...],
+    device: torch.device,
+    output_dir: str,
+    repetitions: int,
+    seconds: float,
+    checked: Callable[[Callable[[], Results]], Results],
+) -> dict:
     timed = device.type == "cuda"
-    runs = [_once(side, device) if timed else (side.run(), 0, 0.0) for side in sides]
+    runs = [_once(side, device) if timed else (checked(side.run), 0, 0.0) for side in sides]
     results = [result for result, _, _ in runs]
     errors = [side.error(result) for side, result in zip(sides, results, strict=True)]
     difference = relative_difference(results[1], results[0]) if len(sides) == 2 and all(results) else None
@@ -230,19 +257,13 @@ def _run(sides: tuple[Side, ...], device: torch.device, output_dir: str, repetit
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
     # Results, bytes allocated at the peak and seconds of the second call; the first compiles and keeps its tables.
     side.run()
+    gc.collect()  # as `safety.memory.measure_peak` does
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before, start = torch.cuda.memory_allocated(device), time.perf_counter()
     results = side.run()
     torch.cuda.synchronize(device)
     return results, torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - start
-
-
-def _of_sweep(records: list[dict], sweep: str) -> list[dict]:
-    sweeps = [_sides(record)[0]["parameters"]["sweep"] for record in records]
-    if sweep not in sweeps:
-        raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")
-    return [record for record, own in zip(records, sweeps, strict=True) if own == sweep]
 
 
 def _sides(record: dict) -> list[dict]:

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,21 @@ def read_records(path: str | Path) -> list[dict]:
         except json.JSONDecodeError:
             warnings.warn(f"{path}, line {number}: unfinished record skipped", stacklevel=2)
     return records
+
+
+def last_record(path: str | Path) -> dict:
+    """The newest record of a results.jsonl, found without reading the others.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: if it holds no record.
+    """
+    for line in reversed(Path(path).read_text().splitlines()):
+        with suppress(json.JSONDecodeError):  # empty, or left unfinished
+            return json.loads(line)
+    raise ValueError(f"{path} holds no record")
 
 
 def measured_before(output_dir: str | Path) -> list[dict]:

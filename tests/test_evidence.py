@@ -17,7 +17,7 @@ from hilbert_lib.records import REPORTS, RESULTS
 from hilbert_lib.suite.points import read_notebook
 from hilbert_lib.suite.report import write_report
 
-RECORDS = ("06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")
+RECORDS = ("05_backend_selection", "06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")
 README = "# Ours\n\n<!-- from the records: by a command -->\nold\n<!-- end of the records -->\n\nKept.\n"
 
 
@@ -159,7 +159,27 @@ def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied)
             record["ratio"] = 1.25
 
     change(copied, "06_kernel_benchmarks", level)
-    assert "1.25 and 1.25 times as fast as the best of the others" in texts(copied)["README.md"]
+    assert "1.25 and 1.25 times as fast as the best of cudnn," in texts(copied)["README.md"]
+
+
+def test_the_closest_backend_of_another_package_is_named_where_one_was_installed(copied):
+    def level(record):
+        if record["a"]["name"] == "flash_attn_4":
+            record["ratio"] = 1.5
+
+    change(copied, "05_backend_selection", level)
+    assert (
+        "1.50 times flash_attn_4 forward, 1.50 times flash_attn_4 forward and backward." in texts(copied)["README.md"]
+    )
+    change(copied, "05_backend_selection", lambda record: record["a"].update(name="cudnn"))
+    assert "flash_attn_4" not in texts(copied)["README.md"]
+
+
+def test_records_beside_those_of_notebooks_are_led_to(copied):
+    (machine,) = copied.glob("h200/*")
+    (machine / "claims_K4").mkdir()
+    (machine / "claims_K4" / RESULTS).touch()
+    assert "[h200/another-run/claims_K4](h200/another-run/claims_K4)" in texts(copied)["reports/README.md"]
 
 
 def test_small_rows_gain_where_the_records_say(copied):
@@ -176,6 +196,7 @@ def test_small_rows_gain_where_the_records_say(copied):
 def test_every_number_says_on_what_it_was_measured(copied):
     rows = [line for line in texts(copied)["README.md"].splitlines() if re.match(r"\|.*/another-run/", line)]
     assert {(line.split(" | ")[2], line.split("[")[1][:2]) for line in rows} == {
+        ("NVIDIA H200", "05"),
         ("NVIDIA H200", "06"),
         ("NVIDIA H200", "08"),
         ("4 × NVIDIA H200", "07"),

@@ -1,6 +1,7 @@
 """The sweeps behind notebook 06: their errors are real, their times are never an interpreter's."""
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -17,6 +18,7 @@ from hilbert_lib.claims import claim_pairs, claim_table
 from hilbert_lib.exact_rows import exact_gradients, exact_out, sampled_positions
 from hilbert_lib.figures import kernels as figures
 from hilbert_lib.figures import redraw, show
+from hilbert_lib.graph_benchmarks import pair_table
 from hilbert_lib.paired import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
 from hilbert_lib.records import append_records, read_records
 from hilbert_lib.workload import Workload
@@ -98,6 +100,14 @@ def test_on_the_cpu_errors_are_known_and_nothing_is_timed_or_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_on_the_cpu_a_side_of_several_pairs_runs_once():
+    runs = []
+    shared = replace(one("b", 1.0), run=lambda: runs.append(1) or (torch.ones(1),))
+    records = run_sides([(one(name, 1.5), shared) for name in "acd"], device="cpu")
+    assert [record["output_difference"] for record in records] == [pytest.approx(1 / 3)] * 3
+    assert len(runs) == 1
+
+
 def test_what_is_not_finite_is_never_a_small_error():
     with pytest.raises(ValueError, match="results must be finite"):
         run_sides([(one("a", 1.0), one("b", float("nan")))], device="cpu")
@@ -137,6 +147,14 @@ def test_a_side_of_several_pairs_stands_in_the_table_once_with_all_its_samples()
     assert table.peak_bytes.to_dict() == {"cudnn": 2**20, "triton": 2**21, "flash": 2**20}
     with pytest.raises(ValueError, match=r"sweep must be one of the records' \(numbers\), got 'layouts'"):
         side_table(records, "layouts")
+
+
+def test_a_pair_that_two_lists_of_parameters_name_stands_in_the_tables_once():
+    older, newer = (timed(one("flash", 1.0), one("triton", 1.0)).record() for _ in range(2))
+    records = [older, timed(one("cudnn", 1.0), one("triton", 1.0)).record(), newer, newer]
+    assert ratio_table(records, "numbers").a.tolist() == ["flash", "cudnn"]
+    assert pair_table(records, "numbers").a_ms[0] == newer["a"]["median_ms"]
+    assert side_table(records, "numbers").set_index("name").median_ms["flash"] == newer["a"]["median_ms"]
 
 
 SMALL = {"heads": 2, "head_dims": [16], "device": torch.device("cpu")}

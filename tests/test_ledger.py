@@ -196,10 +196,19 @@ CASES = pd.DataFrame(
             [Band(1, 1, "what == 'memory'"), Band(5, 6, "what == 'time'")],
             "holds when what is memory (2 of 2 such cases",
         ),
+        ([Band(1.5, 3, "ranks == 4"), Band(1, 1, "ranks == 2")], "holds in 2 of 4 cases"),  # of either kind, one each
     ],
 )
 def test_a_verdict_says_what_the_cases_that_bear_the_claim_out_have_in_common(bands, said):
     assert judge(CASES, bands)[0].startswith(said)
+
+
+def test_what_too_many_other_cases_have_in_common_too_is_no_condition():
+    cases = pd.DataFrame({"backend": ["flash"] * 9 + ["cudnn"], "value": [2.0] * 8 + [1.0, 1.0]})
+    cases = cases.assign(low=cases.value, high=cases.value)
+    assert judge(cases, [Band(least=1.5)])[0] == "holds when backend is flash (8 of 9 such cases, 8 of 10 in all)"
+    cases.loc[:3, "low"] = 1.0
+    assert judge(cases, [Band(least=1.5)])[0] == "holds in 4 of 10 cases"
 
 
 def test_a_range_that_speaks_of_no_case_is_refused():
@@ -407,9 +416,9 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
     changed = advice(other, [], answers)
     assert not changed.premise[changed.about == "which order"].any()
     assert changed.premise[changed.about == "which backend"].all()
-    grids = committed_records("08_where_a_curve_pays")
-    assert short_answer(records, grids).premise.all()
-    assert short_answer(other, grids).premise.tolist() == [False, True, True]
+    grids, choices = committed_records("08_where_a_curve_pays"), committed_records("05_backend_selection")
+    assert short_answer(records, grids, choices).premise.all()
+    assert short_answer(other, grids, choices).premise.tolist() == [False, True, True]
 
 
 def test_advice_on_grids_is_that_of_its_record(records, answers):

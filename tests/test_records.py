@@ -11,7 +11,7 @@ from fake_machine import FakeMachine
 
 from hilbert_lib import records
 from hilbert_lib.bench import compare_paired, measure
-from hilbert_lib.records import RESULTS, append_records, compare_runs, read_records
+from hilbert_lib.records import RESULTS, append_records, compare_runs, last_record, read_records
 
 
 @pytest.fixture
@@ -66,9 +66,14 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
     path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
     with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
         assert [each["name"] for each in read_records(path)] == ["a"]
+    assert last_record(path)["name"] == "a"
     append_records(measured[2:], tmp_path)  # resumed
     with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
         assert [each["name"] for each in read_records(path)] == ["a", "c"]
+    assert last_record(path)["name"] == "c"
+    path.write_text("\n{")
+    with pytest.raises(ValueError, match="holds no record"):
+        last_record(path)
 
 
 def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_hardware):

@@ -194,6 +194,16 @@ def test_the_index_shows_the_figures_that_were_drawn_last(tmp_path):
     assert shown == ["y.png", "b.png", "answer.png"]
 
 
+def test_a_figure_that_is_not_there_is_not_shown(tmp_path):
+    point = make_run(tmp_path / "run")
+    manifest = json.loads((point / "manifest.json").read_text())
+    (point / "here.png").touch()
+    (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "here.png"]}))
+    page = write_report(tmp_path / "run").read_text()
+    assert "here.png" in page
+    assert "gone.png" not in page
+
+
 def test_pages_are_written_again_only_on_request(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
     folder = make_run(run_folder)

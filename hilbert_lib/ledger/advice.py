@@ -6,9 +6,16 @@ from math import floor
 import pandas as pd
 
 from hilbert_lib.claims import LAYOUTS, REFERENCE, reference_pattern
-from hilbert_lib.kernel_benchmarks import layout_verdicts
+from hilbert_lib.kernel_benchmarks import NO_TABLE, layout_verdicts
 from hilbert_lib.ledger.claim import Answer, read_ledger
-from hilbert_lib.ledger.kernels import claimed_pairs, fused_speeds, grid_gains, grid_places, layout_ratios
+from hilbert_lib.ledger.kernels import (
+    claimed_pairs,
+    fused_speeds,
+    grid_gains,
+    grid_places,
+    layout_ratios,
+    over_packages,
+)
 from hilbert_lib.ledger.ring import SIZES
 from hilbert_lib.locality.cache import LINE_BYTES
 from hilbert_lib.paired import ratio_table
@@ -18,7 +25,7 @@ from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.tables import spanning_pattern
 
 FASTER = 1.01  # an order or a backend counts as faster from one per cent on
-KERNELS, GRIDS = "06_kernel_benchmarks", "08_where_a_curve_pays"
+CHOICE, KERNELS, GRIDS = "05_backend_selection", "06_kernel_benchmarks", "08_where_a_curve_pays"
 WHOLE_LINES = f"row_bytes >= {LINE_BYTES} and work == 'whole sequence'"
 
 
@@ -39,17 +46,18 @@ def advice(records: Sequence[dict], grids: Sequence[dict], answers: Mapping[str,
     return pd.DataFrame(rows, columns=["about", "advice", "premise", "rests_on"])
 
 
-def short_answer(records: Sequence[dict], grids: Sequence[dict]) -> pd.DataFrame:
+def short_answer(records: Sequence[dict], grids: Sequence[dict], choices: Sequence[dict]) -> pd.DataFrame:
     """When a Hilbert order makes attention faster, in three sentences.
 
     Args:
         records: of notebook 06.
         grids: of notebook 08.
+        choices: of notebook 05.
 
     Returns:
         answer, premise and rests_on, as in `advice`.
     """
-    rows = [_nothing_in_sequences(records), _gain_on_grids(grids), _what_makes_it_fast(records)]
+    rows = [_nothing_in_sequences(records), _gain_on_grids(grids), _what_makes_it_fast(records, choices)]
     return pd.DataFrame(rows, columns=["answer", "premise", "rests_on"])
 
 
@@ -57,11 +65,13 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
     hilbert, best = _whole_lines(records)
     printed = read_ledger()["K3"]
     left = claimed_pairs(records, **printed.options).set_index("pair").loc[LAYOUTS]
+    plain = ratio_table(list(records), "layouts").query(f"b == '{NO_TABLE}' and row_bytes >= {LINE_BYTES}").ratio
     text = (
         "Not in dilated attention over a sequence: where rows fill cache lines (head_dim 64 and more in bfloat16), "
         f"the same kernel was at most {hilbert.value.max():.3f} times as fast with k and v stored along a Hilbert "
         f"curve, and the {printed.claimed[0].least} times that the documents print are {left.value:.2f} where both "
-        "sides compute one function."
+        "sides compute one function; both sides read through a table there, which storage in sequence order does not "
+        f"need: without it that was {plain.min():.2f} to {plain.max():.2f} times as fast."
     )
     return text, _is_nothing(hilbert, best) and left.low < 1.05, KERNELS
 
@@ -82,16 +92,19 @@ def _gain_on_grids(grids: Sequence[dict]) -> tuple:
     return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
 
 
-def _what_makes_it_fast(records: Sequence[dict]) -> tuple:
+def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
     long, speeds = 131072, fused_speeds(records)
     speeds = speeds[speeds.head_dim == speeds.head_dim.max()].set_index("direction")
     over, gpu = speeds.times_as_fast, records[-1]["environment"]["gpus"][0]["name"]
+    head_dim, length = speeds.head_dim.iloc[0], speeds.length.iloc[0]
+    package = over_packages(choices, length=length).query(f"head_dim == {head_dim}")
+    others = "".join(f", {each.ratio:.2f} times {each.other} {each.direction}" for each in package.itertuples())
     text = (
         f"What makes dilated attention fast is the dilation, {_saved(long):.0f} times fewer FLOP than dense attention "
         f"at {long:,} tokens, and one kernel for all branches: on one {gpu} {speeds.tflop_per_s.forward:.0f} TFLOP/s "
-        f"forward and {speeds.tflop_per_s.backward:.0f} backward at head_dim {speeds.head_dim.iloc[0]} in bfloat16, "
-        f"{over.forward:.2f} and {over.backward:.2f} times as fast as the best of the others that were paired with it "
-        f"({speeds.others.iloc[0]})."
+        f"forward and {speeds.tflop_per_s.backward:.0f} backward at {length:,} tokens and head_dim {head_dim} in "
+        f"bfloat16, {over.forward:.2f} and {over.backward:.2f} times as fast as the best of {speeds.others.iloc[0]}"
+        f"{others}."
     )
     return text, over.min() > 1, KERNELS
 

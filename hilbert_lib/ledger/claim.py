@@ -22,6 +22,7 @@ ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
 HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"
 MEASURED = ("value", "low", "high")
 JUDGED = ("claimed_least", "claimed_most", "as_claimed")
+SUCH_CASES = 0.85  # share of the cases under a condition that must bear a claim out for it to hold "when" it is met
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Answer:
 
     Attributes:
         claim: the entry.
-        verdict: "holds", "holds when ...", "does not hold", "cannot be tested here: ...", or "waits for: RECORD".
+        verdict: "holds", "holds when ...", "holds in ...", "does not hold", "cannot be tested here: ...", or
+            "waits for: RECORD".
         value: the value and its interval, or the range of all cases; "" where there are none.
         cases: with claimed_least, claimed_most and as_claimed, whether the case bears the claim out; None where tests
             answer, or nothing does.
@@ -180,7 +182,8 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band]) -> tuple[str, pd.DataFra
     Returns:
         "holds" where every case bears the claim out, "does not hold" where none does; otherwise "holds when" and what
         the cases that do have in common, or "holds but where" and what those have that do not, whichever is exact, and
-        counts. And the cases, with claimed_least, claimed_most and as_claimed.
+        counts. Where too many others have the same in common it is no condition: "holds in so many of so many cases".
+        And the cases, with claimed_least, claimed_most and as_claimed.
 
     Raises:
         ValueError: if no range speaks of any case.
@@ -211,8 +214,9 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band]) -> tuple[str, pd.DataFra
     is_exact, is_exact_without = held[such].all(), not held[others].any()
     if unless and is_exact_without and not (when and is_exact):
         return f"{HOLDS} but where {unless} ({held.sum()} of {len(held)} cases)", judged
-    counts = f"{held.sum()} of {such.sum()} such cases, {held.sum()} of {len(held)} in all"
-    return f"{HOLDS} when {when} ({counts})" if when else f"{HOLDS} when it does ({counts})", judged
+    if not when or held[such].mean() < SUCH_CASES:
+        return f"{HOLDS} in {held.sum()} of {len(held)} cases", judged
+    return f"{HOLDS} when {when} ({held.sum()} of {such.sum()} such cases, {held.sum()} of {len(held)} in all)", judged
 
 
 def ledger_table(answers: Sequence[Answer]) -> pd.DataFrame:

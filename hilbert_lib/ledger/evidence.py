@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
-from hilbert_lib.ledger.advice import GRIDS, KERNELS, short_answer
+from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.numbers import RING, key_numbers
 from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
-from hilbert_lib.suite.manifest import read_manifest
+from hilbert_lib.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
 from hilbert_lib.suite.points import read_notebook
 from hilbert_lib.suite.report import point_folders, put, render, say_moment
@@ -20,8 +20,8 @@ INDEX, README, HISTORY = "index.html", "README.md", "HISTORY.md"
 BLOCK = re.compile(r"(<!-- from the records[^>]*-->\n).*?(<!-- end of the records -->)", re.DOTALL)
 NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\(([\w-]+)\.ipynb(?:#[^)]*)?\)")
 CAPTION = (
-    "Attention to a window of cells on a grid, the same function in every order: how many times as fast as storage row "
-    "by row (raster) an order is, by the size of the window; the grids grow from left to right."
+    "Attention to a window of cells on a grid, the same function in every order, in blocks of {block}: how many times "
+    "as fast as storage row by row (raster) an order is, by the size of the window; the grids grow from left to right."
 )
 HOW = (
     "Of each notebook the newest run on each kind of machine. `hilbert run -f notebooks/configs/h200 --out "
@@ -60,7 +60,7 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
     machines = [each for each in sorted(folder.glob(MACHINES)) if any(map(point_folders, each.glob("*/")))]
     if not machines:
         return {}
-    found = {name: newest_run(name, machines=machines) for name in (KERNELS, GRIDS, RING)}
+    found = {name: newest_run(name, machines=machines) for name in (KERNELS, GRIDS, RING, CHOICE)}
     waiting = [name for name, run in found.items() if run is None]
     told = None if waiting else _told(found, folder)
     content = {
@@ -68,6 +68,7 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
         "waiting": waiting,
         "notebooks": _notebooks(folder, machines),
         "machines": [machine.name for machine in machines],
+        "others": _others(folder, machines),
         "history": HISTORY if (folder / HISTORY).exists() else None,
         "how": HOW,
         "how_html": markdown_html(HOW),
@@ -89,8 +90,8 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     """The answer, its figure and the numbers, with paths from the folder."""
     records = {name: read_records(run / RESULTS) for name, run in found.items()}
     try:
-        answer = short_answer(records[KERNELS], records[GRIDS])
-        numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING)))
+        answer = short_answer(records[KERNELS], records[GRIDS], records[CHOICE])
+        numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING, CHOICE)))
     except (LookupError, AttributeError, ValueError) as error:
         runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
         raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error
@@ -101,7 +102,8 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
         if not any(run.glob(figures)):
             raise ValueError(f"{run} holds no {figures}; hilbert report {run.parent} --redraw draws what has a table")
     # There is one for each size of a block; that of the largest is shown.
-    figure = max(found[GRIDS].glob("speedups_*.png"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    sizes = {int(path.stem.rpartition("_")[2]): path for path in found[GRIDS].glob("speedups_*.png")}
+    block, figure = max(sizes.items())
     on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
         "answer": [{"text": row.answer, "notebook": row.rests_on} for row in answer.itertuples()],
@@ -112,9 +114,9 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
         ],
         "figure": f"{at[GRIDS]}/{figure.name}",
         "alt": "Times as fast as storage row by row, of every order on grids",
-        "caption": CAPTION,
+        "caption": CAPTION.format(block=block),
         "speeds": f"{at[KERNELS]}/speeds.png",
-        "speeds_alt": "Speed of the fused kernel beside every other backend",
+        "speeds_alt": "Speed of the fused kernel beside the others that notebook 06 timed",
     }
 
 
@@ -145,6 +147,12 @@ def _notebooks(folder: Path, machines: list[Path]) -> list[dict]:
         for name in sorted(runs)
         for said in [_said(folder.parent / "notebooks" / f"{name}.ipynb", runs[name][0][0])]
     ]
+
+
+def _others(folder: Path, machines: list[Path]) -> list[str]:
+    """Folders of what no notebook recorded: claims measured again, benchmarks of the command line."""
+    points = {path.parent for machine in machines for path in machine.glob("*/*/*.jsonl")}
+    return sorted(point.relative_to(folder).as_posix() for point in points if not (point / MANIFEST).exists())
 
 
 def _said(notebook: Path, newest: dict) -> dict:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from hilbert_lib.attention import backends
 from hilbert_lib.claims import BACKENDS, DENSE, FUNCTIONS, LAYOUTS
 from hilbert_lib.graph_benchmarks import pair_table
 from hilbert_lib.kernel_benchmarks import NO_TABLE
@@ -116,6 +117,23 @@ def fused_speeds(records: Records) -> pd.DataFrame:
     others = others.set_axis(["other", "other_tflop_per_s"], axis=1).join(least).assign(others=names)
     fused = sides[sides.name == "triton"].join(others, on=case).sort_values(case, ascending=False)
     return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
+
+
+def over_packages(choices: Records, *, length: int) -> pd.DataFrame:
+    """How many times as fast the fused kernel is as the closest backend of another package, where one was installed.
+
+    Args:
+        choices: of notebook 05.
+        length: tokens of the reference work, not causal.
+
+    Returns:
+        direction, head_dim, other (its name) and ratio, the largest head first; empty where there was none.
+    """
+    pairs = ratio_table(list(choices), "selection").query("pattern == 'reference' and not is_causal")
+    pairs = pairs[(pairs.length == length) & pairs.a.map(lambda name: bool(backends.BACKENDS[name].package))]
+    closest = pairs.sort_values("ratio").drop_duplicates(["direction", "head_dim"]).rename(columns={"a": "other"})
+    closest = closest.sort_values(["head_dim", "direction"], ascending=[False, True])
+    return closest[["direction", "head_dim", "other", "ratio"]].reset_index(drop=True)
 
 
 def claimed_pairs(records: Records, *, where: str) -> pd.DataFrame:

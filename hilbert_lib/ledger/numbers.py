@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from hilbert_lib.ledger.advice import GRIDS, KERNELS, WHOLE_LINES
-from hilbert_lib.ledger.kernels import fused_speeds, grid_gains, layout_ratios
+from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, WHOLE_LINES
+from hilbert_lib.ledger.kernels import fused_speeds, grid_gains, layout_ratios, over_packages
 from hilbert_lib.locality.cache import LINE_BYTES
 from hilbert_lib.paired import ratio_table
 
@@ -15,18 +15,21 @@ ORDERS = ("hilbert", "morton", "tile")  # the compact ones
 Records = Sequence[dict]
 
 
-def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFrame:
+def key_numbers(records: Records, grids: Records, rings: Records, choices: Records) -> pd.DataFrame:
     """What the kernels reach, what an order changes, and the longest sequences.
 
     Args:
         records: of notebook 06.
         grids: of notebook 08.
         rings: of notebook 07.
+        choices: of notebook 05.
 
     Returns:
         what, measured and record (the notebook whose record holds it).
     """
-    rows = [(*row, KERNELS) for row in (*_speeds(records), *_public(records), *_orders(records))]
+    rows = [(*row, KERNELS) for row in _speeds(records)]
+    rows += [(*row, CHOICE) for row in _packages(records, choices)]
+    rows += [(*row, KERNELS) for row in (*_public(records), *_orders(records))]
     rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
     return pd.DataFrame(rows, columns=["what", "measured", "record"])
 
@@ -45,6 +48,18 @@ def _speeds(records: Records) -> list[tuple[str, str]]:
         rows.append((what, measured))
         of = "of the same"
     return rows
+
+
+def _packages(records: Records, choices: Records) -> list[tuple[str, str]]:
+    pairs = over_packages(choices, length=fused_speeds(records).length.iloc[0])
+    if pairs.empty:
+        return []
+    ratios = ", ".join(
+        f"{direction} {' / '.join(f'{ratio:.2f}' for ratio in table.ratio)}"
+        for direction, table in pairs.groupby("direction", sort=False)
+    )
+    names = " or ".join(pairs.other.unique())
+    return [(f"The same beside {names}, head_dim {_dims(pairs)}", f"{ratios} times as fast")]
 
 
 def _public(records: Records) -> list[tuple[str, str]]:

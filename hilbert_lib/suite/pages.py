@@ -128,7 +128,10 @@ EVIDENCE = (
 <h2>Further</h2>
 <p>Every run: {% for machine in machines -%}
 <a href="{{ machine }}/index.html">{{ machine }}</a>{{ ", " if not loop.last }}{% endfor %}.
-{% if history %}How the kernels got there: <a href="{{ history }}">{{ history }}</a>.{% endif %}</p>
+{% if history %}How the kernels got there: <a href="{{ history }}">{{ history }}</a>.{% endif %}
+{% if others %}Beside the notebooks' runs: {% for each in others -%}
+<a href="{{ each }}/">{{ each }}</a>{{ ", " if not loop.last }}{% endfor %}.{% endif %}
+Every claim of the documents with its answer: <code>hilbert claims</code>, and notebook 09.</p>
 </body></html>
 """
 )
@@ -171,6 +174,9 @@ The answer waits for records of {{ waiting | join(", ") }}.
 
 [index.html](index.html) is this page for a reader without a network.
 {%- if history %} How the kernels got there: [{{ history }}]({{ history }}).{% endif %}
+{%- if others %} Beside the notebooks' runs: {% for each in others %}[{{ each }}]({{ each }})\
+{{ ", " if not loop.last }}{% endfor %}.{% endif %} Every claim of the documents with its answer: \
+`.venv/bin/hilbert claims`, and notebook 09.
 {% endautoescape %}"""
 
 NUMBERS_MARKDOWN = """{% autoescape false -%}

@@ -158,6 +158,7 @@ def _describe(folder: Path, rebuild: bool) -> dict:
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {
         **manifest,
+        "figures": [name for name in manifest["figures"] if name in files],
         "folder": folder.name,
         "html": html.name if html.exists() else None,
         "ipynb": notebook.name if notebook.exists() else None,
