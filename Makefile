@@ -1,12 +1,13 @@
 # `make help` lists the commands. Every command sets up .venv first, once.
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One thread a notebook: where several run side by side, threads that wait by spinning take the others' cores.
-NBVAL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbval-current-env --nbval-cell-timeout=300
+NBVAL := --nbval-current-env --nbval-cell-timeout=300
 # Notebooks that keep their outputs, which nbval compares; the others are stripped.
 STRICT := notebooks/00_question.ipynb
 # Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.
 XDIST := -n auto --dist loadfile --no-loadscope-reorder
+# The tests start many processes, each of which would compile the library anew where no bytecode is written.
+export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-gpu test-multigpu test-browser reports lab lint
 
@@ -20,9 +21,9 @@ reports: setup  ## run every notebook with its defaults; the last line is the pa
 	@$(BIN)/hilbert run
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser"
-	@$(NBVAL) $(XDIST) --nbval-lax notebooks $(STRICT:%=--ignore=%)
-	@$(NBVAL) --nbval $(STRICT)
+	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser" \
+		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
+	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
 
 test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"

@@ -26,11 +26,14 @@ seed_kernel the documents' pair of kernels, restated
 kernel_benchmarks the sweeps of notebook 06
 graph_benchmarks modules called and replayed as CUDA graphs
 memory_benchmarks memory pools and caches of patterns, measured
+neighbourhood windows on grids: which blocks of which order they touch; neighbourhood_benchmarks times them
+counter_benchmarks hardware counters beside the model of caches
 claims      the documents' claims, and what measures them again
 ring        exact dilated attention over several ranks
+ledger      every claim, its evidence and verdict; the answer in three sentences
 figures     every plot
 suite       papermill runs, manifests and reports
-cli         the `hilbert` command; cli_bench its benchmarks
+cli         the `hilbert` command; cli_bench, cli_plan and cli_claims its subcommands
 """
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import tempfile
 
@@ -16,11 +17,13 @@ WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alo
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
 settings.register_profile("suite", deadline=None)  # of the first call, which imports, and of busy cores
 settings.load_profile("suite")
-# Small tensors gain nothing from more threads, and lose much where the cores are busy: here, and in what tests start.
+# Small tensors gain nothing from more threads, and lose much where the cores are busy: here, in what tests start, and
+# in the notebooks that run beside them.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
 LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
+LONG += ("04_safe_benchmarking", "06_kernel_benchmarks")
 
 
 def pytest_configure(config):
@@ -56,6 +59,12 @@ def pytest_xdist_auto_num_workers():
     fitting = sum(gpu.memory_bytes // WORKER_BYTES for gpu in gpus)
     # Without a GPU one more than there are cores: the tests of deadlines wait most of their time.
     return max(1, min(fitting, cores)) if gpus else cores + 1
+
+
+def pytest_collection_finish():
+    # What the modules and the tests made lives to the end: the collections with which measurements of memory begin
+    # need not go through it.
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
