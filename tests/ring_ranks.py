@@ -2,6 +2,8 @@
 
 import math
 import sys
+import time
+import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,19 +48,57 @@ def run(order: dict) -> list:
 
 
 def run_on_fewer(order: dict) -> dict[str, list]:
-    """`run` for each number of ranks in order["calls"] that counts this one in, all in one start of the ranks."""
-    rank, everyone, found = dist.get_rank(), dist.get_world_size(), {}
-
-    def meet(where: str, ranks: int) -> None:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{order['folder']}/{where}", rank=rank, world_size=ranks)
-
+    """`run` for each number of ranks in order["calls"] that counts this one in, all in one start; the last are all."""
+    found = {}
     for ranks, calls in order["calls"].items():
-        if rank < int(ranks):
-            meet(ranks, int(ranks))
+        if dist.get_rank() < int(ranks):
+            _meet(ranks, int(ranks))
             found[ranks] = run({"calls": calls})
-    meet("all", everyone)  # as it began
     return found
+
+
+def _meet(where: str, ranks: int, slow: bool = False) -> None:
+    rank = dist.get_rank()
+    store, _, _ = next(dist.rendezvous("env://", rank, ranks))
+    store = dist.PrefixStore(where, store)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=_Slow(store) if slow else store, rank=rank, world_size=ranks)
+
+
+class _Slow(dist.Store):
+    # Reads addresses late: by then this rank is connected to some of the others and not yet to all of them.
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        return self._store.get(key)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], *timeout) -> None:
+        self._store.wait(keys, *timeout)
+
+
+def leave_while_one_connects() -> int:
+    """The ranks of a group that all leave as soon as they have it, of which rank 0 is slow to connect."""
+    _meet("slow", dist.get_world_size(), slow=dist.get_rank() == 0)
+    _meet("after", dist.get_world_size())
+    return dist.get_world_size()
+
+
+def group_is_gone() -> bool:
+    """Whether nothing keeps a group that is destroyed after attention, whose threads would outlive the interpreter."""
+    q, k, v, dout = _inputs(8)
+    results(partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"])), (q, k, v), dout)
+    group = weakref.ref(dist.group.WORLD)
+    _meet("next", dist.get_world_size())
+    return group() is None
 
 
 def device() -> torch.device:

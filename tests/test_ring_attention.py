@@ -2,7 +2,6 @@
 
 from collections import deque
 from functools import cache
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -149,12 +148,14 @@ CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for trans
 for ranks in (2, 4):
     CALLS[ranks] += [["peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
+LEAVING = [["leave_while_one_connects", {}], ["group_is_gone", {}]]
 
 
 def calls_of(ranks: int, backend: str) -> list[list]:
     # On GPUs each shape of each case of flex is compiled: one of them is enough.
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
-    return CALLS[ranks] + [["compare", case] for case in flex]
+    more = LEAVING if backend == "gloo" and ranks == 3 else []
+    return CALLS[ranks] + [["compare", case] for case in flex] + more
 
 
 @cache
@@ -169,8 +170,7 @@ def _answers(ranks: int, backend: str) -> list[list]:
 @cache
 def _all_answers(**waiting) -> list[dict]:
     calls = {ranks: calls_of(ranks, "gloo") for ranks in sorted(CALLS)}
-    with TemporaryDirectory() as folder:
-        return run_ranks("ring_ranks:run_on_fewer", max(calls), {"calls": calls, "folder": folder}, **waiting)
+    return run_ranks("ring_ranks:run_on_fewer", max(calls), {"calls": calls}, **waiting)
 
 
 def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> list:
@@ -380,6 +380,14 @@ def test_a_layout_does_not_depend_on_the_default_device():
     expected = _layout.__wrapped__(*arguments, by_offset=True)
     with torch.device("meta"):
         assert repr(_layout.__wrapped__(*arguments, by_offset=True)) == repr(expected)
+
+
+def test_a_rank_that_leaves_at_once_does_not_fail_one_that_still_connects():
+    assert answers(3, *LEAVING[0]) == [3] * 3
+
+
+def test_nothing_keeps_a_group_that_is_destroyed():
+    assert answers(3, *LEAVING[1]) == [True] * 3
 
 
 def test_second_derivatives_raise():

@@ -86,15 +86,15 @@ def _difference(told: list[tuple[str | None, dict[str, str]]]) -> str:
 
 
 def _companion(group: ProcessGroup) -> ProcessGroup:
-    """The gloo group of the same ranks, made at the group's first call."""
+    """The gloo group of the same ranks: itself, or one that is made at the group's first call."""
+    if dist.get_backend(group) == "gloo":
+        return group  # and not kept: its threads end with the last reference to it
     if group not in _companions:
         _companions[group] = _made(group)
     return _companions[group]
 
 
 def _made(group: ProcessGroup) -> ProcessGroup:
-    if dist.get_backend(group) == "gloo":
-        return group
     # NCCL makes its communicator at the first call, in which all ranks have to take part: no exchange asks that of
     # a rank that has nothing to send.
     dist.barrier(group)

@@ -30,6 +30,8 @@ STALL_SECONDS = 20.0
 BACKENDS = ("gloo", "nccl")
 # Once a collective has taken too long, torch gives its flight recorder four times 15 s before it ends the rank.
 NCCL_ENDING = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+# A rank that is still connecting to the others fails where one of them has what it needs, and leaves.
+TOGETHER = {"TORCH_DIST_INIT_BARRIER": "1"}
 # NCCL connects ranks when they first need each other. The host waits in there, and no timeout counts: a rank that
 # stalled before would keep the others for ever. So the group of all ranks does it while they are known to be there.
 NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_connect` does the messages
@@ -106,13 +108,14 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
     order = {} if arguments is None else json.loads(arguments.read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    on_gpu = {}
+    on_gpu, options = {}, TOGETHER
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         on_gpu = {"device_id": device}
-        for name, value in (NCCL_ENDING | NCCL_CONNECTING | NCCL_PRIORITY).items():
-            os.environ.setdefault(name, value)
+        options = TOGETHER | NCCL_ENDING | NCCL_CONNECTING | NCCL_PRIORITY
+    for name, value in options.items():
+        os.environ.setdefault(name, value)
     # All meet before the group is made: from there on none may keep another one waiting.
     store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=START_SECONDS)))
     store.set(f"hilbert/{rank}", "")
