@@ -419,6 +419,11 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
     grids, choices = committed_records("08_where_a_curve_pays"), committed_records("05_backend_selection")
     assert short_answer(records, grids, choices).premise.all()
     assert short_answer(other, grids, choices).premise.tolist() == [False, True, True]
+    package = "flash_attn_4"
+    without = [line for line in choices if package not in {line.get(side, line)["name"] for side in "ab"}]
+    both = "05_backend_selection, 06_kernel_benchmarks"
+    for lines, notebooks in ((choices, both), (without, "06_kernel_benchmarks")):
+        assert short_answer(records, grids, lines).rests_on.iloc[2] == notebooks
 
 
 def test_advice_on_grids_is_that_of_its_record(records, answers):

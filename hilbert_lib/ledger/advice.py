@@ -55,7 +55,7 @@ def short_answer(records: Sequence[dict], grids: Sequence[dict], choices: Sequen
         choices: of notebook 05.
 
     Returns:
-        answer, premise and rests_on, as in `advice`.
+        answer, premise and rests_on (notebooks, with commas between), as in `advice`.
     """
     rows = [_nothing_in_sequences(records), _gain_on_grids(grids), _what_makes_it_fast(records, choices)]
     return pd.DataFrame(rows, columns=["answer", "premise", "rests_on"])
@@ -106,7 +106,7 @@ def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tup
         f"bfloat16, {over.forward:.2f} and {over.backward:.2f} times as fast as the best of {speeds.others.iloc[0]}"
         f"{others}."
     )
-    return text, over.min() > 1, KERNELS
+    return text, over.min() > 1, f"{CHOICE}, {KERNELS}" if others else KERNELS
 
 
 def _pattern(timed: Answer) -> tuple:

@@ -106,7 +106,7 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     block, figure = max(sizes.items())
     on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
-        "answer": [{"text": row.answer, "notebook": row.rests_on} for row in answer.itertuples()],
+        "answer": [{"text": row.answer, "notebooks": row.rests_on.split(", ")} for row in answer.itertuples()],
         "numbers": [
             {"what": row.what, "measured": row.measured, "on": on[row.record], "notebook": row.record}
             | {"run": at[row.record]}

@@ -101,7 +101,8 @@ EVIDENCE = (
 <h1>{{ title }}</h1>
 {% if told %}
 <div class="lead">{% for each in told.answer %}
-<p class="answer">{{ each.text }} <a class="small" href="#{{ each.notebook }}">{{ each.notebook }}</a></p>
+<p class="answer">{{ each.text }} {% for name in each.notebooks -%}
+<a class="small" href="#{{ name }}">{{ name }}</a>{{ ", " if not loop.last }}{% endfor %}</p>
 {% endfor %}</div>
 <figure class="proof"><a href="{{ told.figure }}"><img src="{{ told.figure }}" alt="{{ told.alt }}"></a>
 <figcaption class="soft small">{{ told.caption }}</figcaption></figure>
@@ -143,7 +144,8 @@ EVIDENCE_MARKDOWN = """{% autoescape false -%}
 
 {% if told -%}
 {% for each in told.answer -%}
-{{ loop.index }}. {{ each.text }} ([{{ each.notebook }}](#{{ each.notebook }}))
+{{ loop.index }}. {{ each.text }} (\
+{% for name in each.notebooks %}[{{ name }}](#{{ name }}){{ ", " if not loop.last }}{% endfor %})
 {% endfor %}
 [![{{ told.alt }}]({{ told.figure }})]({{ told.figure }})
 
