@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ def last_rank_breaks(arguments: dict) -> object:
 
 
 def all_hang(arguments: dict) -> None:
-    """Every rank starts a process and hangs, each in a place of its own."""
+    """Every rank starts a process and hangs, each in a place of its own; a file in the folder says so."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    if "folder" in arguments:
+        (Path(arguments["folder"]) / str(dist.get_rank())).touch()
     time.sleep(60)
 
 
