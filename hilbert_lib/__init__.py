@@ -14,6 +14,7 @@ samples     the text and the image that the notebooks use
 seeds       what the documents under examination published
 timers      the clocks of CPU and GPU
 bench       timing and statistics
+files       text files that are whole or not there
 records     what was measured, kept and compared
 committed   which run speaks for a notebook
 paired      sides that run in turns, recorded as they go

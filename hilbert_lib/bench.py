@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
+from hilbert_lib import checks
 from hilbert_lib.timers import CpuTimer, CudaTimer
 
 RESAMPLES, SEED = 5000, 0  # of every bootstrap: the same samples give the same interval
@@ -213,9 +214,10 @@ def _measure_in_turn(
     cold_cache: bool,
 ) -> list[Measurement]:
     device = torch.device(device)
-    for argument, value in (("repetitions", repetitions), ("warmup", warmup)):
-        if value < 1:
-            raise ValueError(f"{argument} must be at least 1, got {value}")
+    repetitions = checks.integer("repetitions", repetitions, least=1)
+    warmup = checks.integer("warmup", warmup, least=1)
+    if not 0 <= (min_sample_ms := checks.number("min_sample_ms", min_sample_ms)) < math.inf:
+        raise ValueError(f"min_sample_ms must be at least 0 and finite, got {min_sample_ms}")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
     if cold_cache and device.type == "cpu":

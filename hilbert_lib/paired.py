@@ -63,13 +63,15 @@ def relative_difference(results: Iterable[Tensor], exact: Iterable[Tensor]) -> f
     """The largest over the tensors of |result - exact| / |exact|, Frobenius norms; |result| where |exact| is 0.
 
     Raises:
-        ValueError: if it is not finite.
+        ValueError: if it is not finite, or two tensors have different shapes.
 
     >>> relative_difference([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 5.0])]).__round__(3)
     0.632
     """
     ratios = []
     for result, true in zip(results, exact, strict=True):
+        if result.shape != true.shape:
+            raise ValueError(f"results must have the shape of exact, {tuple(true.shape)}, got {tuple(result.shape)}")
         dtype = torch.float64 if true.dtype == torch.float64 else torch.float32
         norm = true.to(dtype).norm().item()
         ratios.append((result.to(dtype) - true.to(dtype)).norm().item() / (norm or 1.0))

@@ -181,8 +181,10 @@ def test_cases_refuse_what_a_record_could_not_tell(bad, exception, message):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"repetitions": 0}, "repetitions must be at least 1, got 0"),
-        ({"warmup": 0}, "warmup must be at least 1, got 0"),
+        ({"repetitions": 0}, "repetitions must be an integer of at least 1, got 0"),
+        ({"warmup": 0}, "warmup must be an integer of at least 1, got 0"),
+        ({"min_sample_ms": -1}, "min_sample_ms must be at least 0 and finite, got -1"),
+        ({"min_sample_ms": float("nan")}, "min_sample_ms must be at least 0 and finite, got nan"),
         ({"cold_cache": True}, "cold_cache=True needs a CUDA device.*cpu"),
         ({"device": "meta"}, "device must be a CPU or a CUDA device, got meta"),
     ],

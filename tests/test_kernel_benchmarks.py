@@ -84,6 +84,11 @@ def one(name, value, *, exact=1.0, parameters=None):
     return Side(name, parameters, lambda: (torch.tensor([value]),), lambda results: relative_difference(results, true))
 
 
+def test_results_of_another_shape_are_no_results():
+    with pytest.raises(ValueError, match=r"results must have the shape of exact, \(3,\), got \(1,\)"):
+        relative_difference([torch.ones(1)], [torch.ones(3)])
+
+
 def timed(a, b):
     """A pair's record as a GPU would leave it; the times are those of two additions on the CPU."""
     cases = [Case(side.name, lambda: 1 + 1, side.parameters, 0.0, 4e9, 2e6) for side in (a, b)]

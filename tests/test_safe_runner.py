@@ -125,6 +125,19 @@ def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
     assert (ending.status, ending.cause) == ("crashed", "by SIGABRT")
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    ending = run_isolated("signal:raise_signal", [signal.SIGRTMIN + 6], seconds=30)
+    assert (ending.status, ending.cause) == ("killed", f"by signal {signal.SIGRTMIN + 6}")
+
+
+def test_an_error_is_told_without_this_machines_paths_and_a_want_of_memory_as_such():
+    missing = os.path.join(os.path.abspath(sys.path[0]), "missing")
+    ending = run_isolated("builtins:open", [missing], seconds=30)
+    assert ending.cause == "FileNotFoundError: [Errno 2] No such file or directory: 'missing'"
+    ending = run_isolated("builtins:exec", ["raise OSError(12, 'Cannot allocate memory')"], seconds=30)
+    assert ending.status == "out of memory"
+
+
 def test_the_host_memory_of_a_call_is_capped():
     take = ["bytearray(2**28)"]
     assert run_isolated("builtins:exec", take, seconds=10).status == "ok"
@@ -216,6 +229,28 @@ def test_an_interrupted_point_is_measured_again(runner, monkeypatch):
             runner().run([point("good")])
     (line,) = runner().run([point("good")])
     assert line["outcomes"]["good"]["status"] == "ok"
+
+
+def test_what_was_measured_outlives_an_interrupted_retry_and_a_lack_of_memory(runner, monkeypatch):
+    needs = {}
+    benchmark = Benchmark(FAULTY.target, estimate=lambda point, side: MemoryEstimate({}, needs.get(side, 0), 0, 0))
+    (first,) = runner(benchmark).run([point("good", "aborts")])
+    with monkeypatch.context() as patched:
+        patched.setattr("hilbert_lib.safety.runner.run_isolated", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner(benchmark).run([point("good", "aborts")], retry_failed=True)
+    kept = read_records(runner().path)[-1]
+    assert {side: outcome["status"] for side, outcome in kept["outcomes"].items()} == {
+        "good": "ok",
+        "aborts": "interrupted",
+    }
+    assert kept["records"] == json.loads(json.dumps(first["records"]))
+    needs["large"] = 2**60
+    runner(benchmark).run([point("good", "large")])
+    needs |= {"large": 0, "good": 2**60}
+    (line,) = runner(benchmark).run([point("good", "large")])
+    assert [outcome["status"] for outcome in line["outcomes"].values()] == ["ok", "ok"]
+    assert len(line["records"]) == 2
 
 
 def raise_interrupt(*_arguments, **_options):

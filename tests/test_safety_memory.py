@@ -35,6 +35,12 @@ def test_what_fits_is_decided_by_the_limit_that_binds(machine, host, most):
     assert not checker.check_memory_available(most + 0.01)[0]
 
 
+def test_a_container_and_its_machine_bind_each_by_itself():
+    both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
+    room, words = both.room(share=0.5, min_free_gb=1)
+    assert (room, words) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
+
+
 def test_the_reason_names_what_is_required_what_is_available_and_the_limit(machine):
     machine(host=(100, 30))
     fits, reason = MemorySafetyChecker(CONFIG, "cpu").check_memory_available(12)
@@ -95,7 +101,8 @@ def test_a_containers_limit_binds_and_files_pages_count_as_available(tmp_path, m
         total, available = 64 * GB, 60 * GB
 
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: Machine)
-    assert host_memory() == Memory("host", 8 * GB, 4 * GB)
+    bounds = ((64 * GB, 60 * GB), (8 * GB, 4 * GB))
+    assert host_memory() == Memory("host", 8 * GB, 4 * GB, bounds)
 
 
 def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_path):

@@ -344,6 +344,48 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path):
     assert (final / "data").read_text() == "earlier"
 
 
+def test_jobs_that_finish_one_point_at_the_same_moment_leave_one_result(tmp_path, monkeypatch):
+    rename, others = Path.rename, iter(["first", "second"])
+
+    def make(text):
+        work = tmp_path / f".00_a.{text}"
+        work.mkdir()
+        (work / "data").write_text(text)
+        return work
+
+    def later(path, target):  # another job's result appears between the two names
+        if path.name == ".00_a.mine" and (other := next(others, None)):
+            rename(make(other), tmp_path / "00_a")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", later)
+    put_in_place(make("mine"), tmp_path, {"name": "00_a", "status": "ok"})
+    assert (tmp_path / "00_a" / "data").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["00_a"]
+
+
+def test_what_a_dead_process_left_replaces_nothing_that_began_later(tmp_path, facts):
+    def begin(start):
+        work = tmp_path / ".00_a.0123abcd"
+        work.mkdir()
+        manifest = start_manifest(point_of(tmp_path / "notebooks", "1"), work, facts) | {"start": start}
+        return work, manifest
+
+    work, manifest = begin("2026-01-02")
+    end_manifest(manifest, work, None)
+    put_in_place(work, tmp_path, manifest)
+    work, manifest = begin("2026-01-01")
+    manifest["process"]["started"] -= 100
+    (work / "manifest.json").write_text(json.dumps(manifest))
+    assert close_abandoned(tmp_path) == ["00_a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00_a", "notebooks"]
+
+
+def test_a_manifest_that_a_loss_of_power_emptied_counts_as_none(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    assert read_manifest(tmp_path) is None
+
+
 def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
     assert run_id(facts) == run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
     for name in ("code_hash", "torch", "hardware", "driver", "cudnn", "torch_threads", "kernel_mode"):

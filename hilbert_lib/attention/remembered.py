@@ -6,7 +6,6 @@ Files are replaced whole: processes that write at once lose nothing of each othe
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,6 +18,7 @@ from hilbert_lib.attention import packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.files import write_whole
 from hilbert_lib.hardware import get_gpu_info
 from hilbert_lib.pattern import DilatedPattern
 
@@ -107,14 +107,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     key = _digest([shape.device, shape.dtype, *rule[2:]])
     path = folder() / f"{_digest(machine)}-{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            json.dump(held, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    write_whole(path, json.dumps(held, indent=1))
     _rules_in.cache_clear()
     return path
 

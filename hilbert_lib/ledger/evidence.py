@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
+from hilbert_lib.files import write_whole
 from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.numbers import RING, key_numbers
 from hilbert_lib.records import RESULTS, read_records
@@ -14,7 +15,7 @@ from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
 from hilbert_lib.suite.points import read_notebook
-from hilbert_lib.suite.report import point_folders, put, render, say_moment
+from hilbert_lib.suite.report import point_folders, render, say_moment
 
 INDEX, README, HISTORY = "index.html", "README.md", "HISTORY.md"
 BLOCK = re.compile(r"(<!-- from the records[^>]*-->\n).*?(<!-- end of the records -->)", re.DOTALL)
@@ -39,7 +40,7 @@ def write_evidence(folder: Path) -> list[Path]:
     Returns:
         The files that were written.
     """
-    return [put(path, text) for path, text in evidence_pages(folder).items()]
+    return [write_whole(path, text) for path, text in evidence_pages(folder).items()]
 
 
 def evidence_pages(folder: Path) -> dict[Path, str]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hilbert_lib.environment import prepare_kernels
+from hilbert_lib.files import write_whole
 
 AGENT = "HILBERT_AGENT"  # environment variable with the number of the process whose end ends the ranks
 BEAT_SECONDS = 0.25
@@ -78,7 +79,7 @@ def main(target: str, arguments: Path | None, results: Path, backend: str | None
         # Not in the file that torchrun reads: one that its signal cuts off would be a failure of its own.
         traceback.print_exc()
         told = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
-        _write(result_file(results, rank), json.dumps({"error": told, "time": time.time()}))
+        write_whole(result_file(results, rank), json.dumps({"error": told, "time": time.time()}))
         time.sleep(TELL_SECONDS)
         os._exit(1)  # an orderly end would wait for the collectives that the others still owe
 
@@ -129,7 +130,7 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
     if on_gpu:
         torch.cuda.synchronize()  # a kernel's error is this rank's error
     dist.destroy_process_group()
-    _write(results, result)
+    write_whole(results, result)
 
 
 def _connect(ranks: int) -> None:
@@ -141,7 +142,7 @@ def _connect(ranks: int) -> None:
 
 def _live(path: Path) -> None:
     # torchrun's ranks are sessions of their own: no signal tells them that it is gone.
-    _write(path, str(os.getpid()))
+    write_whole(path, str(os.getpid()))
     agent = int(os.environ.pop(AGENT, os.getppid()))  # what this rank starts has another one
     while os.getppid() == agent:
         os.utime(path, (time.time(),) * 2)  # by this machine's clock, not by a file server's
@@ -150,12 +151,6 @@ def _live(path: Path) -> None:
     for each in [*process.children(recursive=True), process]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.rename(path)  # whole or not at all
 
 
 if __name__ == "__main__":

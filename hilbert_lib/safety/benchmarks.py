@@ -87,7 +87,8 @@ def attention_points(
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    pattern.check_heads(checks.integer("heads", heads, least=1))
+    heads = checks.integer("heads", heads, least=1)
+    pattern.check_heads(heads)
     shared = {
         "pattern": {
             "segment_lengths": pattern.segment_lengths,

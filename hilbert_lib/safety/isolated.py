@@ -31,6 +31,7 @@ DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes whe
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
+SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What torch, CUDA and C++ say of memory that they did not get.
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
@@ -226,14 +227,15 @@ def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> t
             return "out of memory", next(line for line in output if any(words in line for words in NO_MEMORY))
         if number is None:
             return "failed", f"exit status {returncode}" + (f": {output[-1]}" if output else "")
-        name = signal.Signals(number).name
+        name = SIGNALS.get(number, f"signal {number}")
         if name in CRASHES:
             return "crashed", f"by {name}"
         hint = ": from outside, or by the kernel for want of memory" if name == "SIGKILL" else ""
         return "killed", f"by {name}{hint}"
     kind, message = error["type"], error["message"].strip().split("\n")[0]
-    cause = f"{kind}: {message}" if message else kind
-    if kind in ("MemoryError", "OutOfMemoryError") or any(words in message for words in NO_MEMORY):
+    cause = f"{kind}: {_without_paths(message)}" if message else kind
+    lacking = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
+    if lacking or any(words in message for words in NO_MEMORY):
         return "out of memory", cause
     if kind == "AcceleratorError" or "CUDA error" in message:
         return "CUDA error", cause

@@ -28,11 +28,14 @@ class Memory:
         name: "cuda:0", "host".
         total: what there is, or what a container is allowed.
         available: what can still be taken without ending another's run.
+        bounds: pairs of total and available that hold together, as of a container and of the machine that it is on;
+            by default total and available alone.
     """
 
     name: str
     total: int
     available: int
+    bounds: tuple[tuple[int, int], ...] = ()
 
     def room(self, share: float, min_free_gb: float) -> tuple[int, str]:
         """How much more may be taken under two limits, and the words of the one that binds; below 0 where passed.
@@ -40,11 +43,11 @@ class Memory:
         >>> Memory("host", 100 * GB, 40 * GB).room(share=0.9, min_free_gb=1.0)
         (32212254720, '90 % of the 100.0 GB of host may be in use')
         """
-        by_share = int(share * self.total) - (self.total - self.available)
-        by_rest = self.available - int(min_free_gb * GB)
-        if by_share <= by_rest:
-            return by_share, f"{100 * share:g} % of the {_gb(self.total)} of {self.name} may be in use"
-        return by_rest, f"{min_free_gb:.1f} GB of {self.name} must stay free"
+        rooms = [(self.available - int(min_free_gb * GB), f"{min_free_gb:.1f} GB of {self.name} must stay free")]
+        for total, available in self.bounds or [(self.total, self.available)]:
+            words = f"{100 * share:g} % of the {_gb(total)} of {self.name} may be in use"
+            rooms.append((int(share * total) - (total - available), words))
+        return min(rooms, key=lambda room: room[0])
 
     def in_use(self) -> str:
         """How much is in use, in words."""
@@ -143,7 +146,7 @@ def host_memory() -> Memory:
     """
     system = psutil.virtual_memory()
     bounds = [(system.total, system.available), *_cgroup_bounds()]
-    return Memory("host", min(total for total, _ in bounds), min(available for _, available in bounds))
+    return Memory("host", *map(min, zip(*bounds, strict=True)), tuple(bounds))
 
 
 def measure_peak(run: Callable[[], object], device: object = None) -> int:

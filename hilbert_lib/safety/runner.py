@@ -98,8 +98,8 @@ class SafeBenchmarkRunner:
                 in the file.
         """
         facts = environment()
-        before = read_records(self.path) if self.path and self.path.exists() else []
-        known = {line["key"]: line for line in before if line.get("kind") == "point"}
+        found = read_records(self.path) if self.path and self.path.exists() else []
+        known = {line["key"]: line for line in found if line.get("kind") == "point"}
         lines = []
         for point in points:
             if not isinstance(point, dict) or not point.get("sides"):
@@ -112,12 +112,14 @@ class SafeBenchmarkRunner:
             line = known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
-                line = known[key] = self._measure(point, tried, {"kind": "point", "key": key, "outcomes": refused})
+                before = [] if line is None else line["records"]
+                line = {"kind": "point", "key": key, "outcomes": refused}
+                line = known[key] = self._measure(point, tried, line, before)
             lines.append(line)
             on_point(line, reused)
         return lines
 
-    def _measure(self, point: dict, tried: list[str], line: dict) -> dict:
+    def _measure(self, point: dict, tried: list[str], line: dict, before: list[dict]) -> dict:
         line |= {"point": point, "records": [], "attempts": []}
         endings = {}
         try:
@@ -126,7 +128,9 @@ class SafeBenchmarkRunner:
                 missing = [side for side in tried if side not in _paired(line["records"])]
                 for side in missing:
                     endings[side] = ending if len(tried) == 1 else self._attempt(point, [side], line)
-        finally:  # an interrupted point is recorded too
+        finally:  # an interrupted point is recorded too, and no side is lost that was measured before
+            lost = _paired(before).keys() - _paired(line["records"]).keys()
+            line["records"] = [each for each in before if lost & _paired([each]).keys()] + line["records"]
             line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings)
             line["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
             self._append(line)

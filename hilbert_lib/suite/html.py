@@ -1,6 +1,5 @@
 """An executed notebook as one HTML file that reads without a network."""
 
-import os
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -12,6 +11,7 @@ from latex2mathml.converter import convert as mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
+from hilbert_lib.files import write_whole
 from hilbert_lib.suite.manifest import error_line
 
 # nbconvert's own page asks other hosts for require.js, MathJax, mermaid and the widgets' manager.
@@ -120,8 +120,4 @@ def write_html(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
     exporter = _OfflineExporter(raw_template=TEMPLATE)
     exporter.page_of = page_of
     page, _resources = exporter.from_notebook_node(notebook)
-    target = notebook_file.with_suffix(".html")
-    draft = target.with_suffix(".draft")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, target)
-    return target
+    return write_whole(notebook_file.with_suffix(".html"), page)

@@ -1,5 +1,6 @@
 """The manifest of a run: what ran, where, with what, and how it ended."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,11 +11,13 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
+from json import JSONDecodeError
 from pathlib import Path
 
 import psutil
 
 from hilbert_lib.environment import MACHINE, code_hash, sm_clocks_mhz
+from hilbert_lib.files import write_whole
 from hilbert_lib.records import FAILED
 from hilbert_lib.suite.points import Point
 
@@ -119,10 +122,12 @@ def read_manifest(folder: Path) -> dict | None:
         folder: of the run.
 
     Returns:
-        The manifest; None if there is none.
+        The manifest; None if there is none, or none that can be read.
     """
-    path = folder / MANIFEST
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, JSONDecodeError):
+        return None
 
 
 def is_finished(point: Point, run_folder: Path) -> bool:
@@ -165,12 +170,19 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> Path:
     """
     final = final_folder(run_folder, manifest)
     earlier = work.with_name(f"{work.name}.earlier")
-    if final.exists():
-        final.rename(earlier)
     try:
-        work.rename(final)
+        while True:
+            with suppress(FileNotFoundError):
+                final.rename(earlier)
+            try:
+                work.rename(final)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                shutil.rmtree(earlier, ignore_errors=True)  # another job's has appeared, and goes the same way
     except BaseException:
-        if earlier.exists():
+        if earlier.exists() and not final.exists():
             earlier.rename(final)
         raise
     shutil.rmtree(earlier, ignore_errors=True)
@@ -232,19 +244,16 @@ def _close(work: Path, run_folder: Path) -> list[str]:
         message = f"process {died['pid']} ended without a word: killed, or power lost"
         end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
         closed.append(manifest["name"])
-    present = read_manifest(final_folder(run_folder, manifest))
-    if present is None or present["end"] < manifest["end"]:
-        put_in_place(work, run_folder, manifest)
-    else:
+    others = (read_manifest(run_folder / f"{manifest['name']}{suffix}") for suffix in ("", FAILED))
+    if any(other and other["start"] > manifest["start"] for other in others):
         shutil.rmtree(work, ignore_errors=True)
+    else:
+        put_in_place(work, run_folder, manifest)
     return closed
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:
-    """A reader finds the old one or the new one, never half of one."""
-    draft = folder / f"{MANIFEST}.draft"
-    draft.write_text(json.dumps(manifest, indent=1) + "\n")
-    draft.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _now() -> str:

@@ -1,6 +1,5 @@
 """The pages of a report, built from what lies in its folders and from nothing else."""
 
-import os
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from jinja2 import Environment
 from nbformat.reader import NotJSONError
 
 from hilbert_lib.environment import say_hardware
+from hilbert_lib.files import write_whole
 from hilbert_lib.suite.html import markdown_html, write_html
 from hilbert_lib.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.suite.pages import RUN, RUNS, STYLE
@@ -80,8 +80,8 @@ def write_report(run_folder: Path, *, rebuild: bool = False) -> Path:
     )
     runs = [_describe_run(run) for run in _runs_beside(run_folder)]
     runs.sort(key=lambda run: run["end"], reverse=True)
-    put(run_folder.parent / "index.html", render(RUNS, runs=runs))
-    return put(run_folder / "index.html", page)
+    write_whole(run_folder.parent / "index.html", render(RUNS, runs=runs))
+    return write_whole(run_folder / "index.html", page)
 
 
 def point_folders(run_folder: Path) -> list[Path]:
@@ -110,22 +110,6 @@ def render(template: str, **content) -> str:
         **content: what it shows; escaped unless the template says that it is safe.
     """
     return Environment(autoescape=True).from_string(template).render(title=TITLE, style=STYLE, **content)
-
-
-def put(path: Path, text: str) -> Path:
-    """Write a page; a reader finds the old one or the new one, never half of one.
-
-    Args:
-        path: of the page.
-        text: of the page.
-
-    Returns:
-        The path.
-    """
-    draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
-    return path
 
 
 def _is_shown(folder: Path) -> bool:
