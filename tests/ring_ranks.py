@@ -57,12 +57,12 @@ def run_on_fewer(order: dict) -> dict[str, list]:
     return found
 
 
-def _meet(where: str, ranks: int, slow: bool = False) -> None:
+def _meet(where: str, ranks: int, *, slow: bool = False, backend: str | None = "gloo") -> None:
     rank = dist.get_rank()
     store, _, _ = next(dist.rendezvous("env://", rank, ranks))
     store = dist.PrefixStore(where, store)
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=_Slow(store) if slow else store, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=_Slow(store) if slow else store, rank=rank, world_size=ranks)
 
 
 class _Slow(dist.Store):
@@ -95,10 +95,43 @@ def leave_while_one_connects() -> int:
 def group_is_gone() -> bool:
     """Whether nothing keeps a group that is destroyed after attention, whose threads would outlive the interpreter."""
     q, k, v, dout = _inputs(8)
-    results(partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"])), (q, k, v), dout)
+    out = ring_dilated_attention(q.requires_grad_(), k, v, DilatedPattern(*BRANCHES["longer"]))
+    out.backward(dout)
     group = weakref.ref(dist.group.WORLD)
     _meet("next", dist.get_world_size())
-    return group() is None
+    return group() is None and out.grad_fn is not None  # though its results live
+
+
+def in_a_group_of_every_backend() -> bool:
+    """Whether a group that was made without naming a backend computes the bits of one over gloo."""
+    q, k, v, dout = _inputs(8)
+    call = partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
+    expected = results(call, (q, k, v), dout)
+    _meet("any backend", dist.get_world_size(), backend=None)
+    found = results(call, (q, k, v), dout)
+    _meet("gloo again", dist.get_world_size())
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _gradient: torch.Tensor) -> None:
+        return None
+
+
+def one_rank_has_no_gradient() -> bool:
+    """Whether a rank whose result reaches no loss still gives the others theirs, as one whose gradient is 0."""
+    first, call = dist.get_rank() == 0, partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
+    found = []
+    for leave in (_NoGradient.apply, lambda out: out * 0.0):
+        leaves = [x.requires_grad_() for x in _inputs(8)[:3]]
+        out = call(*leaves)
+        found.append(torch.autograd.grad((leave(out) if first else out).sum(), leaves))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def device() -> torch.device:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib.pattern import DilatedPattern
@@ -139,7 +140,7 @@ CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPAR
 CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
 CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_compute", {}]]
-CALLS[2] += [["outside_the_side_stream", {}]]
+CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
 CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["measured", MEASURED]] + [["peak_memory", case] for case in DENSE]
@@ -148,13 +149,13 @@ CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for trans
 for ranks in (2, 4):
     CALLS[ranks] += [["peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
-LEAVING = [["leave_while_one_connects", {}], ["group_is_gone", {}]]
+GROUPS = [["leave_while_one_connects", {}], ["group_is_gone", {}], ["in_a_group_of_every_backend", {}]]
 
 
 def calls_of(ranks: int, backend: str) -> list[list]:
     # On GPUs each shape of each case of flex is compiled: one of them is enough.
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
-    more = LEAVING if backend == "gloo" and ranks == 3 else []
+    more = GROUPS if backend == "gloo" and ranks == 3 else []
     return CALLS[ranks] + [["compare", case] for case in flex] + more
 
 
@@ -340,6 +341,7 @@ def test_what_is_no_group_with_this_rank_is_refused(four_ranks):
     x = torch.ones(1, 4, 1, 4)
     for group, error, said in (
         (dist.init_device_mesh("cpu", (2, 2)), ValueError, "group must be a mesh of 1 dimension, got 2"),
+        (DeviceMesh("cpu", [1, 2]), ValueError, "group must hold this rank, got a mesh of other ranks"),
         (dist.new_group([2, 3]), ValueError, "group must hold this rank, got a group of other ranks"),
         ([0, 1], TypeError, "group must be a process group, a 1-D DeviceMesh or None, got list"),
     ):
@@ -383,11 +385,19 @@ def test_a_layout_does_not_depend_on_the_default_device():
 
 
 def test_a_rank_that_leaves_at_once_does_not_fail_one_that_still_connects():
-    assert answers(3, *LEAVING[0]) == [3] * 3
+    assert answers(3, *GROUPS[0]) == [3] * 3
 
 
 def test_nothing_keeps_a_group_that_is_destroyed():
-    assert answers(3, *LEAVING[1]) == [True] * 3
+    assert answers(3, *GROUPS[1]) == [True] * 3
+
+
+def test_a_group_whose_backend_nobody_named_serves_too():
+    assert answers(3, *GROUPS[2]) == [True] * 3
+
+
+def test_a_rank_whose_result_reaches_no_loss_takes_part_in_the_backward():
+    assert answers(2, "one_rank_has_no_gradient", {}) == [True] * 2
 
 
 def test_second_derivatives_raise():

@@ -116,6 +116,15 @@ def test_a_rank_that_waited_is_not_taken_for_the_one_that_stalls(tmp_path):
     assert error.output == ("rank 2:", "Current thread")
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("OSError", (0,)), ("RuntimeError", (1,))])
+def test_a_rank_whose_own_download_timed_out_did_not_wait_for_another(kind, ranks, tmp_path):
+    report = {"error": {"type": kind, "message": "Timed out", "errno": None}, "time": 1.0}
+    log = tmp_path / "run/attempt_0/0/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"{kind}: Timed out")
+    assert _fault(tmp_path, [report, {}], {1: -signal.SIGTERM}).ranks == ranks
+
+
 def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
     def begin(*command):
         process = subprocess.Popen(command)

@@ -1,8 +1,10 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
+import copy
 import sys
 from functools import lru_cache
-from weakref import WeakKeyDictionary
+from typing import Self
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -167,6 +169,13 @@ class RingDilatedAttention(nn.Module):
             validate=self.validate,
         )
 
+    def __deepcopy__(self, memo: dict) -> Self:
+        # The group is shared: no copy of it is to be had.
+        memo |= {id(self.group): self.group}
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     def extra_repr(self) -> str:
         names = ("pattern", "transport", "dropout", "scale", "kv_ordering", "backend", "validate")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
@@ -229,7 +238,9 @@ def _attend(
     if not q.shape[0] or not sum(lengths):
         out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
     else:
-        out, lse = _Ring.apply(q, k, v, _job(q, k, call, lengths, group, transport, kv_ordering, backend))
+        out, lse = _Ring.apply(
+            q, k, v, _job(q, k, _needs_gradient(q, k, v), call, lengths, group, transport, kv_ordering, backend)
+        )
     return (out, lse) if return_lse else out
 
 
@@ -245,8 +256,9 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, _mask, _seed, *kept = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
         return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None
 
 
@@ -305,7 +317,9 @@ def _request(q, k, v, call: Call, transport, kv_ordering, backend) -> dict[str, 
     }
 
 
-def _job(q: Tensor, k: Tensor, call: Call, lengths: tuple[int, ...], group, transport, kv_ordering, backend) -> Job:
+def _job(
+    q: Tensor, k: Tensor, gradient: bool, call: Call, lengths: tuple[int, ...], group, transport, kv_ordering, backend
+) -> Job:
     layout = _layout(
         call.pattern,
         lengths,
@@ -321,8 +335,8 @@ def _job(q: Tensor, k: Tensor, call: Call, lengths: tuple[int, ...], group, tran
     if call.dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
         dist.broadcast(seed, group=group, group_src=0)
-    request = Request(call.scale, call.dropout_p, seed, backend, _needs_gradient(q, k))
-    return Job(layout, request, group, call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask)
+    request = Request(call.scale, call.dropout_p, seed, backend, gradient)
+    return Job(layout, request, ref(group), call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask)
 
 
 @lru_cache(maxsize=64)

@@ -24,6 +24,8 @@ def resolved(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of 1 dimension, got {group.ndim}: take one, as in mesh['name']")
+        if group.get_coordinate() is None:
+            raise ValueError("group must hold this rank, got a mesh of other ranks")
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must hold this rank, got a group of other ranks")
@@ -55,29 +57,30 @@ def agree(request: dict[str, str], length: int, refusal: Exception | None, group
     """
     digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
     own = torch.frombuffer(bytearray(_HEADER.pack(refusal is not None, length, digest)), dtype=torch.uint8)
-    companion, ranks = _companion(group), group.size()
-    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    companion, ranks = _companion(group), dist.get_process_group_ranks(group)
+    order = list(map(dist.get_process_group_ranks(companion).index, ranks))  # a group that is made has its ranks sorted
+    gathered = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(gathered, own, group=companion)
-    headers = [_HEADER.unpack(header.numpy().tobytes()) for header in gathered]
+    headers = [_HEADER.unpack(gathered[at].numpy().tobytes()) for at in order]
     refused, lengths, digests = zip(*headers, strict=True)
     if any(refused) or len(set(digests)) > 1:
-        told: list = [None] * ranks
+        told: list = [None] * len(ranks)
         text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
         dist.all_gather_object(told, (text, request), group=companion)
         if refusal is not None:
             raise refusal
-        raise ValueError(_difference(told))
+        raise ValueError(_difference(dict(zip(ranks, map(told.__getitem__, order), strict=True))))
     return lengths
 
 
-def _difference(told: list[tuple[str | None, dict[str, str]]]) -> str:
-    refusals = [f"rank {rank} refused its arguments with {text}" for rank, (text, _) in enumerate(told) if text]
+def _difference(told: dict[int, tuple[str | None, dict[str, str]]]) -> str:
+    refusals = [f"rank {rank} refused its arguments with {text}" for rank, (text, _) in told.items() if text]
     if refusals:
         return "; ".join(refusals)
     differing = []
-    for name in told[0][1]:
+    for name in next(iter(told.values()))[1]:
         ranks: dict[str, list[str]] = {}
-        for rank, (_, request) in enumerate(told):
+        for rank, (_, request) in told.items():
             ranks.setdefault(request[name], []).append(str(rank))
         if len(ranks) > 1:
             sides = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
@@ -87,7 +90,7 @@ def _difference(told: list[tuple[str | None, dict[str, str]]]) -> str:
 
 def _companion(group: ProcessGroup) -> ProcessGroup:
     """The gloo group of the same ranks: itself, or one that is made at the group's first call."""
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(group) == "gloo" or torch.device("cuda") not in group._device_types:
         return group  # and not kept: its threads end with the last reference to it
     if group not in _companions:
         _companions[group] = _made(group)

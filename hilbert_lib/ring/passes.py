@@ -4,6 +4,7 @@ What more than one computation adds to is held in float32 (float64 for float64),
 """
 
 from dataclasses import dataclass, replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class Job:
     Attributes:
         layout: its part of the plan.
         request: what all its attentions have in common.
-        group: the ranks.
+        known_group: the ranks, which a result that outlives its group does not keep: threads of the group would end
+            with the interpreter and abort it.
         is_causal: whether keys after the query are excluded.
         ordering: in which the shards of k and v are stored, or None.
         key_padding_mask: (batch, rows of the shard) bool, or None.
@@ -40,10 +42,22 @@ class Job:
 
     layout: Layout
     request: Request
-    group: ProcessGroup
+    known_group: "ref[ProcessGroup]"
     is_causal: bool
     ordering: Ordering | None
     key_padding_mask: Tensor | None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks.
+
+        Raises:
+            RuntimeError: if the group was destroyed since.
+        """
+        group = self.known_group()
+        if group is None:
+            raise RuntimeError("group was destroyed between the forward and the backward")
+        return group
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -222,9 +236,10 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Te
 def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
     # A backward uses out for delta = rowsum(dout * out) alone: the part of out along dout has the same delta, and
     # saves sending out. Where dout is 0, so is delta.
-    norm = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=delta.dtype)
-    unit = torch.where(norm > 0.0, dout / norm, 0.0)
-    return torch.where(norm > 0.0, unit * (delta[..., None] / norm), 0.0).to(dout.dtype)
+    largest = dout.abs().amax(-1, keepdim=True).to(delta.dtype)
+    unit = dout / largest.where(largest > 0.0, 1.0)  # whose squares neither overflow nor vanish
+    share = delta[..., None] / largest / unit.square().sum(-1, keepdim=True)
+    return torch.where(largest > 0.0, unit * share, 0.0).to(dout.dtype)
 
 
 def _fused_call(q: Tensor, k: Tensor, job: Job) -> tuple[Call, str]:

@@ -145,7 +145,8 @@ def _live(path: Path) -> None:
     write_whole(path, str(os.getpid()))
     agent = int(os.environ.pop(AGENT, os.getppid()))  # what this rank starts has another one
     while os.getppid() == agent:
-        os.utime(path, (time.time(),) * 2)  # by this machine's clock, not by a file server's
+        with suppress(OSError):  # the folder is gone, or its disk
+            os.utime(path, (time.time(),) * 2)  # by this machine's clock, not by a file server's
         time.sleep(BEAT_SECONDS)
     process = psutil.Process()
     for each in [*process.children(recursive=True), process]:

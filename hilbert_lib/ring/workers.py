@@ -24,6 +24,7 @@ from hilbert_lib.safety.watch import Peaks
 LIMIT_SECONDS = 300.0
 DUMP_SECONDS = 0.5  # in which a rank that has to end writes where it was
 # What gloo, NCCL and the store say of a wait that was too long.
+TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 TIMEOUT = re.compile("timed out|(collective operation|wait|socket) timeout", re.IGNORECASE)
 TAIL_BYTES = 2**16  # of a rank's standard error, in which its cause is looked for
 
@@ -176,12 +177,19 @@ def _fault(folder: Path, reports: list[dict], exits: dict[int, int]) -> RankErro
     candidates = silent - ended | errors.keys() or ended
     first = min(candidates, key=lambda rank: errors[rank]["time"] if rank in errors else _last_beat(folder, rank))
     status, cause = _ending(folder, first, reports[first], exits)
-    waiting = {rank for rank in range(len(reports)) if TIMEOUT.search("\n".join(_stderr(folder, rank)))}
+    waiting = {rank for rank in range(len(reports)) if _waited(folder, rank, errors.get(rank))}
     if status in ("failed", "crashed") and first in waiting and ended - waiting:
         stalled = tuple(sorted(ended - waiting))
         return RankError(stalled, "stalled", f"rank {first} waited: {cause}", _last_lines(folder, stalled))
     alike = (rank for rank, report in errors.items() if _ending(folder, rank, report, exits) == (status, cause))
     return RankError(tuple(alike) or (first,), status, cause, _last_lines(folder, [first]))
+
+
+def _waited(folder: Path, rank: int, report: dict | None) -> bool:
+    # torch's errors tell that another rank was missed; a rank that an abort ended has told none.
+    if report is None:
+        return TIMEOUT.search("\n".join(_stderr(folder, rank))) is not None
+    return report["error"]["type"] in TORCH_ERRORS and TIMEOUT.search(report["error"]["message"]) is not None
 
 
 def _ending(folder: Path, rank: int, report: dict, exits: dict[int, int]) -> tuple[str, str]:
