@@ -99,3 +99,12 @@ def test_a_descriptor_is_what_triton_makes_and_of_the_tensor_that_it_is_asked_of
         wanted = type(made)(x, shape, strides, [1, 64, 1, 1, columns], made.layout)  # which Triton checks
         assert {**vars(made), "base": None} == {**vars(wanted), "base": None}
         assert made.layout.element_bitwidth == 8 * dtype.itemsize
+
+
+def test_a_stride_of_which_no_row_is_taken_may_be_anything():
+    from hilbert_lib.attention.triton import hopper_tiles
+
+    x = torch.zeros(2, 32 * 64 + 1, dtype=torch.bfloat16)[:, :-1].unflatten(1, (32, 1, 64))[:1]
+    assert x.is_contiguous()
+    assert x.stride(0) % 8
+    assert hopper_tiles.descriptor(x, 1, 64, 64).base is x

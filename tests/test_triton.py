@@ -243,3 +243,12 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypa
             assert a.is_contiguous()  # as the operators promise, whatever the strides of q, k and v
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
     assert set(served) == {(0,)}
+
+
+def test_more_positions_than_the_kernels_count_are_refused():
+    k, pattern = torch.zeros(1, 1, 1, 1).expand(1, 2**30 + 1, 1, 1), DilatedPattern((2**32,), (2**28,))
+    most = "1,073,741,824"
+    with pytest.raises(ValueError, match=f"serves up to {most} positions, got 1,073,741,825"):
+        dilated_attention(k, k, k, pattern, backend="triton")
+    with pytest.raises(ValueError, match=f"k must have up to {most} rows with backend='triton', got 1,073,741,825"):
+        dilated_attention(k[:, :1], k, k, pattern, query_start=0, backend="triton")

@@ -17,6 +17,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
 
 TRITON_SHARED_BYTES = 163 * 1024  # what an A100 gives a block: its tile shapes are compiled for that and for more
+TRITON_POSITIONS = 2**30  # the kernels hold positions, and sums of two, in int32
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 
@@ -125,6 +126,8 @@ def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
 def _triton_refusal(q: Tensor, call: Call) -> str:
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
+    if (last := call.first_query + q.shape[1]) > TRITON_POSITIONS:
+        return f"serves up to {TRITON_POSITIONS:,} positions, got {last:,}"
     return _triton_absence(q.device)
 
 

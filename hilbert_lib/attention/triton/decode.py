@@ -6,8 +6,6 @@ branch, for all queries of all heads of the group at once, so that a key row cro
 Where these rows are more than a tile, its tiles run side by side and find the keys in the cache.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
+from hilbert_lib.attention.triton.captured import cached_for_graphs
 from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
@@ -157,7 +156,7 @@ def split(
     return chunk, sum(n * count for n, count in zip(splits, pairs, strict=True)), sum(splits)
 
 
-@lru_cache(maxsize=1024)  # many: a CUDA graph keeps the addresses of what it read
+@cached_for_graphs
 def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
     # (branches, kv_heads, 3) int32: segment length and rate, capped to what no position reaches, and offset.
     rows = [

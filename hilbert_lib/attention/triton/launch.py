@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hilbert_lib.attention.backends import TRITON_POSITIONS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.triton import decode, schedule
@@ -70,7 +71,13 @@ STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    """Output and lse of dilated attention; shapes as in `reference.forward`.
+
+    Raises:
+        ValueError: for more keys than the kernels can count.
+    """
+    if k.shape[1] > TRITON_POSITIONS:
+        raise ValueError(f"k must have up to {TRITON_POSITIONS:,} rows with backend='triton', got {k.shape[1]:,}")
     if decode.serves(q, k, call):
         return decode.forward(q, k, v, call)
     dtype = q.dtype
