@@ -206,6 +206,17 @@ def test_a_point_is_predicted_with_all_that_its_process_holds(monkeypatch, backe
         ({"length": 0}, "length must be"),
         ({"kv_heads": 3}, "divides q's 4"),
         ({"device": "cuda", "backend": "auto"}, "backend must be named"),
+        *(
+            ({"device": "cuda", "backend": name, "dtype": dtype, **options}, f"backend='{name}' cannot serve: {words}")
+            for name, dtype, options, words in [
+                ("cudnn", torch.float32, {"direction": "backward"}, "serves float16 and bfloat16, got float32"),
+                ("flash", torch.bfloat16, {"head_dim": 12}, "head_dim must be a multiple of 8 up to 256, got 12"),
+                ("flash", torch.bfloat16, {"dropout_p": 0.5}, "no dropout"),
+                ("flex", torch.bfloat16, {"head_dim": 8}, "needs a head_dim of at least 16, got 8"),
+                ("triton", torch.float64, {}, "serves float16, bfloat16 and float32, got float64"),
+                ("sdpa", torch.float64, {}, "no float64 on cuda"),
+            ]
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(wrong, words):

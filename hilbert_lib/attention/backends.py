@@ -22,6 +22,10 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 
 
+def _serves_all(q: Tensor, call: Call) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of dilated attention.
@@ -33,6 +37,7 @@ class Backend:
         functions: gives forward and backward for tensors on a device.
         reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
         package: key of `packages.absence` and `packages.state`, or "" for what torch or this library brings.
+        limits: gives the reason why it cannot serve a call on any GPU, or "", where there is none to ask.
     """
 
     name: str
@@ -41,10 +46,7 @@ class Backend:
     functions: Callable[[torch.device], tuple[Forward, Backward]]
     reads_orderings: bool = False
     package: str = ""
-
-
-def _serves_all(q: Tensor, call: Call) -> str:
-    return ""
+    limits: Callable[[Tensor, Call], str] = _serves_all
 
 
 def _dense_refusal(q: Tensor, call: Call) -> str:
@@ -61,17 +63,17 @@ def _dense_refusal(q: Tensor, call: Call) -> str:
 def _sdpa_refusal(q: Tensor, call: Call) -> str:
     if q.device.type not in ("cpu", "cuda"):
         return f"no lse on device {q.device.type}: serves cpu and cuda"
-    if q.is_cuda and q.dtype == torch.float64:
-        return "no float64 on cuda"
     if q.is_cuda and q.dtype == torch.bfloat16 and _capability(q.device) < AMPERE:
         return "no bfloat16 below compute capability 8.0"
-    return _unaligned(q) or _dense_refusal(q, call)
+    return _sdpa_limits(q, call) if q.is_cuda else _dense_refusal(q, call)
 
 
-def _unaligned(q: Tensor) -> str:
-    if q.is_cuda and q.shape[-1] * q.element_size() % 16:
+def _sdpa_limits(q: Tensor, call: Call) -> str:
+    if q.dtype == torch.float64:
+        return "no float64 on cuda"
+    if q.shape[-1] * q.element_size() % 16:
         return f"head_dim * {q.element_size()} bytes must be a multiple of 16 on cuda, got head_dim {q.shape[-1]}"
-    return ""
+    return _dense_refusal(q, call)
 
 
 def _half_refusal(
@@ -85,6 +87,10 @@ def _half_refusal(
     if _capability(q.device)[0] not in majors:
         allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
         return f"needs compute capability {allowed}"
+    return _half_limits(q, call, largest_head_dim)
+
+
+def _half_limits(q: Tensor, call: Call, largest_head_dim: int) -> str:
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {_name(q.dtype)}"
     if q.shape[-1] % 8 or q.shape[-1] > largest_head_dim:
@@ -109,9 +115,13 @@ def _flex_refusal(q: Tensor, call: Call) -> str:
         return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
     if _kernel_mode() != "compiled":
         return "needs triton, and not its interpreter"
+    return _flex_limits(q, call) or _half_refusal(q, call, largest_head_dim=256)
+
+
+def _flex_limits(q: Tensor, call: Call) -> str:
     if q.shape[-1] < 16:
         return f"needs a head_dim of at least 16, got {q.shape[-1]}"
-    return _half_refusal(q, call, largest_head_dim=256)
+    return _half_limits(q, call, largest_head_dim=256)
 
 
 def _over_views(kernel: Kernel) -> Callable[[torch.device], tuple[Forward, Backward]]:
@@ -124,11 +134,15 @@ def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
 
 
 def _triton_refusal(q: Tensor, call: Call) -> str:
+    return _triton_limits(q, call) or _triton_absence(q.device)
+
+
+def _triton_limits(q: Tensor, call: Call) -> str:
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
     if (last := call.first_query + q.shape[1]) > TRITON_POSITIONS:
         return f"serves up to {TRITON_POSITIONS:,} positions, got {last:,}"
-    return _triton_absence(q.device)
+    return ""
 
 
 def _triton_absence(device: torch.device) -> str:
@@ -183,7 +197,9 @@ def _half(
     name: str, note: str, kernel: Kernel, largest_head_dim: int = 256, majors: range = FROM_AMPERE, package: str = ""
 ) -> Backend:
     serves = partial(_half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
-    return Backend(name, f"{note} over strided views; {_SPREADS}", serves, _over_views(kernel), package=package)
+    limits = partial(_half_limits, largest_head_dim=largest_head_dim)
+    note = f"{note} over strided views; {_SPREADS}"
+    return Backend(name, note, serves, _over_views(kernel), package=package, limits=limits)
 
 
 _SPREADS = "a NaN in a masked key reaches other rows of its segment"
@@ -191,7 +207,14 @@ _SPREADS = "a NaN in a masked key reaches other rows of its segment"
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("triton", "one fused pass over all branches", _triton_refusal, _triton_functions, reads_orderings=True),
+        Backend(
+            "triton",
+            "one fused pass over all branches",
+            _triton_refusal,
+            _triton_functions,
+            reads_orderings=True,
+            limits=_triton_limits,
+        ),
         _half("cudnn", "cuDNN", CuDnn, largest_head_dim=128),
         _half("flash", "torch's FlashAttention-2", Flash),
         # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
@@ -204,11 +227,22 @@ BACKENDS = {
             _xformers_refusal,
             _over_views(packages.Xformers),
             package="xformers",
+            limits=_sdpa_limits,
         ),
         Backend(
-            "flex", "compiled FlexAttention; its backward runs the forward once more", _flex_refusal, _flex_functions
+            "flex",
+            "compiled FlexAttention; its backward runs the forward once more",
+            _flex_refusal,
+            _flex_functions,
+            limits=_flex_limits,
         ),
-        Backend("sdpa", f"torch's fused kernel over strided views; {_SPREADS}", _sdpa_refusal, _sdpa_functions),
+        Backend(
+            "sdpa",
+            f"torch's fused kernel over strided views; {_SPREADS}",
+            _sdpa_refusal,
+            _sdpa_functions,
+            limits=_sdpa_limits,
+        ),
         Backend("eager", f"matrix products over strided views; {_SPREADS}", _serves_all, _over_views(Eager)),
         Backend("reference", "dense masks: memory grows with length squared", _serves_all, _reference_functions),
     )

@@ -130,6 +130,8 @@ def estimate_memory(
     backend = _serving(pattern, q, k, padding, device, backend, direction == "backward", asked)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
     call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start)
+    if device.type == "cuda" and not torch.cuda.is_available() and (reason := BACKENDS[backend].limits(q, call)):
+        raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
     lse = torch.empty(batch, heads, rows, dtype=working_dtype(dtype), device="meta")
     inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
