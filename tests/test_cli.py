@@ -140,6 +140,7 @@ def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
         (["run", "-f", "sections.yaml"], "must be flat"),
         (["run", "-f", "quoted.yaml"], "seq_len must be int, got '8'"),
         (["run", "-f", "sizes"], "no notebook is named '00_aa'; did you mean '00_a'"),
+        (["run", "-f", "twice"], "00_a must have one file of parameters, got 00_a.yaml and 00_a.yml"),
         (["run", "00_a", "-f", "notebooks"], "notebooks holds no parameters (NAME.yaml"),
         (["run", "-p", "output_dir", "x"], "--out"),
         (["run", "--timeout", "0"], "timeout"),
@@ -157,6 +158,9 @@ def test_a_wrong_word_is_refused_before_anything_runs(hilbert, words, message):
     Path("quoted.yaml").write_text("seq_len: '8'\n")
     Path("sizes").mkdir()
     Path("sizes/00_aa.yaml").write_text("seq_len: 8\n")
+    Path("twice").mkdir()
+    for ending in ("yaml", "yml"):
+        Path(f"twice/00_a.{ending}").write_text("seq_len: 8\n")
     if "99" in words or words == ["list"]:
         Path("notebooks/99.ipynb").write_text("{")
     assert message in " ".join(hilbert(*words, status=2).split())

@@ -141,14 +141,16 @@ def read_parameter_folder(folder: Path, notebooks: Path) -> dict[str, dict[str, 
         Name of a notebook to its values, not yet checked against it.
 
     Raises:
-        ValueError: if there is no file; for one that no notebook is named as, with the nearest name; or that
-            `read_parameter_file` refuses.
+        ValueError: if there is no file, or two for one notebook; for one that no notebook is named as, with the nearest
+            name; or that `read_parameter_file` refuses.
     """
     files = sorted(folder.glob("*.y*ml"))
     if not files:
         raise ValueError(f"{folder} holds no parameters (NAME.yaml, as the notebook is named)")
     for file in files:
         check_name(file.stem, sorted(path.stem for path in notebooks.glob("*.ipynb")), "notebook")
+        if len(same := [other.name for other in files if other.stem == file.stem]) > 1:
+            raise ValueError(f"{file.stem} must have one file of parameters, got {' and '.join(same)}")
     return {file.stem: read_parameter_file(file) for file in files}
 
 
