@@ -1,13 +1,11 @@
-"""What ranks run in the tests of the ring: module-level functions, called on every rank by `run`."""
+"""What ranks run in the tests of the ring: functions of this module and of ring_costs, called by `run`."""
 
-import math
-import sys
+import pkgutil
 import time
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from unittest.mock import patch
 
 import oracle
@@ -24,9 +22,8 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import benchmarks, exchange, local
+from hilbert_lib.ring import exchange, local
 from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
-from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.shards import gather, shard
 
 SPECS = {
@@ -44,7 +41,8 @@ def run(order: dict) -> list:
     """Call functions of this module, given as [name, arguments], one after the other in one start of the ranks."""
     if kernel_mode() == "interpreted":
         hasten()
-    return [getattr(sys.modules[__name__], name)(**arguments) for name, arguments in order["calls"]]
+    named = ((name if ":" in name else f"{__name__}:{name}", arguments) for name, arguments in order["calls"])
+    return [pkgutil.resolve_name(name)(**arguments) for name, arguments in named]
 
 
 def run_on_fewer(order: dict) -> dict[str, list]:
@@ -94,7 +92,7 @@ def leave_while_one_connects() -> int:
 
 def group_is_gone() -> bool:
     """Whether nothing keeps a group that is destroyed after attention, whose threads would outlive the interpreter."""
-    q, k, v, dout = _inputs(8)
+    q, k, v, dout = inputs(8)
     out = ring_dilated_attention(q.requires_grad_(), k, v, DilatedPattern(*BRANCHES["longer"]))
     out.backward(dout)
     group = weakref.ref(dist.group.WORLD)
@@ -104,7 +102,7 @@ def group_is_gone() -> bool:
 
 def in_a_group_of_every_backend() -> bool:
     """Whether a group that was made without naming a backend computes the bits of one over gloo."""
-    q, k, v, dout = _inputs(8)
+    q, k, v, dout = inputs(8)
     call = partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
     expected = results(call, (q, k, v), dout)
     _meet("any backend", dist.get_world_size(), backend=None)
@@ -128,7 +126,7 @@ def one_rank_has_no_gradient() -> bool:
     first, call = dist.get_rank() == 0, partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
     found = []
     for leave in (_NoGradient.apply, lambda out: out * 0.0):
-        leaves = [x.requires_grad_() for x in _inputs(8)[:3]]
+        leaves = [x.requires_grad_() for x in inputs(8)[:3]]
         out = call(*leaves)
         found.append(torch.autograd.grad((leave(out) if first else out).sum(), leaves))
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -235,66 +233,15 @@ def results(attention, tensors, dout: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), lse, *torch.autograd.grad((out * dout).sum(), leaves)]
 
 
-def _inputs(length: int, heads: int = 4, head_dim: int = 8, seed: int = 0, dtype=torch.float32) -> list[torch.Tensor]:
+def inputs(length: int, heads: int = 4, head_dim: int = 8, seed: int = 0, dtype=torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(2, length, heads, head_dim, generator=generator) for _ in range(4)]
     return [x.to(dtype).to(device()) for x in drawn]
 
 
-def count_bytes(branches: str, lengths: list[int], transport: str, *, is_causal: bool, dtype: str) -> list[list[int]]:
-    """Bytes sent and received forward, and backward: as counted where torch is called, and as planned."""
-    dtype = getattr(torch, dtype)
-    pattern, rank = DilatedPattern(*BRANCHES[branches]), dist.get_rank()
-    *leaves, dout = _inputs(lengths[rank], dtype=dtype)
-    leaves = [x.requires_grad_() for x in leaves]
-    with counted() as forward:
-        out = ring_dilated_attention(*leaves, pattern, transport=transport, is_causal=is_causal)
-    with counted() as backward:
-        torch.autograd.grad(out, leaves, dout)
-    plan = plan_ring(
-        pattern,
-        lengths,
-        batch=2,
-        heads=4,
-        kv_heads=4,
-        head_dim=8,
-        dtype=dtype,
-        is_causal=is_causal,
-        transport=transport,
-    )
-    cost = plan.ranks[rank]
-    planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
-    return [[forward["sent"], forward["received"], backward["sent"], backward["received"]], planned]
-
-
-@contextmanager
-def counted():
-    """Counts the bytes that torch's collectives carry between ranks, but for the header's."""
-    total = {"sent": 0, "received": 0}
-    all_to_all, batched = dist.all_to_all_single, dist.batch_isend_irecv
-
-    def counting_all_to_all(output, input, output_split_sizes, input_split_sizes, **options):
-        for name, x, sizes in (("sent", input, input_split_sizes), ("received", output, output_split_sizes)):
-            row = math.prod(x.shape[1:]) * x.element_size()
-            total[name] += row * (sum(sizes) - sizes[dist.get_rank()])
-        return all_to_all(output, input, output_split_sizes, input_split_sizes, **options)
-
-    def counting_batched(operations):
-        for operation in operations:
-            name = "sent" if operation.op is dist.isend else "received"
-            total[name] += operation.tensor.numel() * operation.tensor.element_size()
-        return batched(operations)
-
-    dist.all_to_all_single, dist.batch_isend_irecv = counting_all_to_all, counting_batched
-    try:
-        yield total
-    finally:
-        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
-
-
 def disagree(**differing) -> str:
     """What ranks say when the last one calls with other arguments than the rest."""
-    q, k, v, _ = _inputs(8)
+    q, k, v, _ = inputs(8)
     options = {"pattern": DilatedPattern((16,), (2,))}
     if dist.get_rank() == dist.get_world_size() - 1:
         options |= {name: SPECS[value] if name == "kv_ordering" else value for name, value in differing.items()}
@@ -311,7 +258,7 @@ def disagree(**differing) -> str:
 
 def repeats(transport: str, lengths: list[int]) -> bool:
     """Whether two runs give the same bits."""
-    q, k, v, dout = _inputs(lengths[dist.get_rank()])
+    q, k, v, dout = inputs(lengths[dist.get_rank()])
     call = partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]), transport=transport)
     first, second = (results(call, (q, k, v), dout) for _ in range(2))
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -321,7 +268,7 @@ def one_rank_is_plain(backend: str) -> bool:
     """Whether a group of one rank computes the bits of the plain function, dropout and ordering included."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]  # all ranks take part in each
     group = groups[dist.get_rank()]
-    q, k, v, dout = _inputs(24)
+    q, k, v, dout = inputs(24)
     pattern, spec = DilatedPattern(*BRANCHES["uneven"]), SPECS["random"]
     options = {"pattern": pattern, "dropout_p": 0.2, "is_causal": True, "backend": backend}
     ring = results(partial(ring_dilated_attention, group=group, kv_ordering=spec, **options), (q, k, v), dout)
@@ -333,7 +280,7 @@ def in_parts_of_the_world(size: int) -> float:
     """Largest error where a 2-D mesh makes several rings of `size` ranks, each with a sequence of its own."""
     mesh = dist.init_device_mesh(device().type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "seq"))
     group = mesh["seq"]
-    q, k, v, dout = _inputs(26, seed=mesh.get_local_rank("data"))
+    q, k, v, dout = inputs(26, seed=mesh.get_local_rank("data"))
     call = partial(dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]), is_causal=True)
     whole = results(call, (q, k, v), dout)
     own = [shard(x, group=group) for x in (q, k, v, dout)]
@@ -347,7 +294,7 @@ def in_parts_of_the_world(size: int) -> float:
 def without_validation(lengths: list[int]) -> list:
     """How many headers are sent: of a validated call, and of one that is not, whose result is the same. And what is
     said of a third one, for which each rank has a row less."""
-    q, k, v, _ = _inputs(lengths[dist.get_rank()])
+    q, k, v, _ = inputs(lengths[dist.get_rank()])
     gathers, all_gather = [], dist.all_gather
     dist.all_gather = lambda *args, **options: (gathers.append(1), all_gather(*args, **options))
     try:
@@ -378,7 +325,7 @@ def through(how: str) -> float:
     """Largest difference that compiling a module or checkpointing it makes to the output and the gradient."""
     torch.manual_seed(0)
     layer = Layer().to(device())
-    x = _inputs(16)[0].requires_grad_()
+    x = inputs(16)[0].requires_grad_()
     other = (
         torch.compile(layer, backend="aot_eager")
         if how == "compile"
@@ -405,7 +352,7 @@ def through(how: str) -> float:
 
 def order_of_events() -> list[str]:
     """What a forward with local and remote branches does: starts of an exchange, computations, waits."""
-    q, k, v, _ = _inputs(16)
+    q, k, v, _ = inputs(16)
     events = []
 
     def noted(name: str, function):
@@ -423,7 +370,7 @@ def order_of_events() -> list[str]:
 
 def outside_the_side_stream() -> list[list[str]]:
     """What a forward, and a backward, does on the stream that it is called on, apart from what runs beside that."""
-    *leaves, dout = _inputs(16)
+    *leaves, dout = inputs(16)
     leaves = [x.requires_grad_() for x in leaves]
     events, beside = [], []
 
@@ -455,7 +402,7 @@ def nothing_to_compute() -> list[list]:
 
 def second_derivative() -> str:
     """What asking for it raises."""
-    q, k, v, _ = _inputs(8)
+    q, k, v, _ = inputs(8)
     q.requires_grad_()
     (dq,) = torch.autograd.grad(
         ring_dilated_attention(q, k, v, DilatedPattern((16,), (2,))).sum(), q, create_graph=True
@@ -465,63 +412,3 @@ def second_derivative() -> str:
     except RuntimeError as error:
         return str(error)
     return "nobody complained"
-
-
-def peak_memory(branches: list, tokens: int, transport: str, *, is_causal: bool) -> list[list[int]]:
-    """Bytes at the highest point of a forward, and of a backward: as allocated by torch; as planned; and what the
-    backend takes beside a call's tensors, as it does in a call of one process with this rank's rows."""
-    length, dtype = tokens // dist.get_world_size(), torch.bfloat16 if device().type == "cuda" else torch.float32
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shapes = [(1, length, n, sizes["head_dim"]) for n in (4, 2, 2, 4)]
-    *leaves, dout = (torch.randn(shape, generator=generator, dtype=dtype).to(device()) for shape in shapes)
-    leaves = [x.requires_grad_() for x in leaves]
-    pattern = DilatedPattern(*branches)
-    rows = {"pattern": pattern, "is_causal": is_causal}
-    forward, backward = _peaks(partial(ring_dilated_attention, transport=transport, **rows), leaves, dout)
-    own_forward, own_backward = _peaks(partial(dilated_attention, **rows), leaves, dout)
-    qkv, scalars = sum(x.nbytes for x in leaves), 4 * length * sizes["heads"]  # lse, and delta
-    own_forward -= qkv + dout.nbytes + scalars
-    own_backward -= 2 * (qkv + dout.nbytes + scalars)
-    plan = plan_ring(
-        pattern,
-        (length,) * dist.get_world_size(),
-        batch=1,
-        dtype=dtype,
-        is_causal=is_causal,
-        transport=transport,
-        **sizes,
-    )
-    cost = plan.ranks[dist.get_rank()]
-    return [[forward, cost.memory_forward, own_forward], [backward, cost.memory_backward, own_backward]]
-
-
-def _peaks(call, leaves: list[torch.Tensor], dout: torch.Tensor) -> tuple[int, int]:
-    """Bytes at the highest point of a forward, and of a backward, with their arguments."""
-    torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
-    out, forward = _with_peak(partial(call, *leaves))
-    _, backward = _with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    arguments = sum(x.nbytes for x in leaves)
-    kept = 2 * dout.nbytes + 4 * out.shape[1] * out.shape[2]  # dout, out and lse
-    return arguments + forward, arguments + kept + backward
-
-
-def _with_peak(run) -> tuple:
-    """What a call returns, and how many bytes more than before were allocated at its highest point."""
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        found = run()
-        torch.cuda.synchronize()
-        return found, torch.cuda.max_memory_allocated() - before
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as trace:  # no import of the compiler
-        found = run()
-    events = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return found, max(accumulate(event.nbytes() for event in events))
-
-
-def measured(**work) -> list[dict]:
-    """What the benchmark reports."""
-    return benchmarks.measure(benchmarks.Work(**work))

@@ -143,11 +143,11 @@ CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_co
 CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
 CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
-CALLS[2] += [["measured", MEASURED]] + [["peak_memory", case] for case in DENSE]
-CALLS[3] += [["count_bytes", case] for case in COUNTED]
+CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
+CALLS[3] += [["ring_costs:count_bytes", case] for case in COUNTED]
 CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
 for ranks in (2, 4):
-    CALLS[ranks] += [["peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
+    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 GROUPS = [["leave_while_one_connects", {}], ["group_is_gone", {}], ["in_a_group_of_every_backend", {}]]
 
@@ -218,7 +218,7 @@ def test_nccl_computes_and_sends_the_same(ranks):
         pytest.skip(f"needs {ranks} GPUs")
     check_errors(ranks, "nccl")
     for case in COUNTED if ranks == 3 else ():
-        assert all(counted == planned for counted, planned in answers(ranks, "count_bytes", case, "nccl"))
+        assert all(counted == planned for counted, planned in answers(ranks, "ring_costs:count_bytes", case, "nccl"))
 
 
 @pytest.mark.multigpu
@@ -229,7 +229,7 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
         pytest.skip("needs two CUDA devices")
     branches = {"segment_lengths": [2048, 2**19 * ranks], "dilation_rates": [1, 256 * ranks]}
     work = {"sweep": "one", "ranks": ranks, "tokens": 2**19 * ranks, "heads": 16, "kv_heads": 16, "head_dim": 64}
-    call = ["measured", work | branches | {"repetitions": 3}]
+    call = ["ring_costs:measured", work | branches | {"repetitions": 3}]
     found = run_ranks("ring_ranks:run", ranks, {"calls": [call]}, seconds=120, stall_seconds=60)[0][0][0]
     for name in ("forward", "backward"):
         begins, took = max(found[f"exchange_begins_ms_{name}"]), found[f"exchange_ms_{name}"]
@@ -249,19 +249,19 @@ def check_memory(found: list, above: float, slack: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", HELD)
 def test_memory_allocated_is_the_plans_and_what_the_backend_takes(kind, ranks):
-    check_memory(answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
+    check_memory(answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
 
 
 def test_one_rank_that_sends_needs_one_buffer():
     slab = 2 * 256 * 2 * 64 * 4  # bytes of k and v of 256 positions, 2 KV heads of 64 in float32
-    for gathered, round_the_ring in zip(*(answers(2, "peak_memory", one) for one in DENSE), strict=True):
+    for gathered, round_the_ring in zip(*(answers(2, "ring_costs:peak_memory", one) for one in DENSE), strict=True):
         for (whole, *_), (step, *_) in zip(gathered, round_the_ring, strict=True):
             assert abs(step - whole) < slab / 16
 
 
 @pytest.mark.parametrize("kind", ["local", "spanning"])
 def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
-    two, four = (answers(ranks, "peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
+    two, four = (answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
     for half, quarter in zip(two[0], four[0], strict=True):  # forward, backward
         assert quarter[0] < 0.51 * half[0]
 
@@ -271,14 +271,14 @@ def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
 @pytest.mark.parametrize("transport", ["ring", "all_gather"])
 def test_memory_of_a_gpu_is_the_plans_and_what_the_backend_takes(kind, transport):
     ranks = torch.cuda.device_count()
-    calls = [["peak_memory", memory_of(kind, 2**17 * ranks, transport)]]
+    calls = [["ring_costs:peak_memory", memory_of(kind, 2**17 * ranks, transport)]]
     found = run_ranks("ring_ranks:run", ranks, {"calls": calls}, stall_seconds=120)
     check_memory([rank[0] for rank in found], max(1.1, HELD[kind][1]), 64 * 2**20)
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=name_of)
 def test_bytes_sent_are_those_of_the_plan(case):
-    for counted, planned in answers(3, "count_bytes", case):
+    for counted, planned in answers(3, "ring_costs:count_bytes", case):
         assert counted == planned
         assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
 
@@ -441,7 +441,7 @@ def test_ring_cannot_deadlock_where_every_send_waits_for_its_receive(ranks, monk
 
 
 def test_benchmark_reports_times_errors_and_the_bytes_of_the_plan():
-    for sides in answers(2, "measured", MEASURED):
+    for sides in answers(2, "ring_costs:measured", MEASURED):
         sent = {side["side"]: side["sent_forward"] for side in sides}
         slab = 4 * 8 * 4 * 2  # bytes of k and v of one position
         assert sent == {"ring": 16 * slab, "all_gather": 16 * slab} | {
