@@ -246,7 +246,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypa
 
 
 def test_more_positions_than_the_kernels_count_are_refused():
-    k, pattern = torch.zeros(1, 1, 1, 1).expand(1, 2**30 + 1, 1, 1), DilatedPattern((2**32,), (2**28,))
+    k, pattern = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(1, 2**30 + 1, 1, 1), DilatedPattern((2**32,), (2**28,))
     most = "1,073,741,824"
     with pytest.raises(ValueError, match=f"serves up to {most} positions, got 1,073,741,825"):
         dilated_attention(k, k, k, pattern, backend="triton")
