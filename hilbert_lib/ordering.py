@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isqrt, prod
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hilbert_lib import checks
 from hilbert_lib.checks import integer
 from hilbert_lib.curves import KINDS, checked_shape, curve_coordinates, raster_index
+from hilbert_lib.shared_tables import made_to_share
 
 CACHED_POSITIONS = 2**24  # 20 bytes each (perm, inverse and slots): 320 MiB
 
@@ -341,7 +343,7 @@ class _TableCache:
                 self._held.move_to_end(key)
             else:
                 self._misses += 1
-                self._held[key] = _tables(ordering)
+                self._held[key] = made_to_share(partial(_tables, ordering), ordering.device)
                 self._positions += ordering.length
             tables = self._held[key]
             # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.

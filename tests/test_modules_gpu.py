@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hilbert_lib import DilatedPattern, Ordering
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.graph_benchmarks import captured
 
@@ -82,6 +82,48 @@ def test_attention_without_projections_is_captured():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tables_first_used_in_a_capture_are_refused_by_a_clear_error():
+    q = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with (
+        pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        dilated_attention(q, q, q, DilatedPattern((224, 448), (1, 7)), backend="triton")
+
+
+FRESH = {  # backend: a pattern and an ordering that no other test in the process has made tables for
+    "triton": (DilatedPattern((256, 448), (1, 2)), lambda length: Ordering.random(length, 1234)),
+    "flex": (DilatedPattern((128, 448), (1, 2)), None),
+    "cudnn": (DilatedPattern((192, 448), (1, 2)), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", FRESH)
+def test_reduce_overhead_serves_a_module_that_nobody_called_before(backend, repeatable):
+    pattern, ordering = FRESH[backend]
+    torch.manual_seed(0)
+    options = {"backend": backend, "kv_ordering": ordering}
+    module = MultiheadDilatedAttention(
+        128, 2, pattern, batch_first=True, device="cuda", dtype=torch.bfloat16, **options
+    )
+    compiled = torch.compile(module, mode="reduce-overhead")
+    counted = torch._dynamo.utils.counters["inductor"]
+    counted.clear()
+    for seed in range(4):  # torch runs the first ones, records one and replays the rest
+        torch.manual_seed(seed)
+        x = torch.randn(2, 448, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.compiler.cudagraph_mark_step_begin()
+        results = []
+        for call in (compiled, module):
+            out = call(x)[0]
+            grads = torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])
+            results.append([out.detach().clone(), *(grad.clone() for grad in grads)])
+        for got, expected in zip(*results, strict=True):
+            assert (got - expected).norm() <= 0.02 * expected.norm()
+    assert counted["cudagraph_skips"] == 0
+
+
 def test_an_encoder_layer_is_graphed_by_torch(repeatable):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 2, 256, dropout=0.0, batch_first=True, device="cuda", dtype=torch.bfloat16)

@@ -249,6 +249,7 @@ def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
 def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound_to_the_others(monkeypatch):
     made, cpu = ordering_module._tables, torch.device("cpu")
     monkeypatch.setattr(ordering_module, "_tables", lambda ordering: made(replace(ordering, device=cpu)))
+    monkeypatch.setattr(ordering_module, "made_to_share", lambda build, device: build())
     cache = ordering_module._TableCache(max_positions=100)
     captured, *others = (Ordering("linear", n, device=torch.device("cuda", 0)) for n in (1000, 40, 41, 42))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

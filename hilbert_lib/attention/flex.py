@@ -5,7 +5,7 @@ forward once more, and looks at out and lse only where they hold more than the c
 """
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from math import lcm
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.shared_tables import cached_for_graphs
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
 # For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
@@ -119,7 +120,7 @@ def _compiled() -> Callable[..., tuple]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-@lru_cache(maxsize=4)
+@cached_for_graphs(maxsize=4)
 @torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device

@@ -56,8 +56,8 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
 # On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
 # segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
 # diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 28 %, cuDNN's by up
-# to 26 %. Where rates do not divide, FlashAttention-4's are ahead at 8,192 tokens too on the device, by up to 36 %; but
-# such calls wait for the host, which launches the pass in a fraction of their time, and the record does not hold that.
+# to 26 %. Where rates do not divide, FlashAttention-4's are ahead in shorter sequences too on the device; but such
+# calls wait for the host, which launches the pass in a fraction of their time.
 # Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of both kinds
 # where it costs the one up to 2.5 % and gives the other more. FlashAttention-2 and -3 are not in the
 # records and stand behind what was measured, the newer before the older; xFormers takes as long as torch's flash.
@@ -65,18 +65,17 @@ _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_at
 _CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
 _FLASH_FIRST = ("flash_attn_4", *(name for name in _HOPPER if name != "flash_attn_4"))
 _DENSE_FIRST = ("flash_attn_4", *(name for name in _CUDNN_FIRST if name != "flash_attn_4"))
-LONG, LONGER = (2**16, None), (2**18, None)  # lengths from which on it was seen
+LONG = (2**18, None)  # lengths from which on it was seen
 _AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
 _BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _OLDER = ("sdpa", "xformers", "eager")
 HALF_RULES = {
     "Hopper": (
-        Rule(_DENSE_FIRST, CHOICE_RECORD, (64, 64), LONGER, uneven=True),
-        Rule(_DENSE_FIRST, CHOICE_RECORD, (128, 128), LONGER, is_causal=True, gradient=False, uneven=True),
+        Rule(_DENSE_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
+        Rule(_DENSE_FIRST, CHOICE_RECORD, (128, 128), LONG, is_causal=True, gradient=False, uneven=True),
         Rule(_FLASH_FIRST, CHOICE_RECORD, (128, 128), LONG, gradient=True, uneven=True),
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONGER, is_causal=True, gradient=True),
-        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONGER, is_causal=True, gradient=False),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, is_causal=True, gradient=True),
+        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONG, is_causal=True, gradient=False),
         Rule(_HOPPER, HOPPER_RECORD),
     ),
     **dict.fromkeys(("Ampere", "Ada"), (Rule(_AMPERE, NOT_MEASURED),)),

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton.captured import cached_for_graphs
 from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.shared_tables import cached_for_graphs
 
 MOST_ROWS = 64  # query rows of one KV head; beyond, a tile of `forward` is well filled
 TILE_ROWS = {2: 32, 4: 16}  # by bytes of an element, at most; with 64, Triton 3.7 fails to compile for sm_100
@@ -156,7 +156,7 @@ def split(
     return chunk, sum(n * count for n, count in zip(splits, pairs, strict=True)), sum(splits)
 
 
-@cached_for_graphs
+@cached_for_graphs()
 def _table(pattern: DilatedPattern, kv_heads: int, device: torch.device) -> Tensor:
     # (branches, kv_heads, 3) int32: segment length and rate, capped to what no position reaches, and offset.
     rows = [

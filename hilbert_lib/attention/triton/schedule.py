@@ -13,8 +13,8 @@ from math import ceil, lcm
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.triton.captured import cached_for_graphs
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.shared_tables import cached_for_graphs
 
 LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
 
@@ -122,7 +122,7 @@ def covers_all(pattern: DilatedPattern) -> bool:
     return 1 in pattern.dilation_rates and pattern.mixing == "softmax"
 
 
-@cached_for_graphs
+@cached_for_graphs()
 def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, device: torch.device) -> Tables:
     """The tables of one pass.
 

@@ -1,0 +1,71 @@
+"""Tables that calls share: in memory of no graph and no pool, and kept for the CUDA graphs that captured them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, wraps
+from typing import TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+
+def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
+    """What `build` returns, complete and for every later call to read, on any stream and in any graph.
+
+    `torch.compile(mode="reduce-overhead")` and `torch.cuda.use_mem_pool` give what a thread allocates memory of a pool
+    of theirs, and the first takes it back. So tables for a CUDA device are built in a thread that lives no longer.
+
+    Args:
+        build: makes tensors on the device; what it needs of the current modes and settings of its thread is its own.
+        device: of the tensors.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured: the tables would be filled by its replays alone.
+
+    >>> made_to_share(lambda: torch.zeros(2), torch.device("cpu"))
+    tensor([0., 0.])
+    """
+    if device.type != "cuda":
+        return build()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a call must have run once before a CUDA graph captures it: its tables are not made yet")
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Made:
+        with torch.cuda.stream(stream):
+            return build()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        made = thread.submit(on_stream).result()
+    stream.synchronize()
+    return made
+
+
+def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
+    """A decorator: the function keeps its last results, and those for good that it gave to a CUDA graph's capture.
+
+    Args:
+        maxsize: results that are kept. The function makes tensors on the device that is its last argument.
+
+    >>> cached = cached_for_graphs()(lambda size, device: torch.zeros(size, device=device))
+    >>> cached(2, torch.device("cpu")) is cached(2, torch.device("cpu"))
+    True
+    """
+
+    def decorated(build: Callable) -> Callable:
+        found = lru_cache(maxsize)(lambda *arguments: made_to_share(lambda: build(*arguments), arguments[-1]))
+        captured = {}
+
+        @wraps(build)
+        def call(*arguments):
+            result = found(*arguments)
+            # Asked where there are CUDA's tables alone: a build of torch without CUDA cannot answer.
+            if arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+                captured.setdefault(id(result), result)
+            return result
+
+        call.cache_info = found.cache_info
+        return call
+
+    return decorated

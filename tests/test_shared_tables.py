@@ -1,0 +1,74 @@
+"""Tables that calls share: made outside of a pool, complete for every stream, and kept for graphs that read them."""
+
+import gc
+import threading
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hilbert_lib.attention.triton import decode, schedule
+from hilbert_lib.shared_tables import cached_for_graphs, made_to_share
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CASES = [(CUDA, True, True), (CUDA, False, False), (CPU, True, False)]
+
+
+class Table:
+    pass
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """A CUDA that is not there: what its streams were asked for, in order."""
+    asked = []
+    stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext(asked.append("stream") if s is stream else None))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return asked
+
+
+@pytest.mark.parametrize(("device", "capturing", "stays"), CASES)
+def test_what_a_graph_captured_outlives_all_that_comes_later(device, capturing, stays, monkeypatch, streams):
+    tables = cached_for_graphs()(lambda length, device: Table())
+    first = weakref.ref(tables(0, device))  # by a first call, before the capture
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert tables(0, device) is first()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for length in range(1, 1100):
+        tables(length, device)
+    gc.collect()
+    assert (first() is not None) == stays
+
+
+def test_tables_of_a_gpu_are_made_on_the_stream_of_the_call_in_a_thread_that_no_pool_knows(streams):
+    def build():
+        streams.append("built")
+        return threading.get_ident()
+
+    assert made_to_share(build, CUDA) != threading.get_ident()
+    assert streams == ["stream", "built", "synchronize"]
+    assert made_to_share(build, CPU) == threading.get_ident()
+
+
+def test_tables_that_a_capture_would_leave_empty_are_refused(streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"):
+        made_to_share(Table, CUDA)
+    assert not streams
+
+
+def test_an_error_while_tables_are_made_is_the_callers(streams):
+    def build():
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        made_to_share(build, CUDA)
+
+
+def test_the_kernels_tables_are_such():
+    for tables in (schedule.tables, decode._table):
+        assert tables.__code__ is cached_for_graphs()(lambda device: None).__code__
