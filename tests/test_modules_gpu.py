@@ -93,7 +93,6 @@ def test_tables_first_used_in_a_capture_are_refused_by_a_clear_error():
 
 FRESH = {  # backend: a pattern and an ordering that no other test in the process has made tables for
     "triton": (DilatedPattern((256, 448), (1, 2)), lambda length: Ordering.random(length, 1234)),
-    "flex": (DilatedPattern((128, 448), (1, 2)), None),
     "cudnn": (DilatedPattern((192, 448), (1, 2)), None),
 }
 
