@@ -3,7 +3,6 @@
 All times are from an idle device to the finished result: what the host spends on allocations counts.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.bench import Case, compare_paired
+from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.environment import environment
 from hilbert_lib.graph_benchmarks import captured, from_idle, require_cuda
 from hilbert_lib.ordering import Ordering, _tables
@@ -218,8 +218,7 @@ def _watched(name: str, lengths: Sequence[int], works: dict[int, Workload], para
 def _emptied(device: torch.device) -> int:
     # Bytes allocated once what nobody holds is given back; the peaks begin there. What segments that others hold a part
     # of have to spare stays reserved, and may serve: it counts for every strategy alike.
-    gc.collect()
-    torch.cuda.synchronize(device)
+    begin_peak(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)

@@ -1,6 +1,5 @@
 """Pairs of calls: each held against float64, against each other, timed in turn, recorded as soon as they are known."""
 
-import gc
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.bench import Case, Comparison, Measurement, compare_paired, measure
+from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.environment import environment
 from hilbert_lib.records import append_records, measured_before
 
@@ -259,10 +259,7 @@ def _run(
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
     # Results, bytes allocated at the peak and seconds of the second call; the first compiles and keeps its tables.
     side.run()
-    gc.collect()  # as `safety.memory.measure_peak` does
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before, start = torch.cuda.memory_allocated(device), time.perf_counter()
+    before, start = begin_peak(device), time.perf_counter()
     results = side.run()
     torch.cuda.synchronize(device)
     return results, torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - start

@@ -5,15 +5,14 @@ forward once more, and looks at out and lse only where they hold more than the c
 """
 
 from collections.abc import Callable
-from functools import cache
 from math import lcm
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.flex_compiled import compiled_flex_attention
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.shared_tables import cached_for_graphs
@@ -22,7 +21,6 @@ FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own
 # For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
 # 128 x 128 scores, takes a forward of the reference work four times as long (notebook 06, commits 76aff87, 2ba1c29).
 FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
-FLEX_COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -75,22 +73,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         return score + count(h, query, key).log()
 
     once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
-    run = _compiled() if q.is_cuda else flex_attention
-    # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
-    kept = functorch_config.patch(donated_buffer=False)
-    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept:
-        out, more = run(
-            *(
-                _Permuted.apply(x, order.perm, order.inverse).transpose(1, 2)
-                for x, order in zip((q, k, v), orders, strict=True)
-            ),
-            score_mod=None if once else add_log_count,
-            block_mask=block_mask,
-            scale=call.scale,
-            enable_gqa=heads != kv_heads,
-            return_aux=AuxRequest(lse=True),
-            kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
-        )
+    run = compiled_flex_attention if q.is_cuda else flex_attention
+    out, more = run(
+        *(
+            _Permuted.apply(x, order.perm, order.inverse).transpose(1, 2)
+            for x, order in zip((q, k, v), orders, strict=True)
+        ),
+        score_mod=None if once else add_log_count,
+        block_mask=block_mask,
+        scale=call.scale,
+        enable_gqa=heads != kv_heads,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
+    )
     lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
     return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
 
@@ -113,11 +108,6 @@ def flex_block_mask(
         A mask of blocks of FLEX_BLOCK. In its full blocks every pair attends, through one branch or more.
     """
     return _masks(pattern, is_causal, length, heads, kv_heads, device)[1]
-
-
-@cache
-def _compiled() -> Callable[..., tuple]:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @cached_for_graphs(maxsize=4)

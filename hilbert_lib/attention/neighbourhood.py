@@ -1,17 +1,17 @@
 """Neighbourhood attention on a grid by FlexAttention, with the tokens stored in any order, and what it should give."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hilbert_lib.attention.flex import FLEX_BLOCK, FLEX_COMPILATIONS
+from hilbert_lib.attention.flex import FLEX_BLOCK
+from hilbert_lib.attention.flex_compiled import compiled_flex_attention
 from hilbert_lib.neighbourhood import Neighbourhood, mask_blocks
 from hilbert_lib.ordering import Ordering
 
@@ -56,10 +56,8 @@ def neighbourhood_attention(
         with warnings.catch_warnings():  # that it is not compiled, as said above
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
-    # A backward that takes over the forward's buffers could not run twice, with `retain_graph`.
-    kept = functorch_config.patch(donated_buffer=False)
-    with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS), kept, _tiles_within(block_size):
-        return _compiled()(q, k, v, block_mask=mask).transpose(1, 2)
+    with _tiles_within(block_size):
+        return compiled_flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
 
 @lru_cache(maxsize=8)
@@ -187,11 +185,6 @@ def _score_gradients(
     weights = _weights(q, k, neighbourhood, head, queries, keys)
     dweights = dout[0, queries, head].double() @ v[0, keys, head].double().T
     return weights, weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
-
-
-@cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @contextmanager

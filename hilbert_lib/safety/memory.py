@@ -13,6 +13,7 @@ import torch
 
 from hilbert_lib import checks
 from hilbert_lib.checks import number
+from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.safety.config import SafetyConfig, config_or_default
 
 GB = 2**30
@@ -166,13 +167,10 @@ def measure_peak(run: Callable[[], object], device: object = None) -> int:
     8
     """
     device = present_device(device)
-    # What torch.compile leaves in cycles holds a call's inputs: freed during `run`, they would hide what that takes.
-    gc.collect()
     if device.type != "cuda":
+        gc.collect()  # what an earlier call left in cycles: freed during `run`, it would hide what that takes
         return _measure_cpu_peak(run)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = begin_peak(device)
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
