@@ -55,7 +55,7 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
 
 # On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
 # segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
-# diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 28 %, cuDNN's by up
+# diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 27 %, cuDNN's by up
 # to 26 %. Where rates do not divide, FlashAttention-4's are ahead in shorter sequences too on the device; but such
 # calls wait for the host, which launches the pass in a fraction of their time.
 # Gains under 3 % are left to the pass, which needs no room for partial results; a rule holds for calls of both kinds
