@@ -141,16 +141,23 @@ def mask_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
     sizes = [integer(name, size, least=1) for name, size in (("q_block", q_block), ("kv_block", kv_block))]
     length, (q_size, kv_size) = neighbourhood.length, sizes
     q_blocks, kv_blocks = (-(-length // size) for size in sizes)
-    block = (ordering.inverse.numpy(force=True) // kv_size).reshape(neighbourhood.shape)
-    word_of, bit = block // WORD_BITS, np.uint64(1) << (block % WORD_BITS).astype(np.uint64)
     perm = ordering.perm.numpy(force=True)
-    words = np.zeros((q_blocks, -(-kv_blocks // WORD_BITS)), dtype=np.uint64)
-    for word in range(words.shape[1]):
-        bits = bit * (word_of == word)
+    row, col = np.divmod(perm, neighbourhood.shape[1])
+    q_block_of = (ordering.inverse.numpy(force=True) // q_size).reshape(neighbourhood.shape)
+    words = np.zeros((-(-kv_blocks // WORD_BITS), q_blocks), dtype=np.uint64)
+    for number, word in enumerate(words):
+        slots = np.arange(number * WORD_BITS * kv_size, min(length, (number + 1) * WORD_BITS * kv_size))
+        rows, cols = (
+            _reach(cells, side, neighbourhood.window)
+            for cells, side in zip((row[slots], col[slots]), neighbourhood.shape, strict=True)
+        )
+        bits = np.zeros((rows.stop - rows.start, cols.stop - cols.start), dtype=np.uint64)
+        bit = np.uint64(1) << (slots // kv_size % WORD_BITS).astype(np.uint64)
+        bits[row[slots] - rows.start, col[slots] - cols.start] = bit
         for axis in (0, 1):
             bits = _union_over_window(bits, neighbourhood.window, axis)
-        seen = bits.reshape(-1)[perm]
-        words[:, word] = np.bitwise_or.reduceat(seen, np.arange(0, length, q_size))
+        np.bitwise_or.at(word, q_block_of[rows, cols].ravel(), bits.ravel())
+    words = np.ascontiguousarray(words.T)
     touched = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=kv_blocks, bitorder="little")
     touched = torch.from_numpy(touched).bool()
     full = _full_blocks(neighbourhood, ordering, q_size, kv_size)
@@ -213,6 +220,12 @@ def _window_start(x: Tensor, side: int, window: int) -> Tensor:
 def _check_length(neighbourhood: Neighbourhood, ordering: Ordering) -> None:
     if ordering.length != neighbourhood.length:
         raise ValueError(f"ordering must have the length of the grid {neighbourhood.shape}, got {ordering!r}")
+
+
+def _reach(cells: np.ndarray, side: int, window: int) -> slice:
+    # Along one axis, more than all queries that see some of these cells: windows at a cut end see none of them, so that
+    # it does not matter that they are moved inside there, as at a border.
+    return slice(max(0, int(cells.min()) - 2 * window), min(side, int(cells.max()) + 2 * window + 1))
 
 
 def _union_over_window(bits: np.ndarray, window: int, axis: int) -> np.ndarray:

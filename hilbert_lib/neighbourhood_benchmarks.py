@@ -12,9 +12,15 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hilbert_lib.attention.neighbourhood import exact_dk_dv, exact_dq, exact_out, neighbourhood_attention
+from hilbert_lib.attention.neighbourhood import (
+    exact_dk_dv,
+    exact_dq,
+    exact_out,
+    neighbourhood_attention,
+    neighbourhood_mask,
+)
 from hilbert_lib.locality.neighbourhood import neighbourhood_orderings
-from hilbert_lib.neighbourhood import Neighbourhood, mask_blocks
+from hilbert_lib.neighbourhood import Neighbourhood
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
 
@@ -186,9 +192,9 @@ class _Stored:
     @cached_property
     def blocks(self) -> dict[str, int]:
         """What a record says of the mask."""
-        size = self.block_size
-        partial, full = mask_blocks(self.work.neighbourhood, self.ordering, q_block=size, kv_block=size)
-        return {"block_size": size, "touched": int(partial.sum() + full.sum()), "full": int(full.sum())}
+        mask = neighbourhood_mask(self.work.neighbourhood, self.ordering, self.block_size, self.ordering.device)
+        partial, full = int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
+        return {"block_size": self.block_size, "touched": partial + full, "full": full}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         how = {"ordering": self.ordering, "block_size": self.block_size}
