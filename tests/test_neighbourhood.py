@@ -90,6 +90,15 @@ def test_predicted_blocks_equal_those_of_flex_attention(near, order, q_block, kv
     assert blocks.full.equal(listed(made.full_kv_num_blocks, made.full_kv_indices))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("window", [1, 6, 23])
+def test_blocks_far_apart_on_a_grid_of_many_are_found(window, order):
+    near = Neighbourhood((40, 50), window)  # of 500 blocks of keys, 64 are looked at together
+    sizes = {"q_block": 6, "kv_block": 4}
+    blocks, pairs = mask_blocks(near, ordering(near, order), **sizes), block_pairs(near, ordering(near, order), **sizes)
+    assert (blocks.partial | blocks.full).equal(pairs > 0)
+
+
 def listed(counts, indices):
     """Lists of blocks, as FlexAttention keeps them, as a table."""
     table = torch.zeros(indices.shape[2:], dtype=torch.bool)
