@@ -16,8 +16,8 @@ from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remem
 from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.hardware import ARCHITECTURES
 from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.paired import of_sweep, side_table
-from hilbert_lib.selection import choice_table, shape_class
+from hilbert_lib.paired import of_sweep
+from hilbert_lib.selection import choice_table, ordering_table, shape_class
 from hilbert_lib.workload import Workload
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
@@ -78,7 +78,11 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_
 @pytest.mark.parametrize("absent", [(), ("flash_attn_4",), ("flash_attn_4", "cudnn")], ids=str)
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_little(monkeypatch, absent):
     monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
-    times = choice_table(committed_records("05_backend_selection"))
+    records = committed_records("05_backend_selection")
+    calls, alone = choice_table(records), choice_table(records, on_device=True)
+    # The device takes longer than the host in all calls of 262,144 tokens; what the record says of the host there
+    # holds waits for room in the queue of launches.
+    times = pd.concat([calls[calls.length < 2**18], alone[alone.length >= 2**18]])
     names = [name for name in BACKENDS if name in times and name not in absent]
     for row in times.itertuples():
         taken = {name: getattr(row, name) for name in names}
@@ -320,13 +324,11 @@ def test_an_ordering_that_one_call_repays_is_stored_by_the_call(monkeypatch):
 
 
 def test_the_rule_for_orderings_is_the_committed_records():
-    records = committed_records()
-    times = side_table(records, "decoding")
-    times = times[(times.dilation == 16) & (times.row_bytes == 32) & (times.queries == 1)].set_index("name").median_ms
-    saved_ms = times["no table"] - times["residue"]
-    copy = side_table(records, "ceilings").set_index("name").gb_per_s["copy"]
-    moved = 2 * 2 * 2**20 * 8 * 32  # k and v, read and written: 8 heads of 32 bytes
-    assert rules.ORDERING_RULES[0].calls == int(moved / copy / 1e6 / saved_ms)
+    table = ordering_table(committed_records("05_backend_selection"))
+    reads_faster = table[(table.dilation > 1) & table.repaid.lt(float("inf"))]
+    (rule,), (row,) = rules.ORDERING_RULES, reads_faster.itertuples()
+    assert (rule.row_bytes, rule.rate, rule.calls) == (row.row_bytes, row.dilation, round(row.repaid))
+    assert row.queries <= rule.queries
 
 
 def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):

@@ -22,6 +22,7 @@ from matplotlib.collections import PathCollection
 from hilbert_lib import selection
 from hilbert_lib.cli import main
 from hilbert_lib.committed import newest_run
+from hilbert_lib.environment import environment
 from hilbert_lib.figures import verdict
 from hilbert_lib.kernel_benchmarks import committed_records
 from hilbert_lib.ledger import kernels, rerun
@@ -60,6 +61,11 @@ def answers(ledger):
 @pytest.fixture(scope="module")
 def records():
     return committed_records("06_kernel_benchmarks")
+
+
+@pytest.fixture(scope="module")
+def choices():
+    return committed_records("05_backend_selection")
 
 
 def hilbert(*words, status=0):
@@ -377,6 +383,7 @@ def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, m
 
 def test_tests_are_run_again(monkeypatch):
     ran = []
+    environment()  # asks git by `subprocess.run`, once in a process
     monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: ran.append(words) or CompletedProcess(words, 1))
     assert "this failed: pytest tests/test_hardware.py" in hilbert("claims", "--rerun", "B3", status=1)
     assert ran[0][1:3] == ["-m", "pytest"]
@@ -406,17 +413,17 @@ def test_an_unknown_claim_is_named():
     assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
 
 
-def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
-    advised = advice(records, [], answers)
+def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, choices, answers):
+    advised = advice(records, [], choices, answers)
     assert advised.premise.all()
     other = copy.deepcopy(records)
     for line in other:
         if line.get("b", line)["name"] == "hilbert":
             line["ratio"], line["interval"] = 2.0, (1.9, 2.1)
-    changed = advice(other, [], answers)
+    changed = advice(other, [], choices, answers)
     assert not changed.premise[changed.about == "which order"].any()
     assert changed.premise[changed.about == "which backend"].all()
-    grids, choices = committed_records("08_where_a_curve_pays"), committed_records("05_backend_selection")
+    grids = committed_records("08_where_a_curve_pays")
     assert short_answer(records, grids, choices).premise.all()
     assert short_answer(other, grids, choices).premise.tolist() == [False, True, True]
     package = "flash_attn_4"
@@ -426,10 +433,33 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, answers):
         assert short_answer(records, grids, lines).rests_on.iloc[2] == notebooks
 
 
-def test_advice_on_grids_is_that_of_its_record(records, answers):
+def test_what_other_packages_are_ahead_in_is_told_with_its_work():
+    work = {"sweep": "selection", "direction": "forward", "head_dim": 64, "is_causal": False}
+    paper, reference = ({"pattern": name, "branches": "8:1 16:3"} for name in ("paper", "reference"))
+    choices = [
+        comparison("flash_attn_4", "triton", 0.8, length=8, **work, **paper),
+        comparison("triton", "flash_attn_4", 1.5, length=16, **work, **reference),
+        comparison("flash_attn_4", "triton", 1.5, length=32, **work, **paper),
+        comparison("cudnn", "triton", 0.5, length=32, **work, **paper),  # of torch itself
+    ]
+    behind = kernels.behind_packages(choices)
+    assert behind.other.unique().tolist() == ["flash_attn_4"]
+    assert behind[["length", "ratio"]].to_numpy().tolist() == [[16, 1.5], [8, 1.25]]
+
+
+def test_orders_are_held_against_storage_in_sequence_order_without_a_table():
+    work = {"sweep": "decoding", "length": 64, "queries": 1, "row_bytes": 32, "dilation": 4}
+    ratios = {"no table": 1.25, "residue": 1.5, "hilbert": 1.0}
+    records = [comparison("linear", name, ratio, **work) for name, ratio in ratios.items()]
+    cases = kernels.over_sequence([*records, comparison("linear", "hilbert", 2.0, **{**work, "sweep": "layouts"})])
+    assert dict(zip(cases.order, cases.value, strict=True)) == {"residue": 1.2, "hilbert": 0.8}
+    assert ((cases.low < cases.value) & (cases.value < cases.high)).all()
+
+
+def test_advice_on_grids_is_that_of_its_record(records, choices, answers):
     grid = {"sweep": "neighbourhood", "direction": "forward", "side": 64, "block_size": 128, "head_dim": 64}
     grids = [comparison("raster", name, ratio, window=9, **grid) for name, ratio in (("hilbert", 2.0), ("morton", 3.0))]
-    (sentence,) = [text for text in advice(records, grids, answers).advice if "grid" in text]
+    (sentence,) = [text for text in advice(records, grids, choices, answers).advice if "grid" in text]
     assert "in 1 of 1 works, at most by a factor of 3.0 (morton, 4,096 tokens)" in sentence
     place = kernels.grid_places(grids).iloc[0]
     assert (place.order, place.value, place.row_bytes, place.intensity) == ("morton", 3.0, 128, 40.5)

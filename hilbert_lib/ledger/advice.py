@@ -6,15 +6,17 @@ from math import floor
 import pandas as pd
 
 from hilbert_lib.claims import LAYOUTS, REFERENCE, reference_pattern
-from hilbert_lib.kernel_benchmarks import NO_TABLE, layout_verdicts
+from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.ledger.claim import Answer, read_ledger
 from hilbert_lib.ledger.kernels import (
+    behind_packages,
     claimed_pairs,
     fused_speeds,
     grid_gains,
     grid_places,
     layout_ratios,
     over_packages,
+    over_sequence,
 )
 from hilbert_lib.ledger.ring import SIZES
 from hilbert_lib.locality.cache import LINE_BYTES
@@ -29,12 +31,15 @@ CHOICE, KERNELS, GRIDS = "05_backend_selection", "06_kernel_benchmarks", "08_whe
 WHOLE_LINES = f"row_bytes >= {LINE_BYTES} and work == 'whole sequence'"
 
 
-def advice(records: Sequence[dict], grids: Sequence[dict], answers: Mapping[str, Answer]) -> pd.DataFrame:
+def advice(
+    records: Sequence[dict], grids: Sequence[dict], choices: Sequence[dict], answers: Mapping[str, Answer]
+) -> pd.DataFrame:
     """When to use dilated attention, in which order to store, which backend to take, and how many GPUs.
 
     Args:
         records: of notebook 06.
         grids: of notebook 08; where there are none, nothing is said of grids.
+        choices: of notebook 05.
         answers: of the ledger, by id.
 
     Returns:
@@ -42,7 +47,7 @@ def advice(records: Sequence[dict], grids: Sequence[dict], answers: Mapping[str,
     """
     rows = [_pattern(answers["K10"]), _order(records), _order_of_small_rows(records)]
     rows += [_order_of_a_grid(grids)] if grids else []
-    rows += [_backend(records), _gpus(records, answers["R4"])]
+    rows += [_backend(records, choices), _gpus(records, answers["R4"])]
     return pd.DataFrame(rows, columns=["about", "advice", "premise", "rests_on"])
 
 
@@ -84,10 +89,15 @@ def _gain_on_grids(grids: Sequence[dict]) -> tuple:
         window, grid = (f"{n} x {n}" for n in (least.window, least.side))
         where = f"a window of {window} on a grid of {grid} in blocks of {least.block_size}, where it touches more"
         worst = f" ({least.value:.1f} at worst, for {where})"
+    by_work = gains.pivot(index=["window", "side", "block_size"], columns="order", values="value")
+    ahead = by_work[["tile", "morton"]].div(by_work.hilbert, axis=0).stack()
+    (window, side, block, order), factor = ahead.idxmax(), ahead.max()
     text = (
         "It pays where tokens lie on a grid and attend to a window around them: a Hilbert order is up to "
         f"{most.hilbert:.1f} times as fast there as storage row by row, as it touches fewer blocks{worst}, and other "
-        f"compact orders pay as much (tiles {most.tile:.1f}, Morton {most.morton:.1f})."
+        f"compact orders pay as much (tiles {most.tile:.1f}, Morton {most.morton:.1f}) or more: {order.capitalize()} "
+        f"is up to {factor:.2f} times as fast as Hilbert (a window of {window} x {window} on a grid of {side} x {side} "
+        f"in blocks of {block})."
     )
     return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
 
@@ -99,6 +109,7 @@ def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tup
     head_dim, length = speeds.head_dim.iloc[0], speeds.length.iloc[0]
     package = over_packages(choices, length=length).query(f"head_dim == {head_dim}")
     others = "".join(f", {each.ratio:.2f} times {each.other} {each.direction}" for each in package.itertuples())
+    others += "".join(f"; {behind}" for behind in _behind(choices))
     text = (
         f"What makes dilated attention fast is the dilation, {_saved(long):.0f} times fewer FLOP than dense attention "
         f"at {long:,} tokens, and one kernel for all branches: on one {gpu} {speeds.tflop_per_s.forward:.0f} TFLOP/s "
@@ -145,20 +156,23 @@ def _is_nothing(hilbert: pd.DataFrame, best: pd.DataFrame) -> bool:
 
 
 def _order_of_small_rows(records: Sequence[dict]) -> tuple:
-    table = ratio_table(list(records), "decoding")
-    one = table[(table.queries == table.queries.min()) & (table.dilation > 1)]
-    of = layout_verdicts(one).set_index(["row_bytes", "b"]).best
-    residue = one[one.b == "residue"]
-    sizes = [size for size, rows in residue.groupby("row_bytes") if (rows.low > FASTER).all()]
-    gains = ", ".join(
-        f"{of[size, 'residue']:.2f} (Hilbert {of[size, 'hilbert']:.2f}) at rows of {size} B" for size in sizes
-    )
+    one = over_sequence(records, where="work == 'decoding' and dilation > 1")
+    one = one[one.queries == one.queries.min()]
+    residue = one[one.order == "residue"]
+    of = one.groupby(["row_bytes", "order"]).value.max()
+    gains, others = [], []
+    for size, rows in residue.groupby("row_bytes"):
+        if (rows.low > FASTER).all():
+            gains.append(f"{of[size, 'residue']:.2f} (Hilbert {of[size, 'hilbert']:.2f}) at rows of {size} B")
+        else:
+            others.append(f"{of[size, 'residue']:.2f} at {size} B")
     text = (
-        "Store a cache that many single queries read at one dilation rate residue-major for that rate: decoding is "
-        f"faster by a factor of {gains}."
+        "Store a cache that many single queries read at one dilation rate residue-major for that rate only where rows "
+        f"are small: decoding is faster than from the order of the sequence by a factor of {', '.join(gains)}"
     )
-    ahead = all(of[size, "residue"] > of[size, "hilbert"] for size in sizes)
-    return "which order", text, bool(sizes) and ahead, KERNELS
+    text += f", and not with larger rows ({', '.join(others)})." if others else "."
+    ahead = all(of[size, "residue"] > of[size, "hilbert"] for size in residue.row_bytes.unique())
+    return "which order", text, bool(gains) and ahead, KERNELS
 
 
 def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
@@ -174,7 +188,18 @@ def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
     return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
 
 
-def _backend(records: Sequence[dict]) -> tuple:
+def _behind(choices: Sequence[dict]) -> list[str]:
+    # Where each package that is ahead of the fused kernel somewhere is so the most.
+    most = behind_packages(choices).drop_duplicates("other")
+    return [
+        f"on branches of {', '.join(each.branches.split())} at {each.length:,} tokens and head_dim {each.head_dim}"
+        f"{', causal,' if each.is_causal else ''} {each.other} is {each.ratio:.2f} times as fast as the kernel "
+        f"{each.direction}, by the device's time"
+        for each in most.itertuples()
+    ]
+
+
+def _backend(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
     pairs = ratio_table(list(records), "backends")
     work = ["length", "pattern", "head_dim", "is_causal", "direction"]
     closest = pairs.loc[pairs.groupby(work).ratio.idxmin()]
@@ -185,7 +210,8 @@ def _backend(records: Sequence[dict]) -> tuple:
     text += f"{len(ahead)} of {len(closest)} works"
     if len(behind):
         text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"
-    return "which backend", f"{text}.", len(ahead) > 0.8 * len(closest), KERNELS
+    packages = [f"Of other packages, the most that any is ahead: {each}." for each in _behind(choices)]
+    return "which backend", " ".join([f"{text}.", *packages]), len(ahead) > 0.8 * len(closest), f"{CHOICE}, {KERNELS}"
 
 
 def _gpus(records: Sequence[dict], timed: Answer) -> tuple:

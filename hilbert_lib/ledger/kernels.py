@@ -22,6 +22,7 @@ from hilbert_lib.safety.benchmarks import outcome_table
 Records = Sequence[dict]
 INTERVAL = ["value", "low", "high"]
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
+CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
 def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") -> pd.DataFrame:
@@ -36,15 +37,37 @@ def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") 
         work ("whole sequence" or "decoding"), length, queries, row_bytes, dilation and the interval; of "best" also
         order.
     """
-    case = ["work", "length", "queries", "row_bytes", "dilation"]
-    tables = [_ratios(records, sweep).assign(work=work) for sweep, work in WORKS.items()]
-    tables.append(_documents_sizes(records))
-    ratios = pd.concat([table for table in tables if not table.empty], ignore_index=True)
+    ratios = pd.concat([_layouts(records), _documents_sizes(records)], ignore_index=True)
     if order == "best":
         ratios = ratios[ratios.b != NO_TABLE]
-        cases = ratios.loc[ratios.groupby(case).value.idxmax(), [*case, *INTERVAL, "b"]].rename(columns={"b": "order"})
+        cases = ratios.loc[ratios.groupby(CASE).value.idxmax(), [*CASE, *INTERVAL, "b"]].rename(columns={"b": "order"})
     else:
-        cases = ratios.loc[ratios.b == order, [*case, *INTERVAL]]
+        cases = ratios.loc[ratios.b == order, [*CASE, *INTERVAL]]
+    return (cases.query(where) if where else cases).reset_index(drop=True)
+
+
+def over_sequence(records: Records, *, where: str = "") -> pd.DataFrame:
+    """Time from storage in sequence order, read as it is, over that from every order, read through a table.
+
+    Both were timed beside linear storage read through a table, so that the interval is that of a quotient of quotients.
+
+    Args:
+        records: of notebook 06.
+        where: a query over the cases.
+
+    Returns:
+        work, length, queries, row_bytes, dilation, order and the interval.
+    """
+    ratios = _layouts(records)
+    plain = ratios[ratios.b == NO_TABLE].set_index(CASE)[INTERVAL]
+    orders = ratios[ratios.b != NO_TABLE].rename(columns={"b": "order"})
+    both = orders.join(plain.add_suffix("_plain"), on=CASE, how="inner")
+    values = {
+        "value": both.value / both.value_plain,
+        "low": both.low / both.high_plain,
+        "high": both.high / both.low_plain,
+    }
+    cases = both[[*CASE, "order"]].assign(**values)
     return (cases.query(where) if where else cases).reset_index(drop=True)
 
 
@@ -57,11 +80,10 @@ def places(records: Records) -> pd.DataFrame:
     Returns:
         `layout_ratios` of the "best" order, and intensity: useful FLOP for each useful byte.
     """
-    case = ["work", "length", "queries", "row_bytes", "dilation"]
     sides = pd.concat([side_table(list(records), sweep).assign(work=work) for sweep, work in WORKS.items()])
-    linear = sides[sides.name == "linear"].set_index(case)
+    linear = sides[sides.name == "linear"].set_index(CASE)
     intensity = (linear.useful_flop / linear.useful_bytes).rename("intensity")
-    return layout_ratios(records, order="best").join(intensity, on=case, how="inner")
+    return layout_ratios(records, order="best").join(intensity, on=CASE, how="inner")
 
 
 def grid_places(records: Records) -> pd.DataFrame:
@@ -134,6 +156,24 @@ def over_packages(choices: Records, *, length: int) -> pd.DataFrame:
     closest = pairs.sort_values("ratio").drop_duplicates(["direction", "head_dim"]).rename(columns={"a": "other"})
     closest = closest.sort_values(["head_dim", "direction"], ascending=[False, True])
     return closest[["direction", "head_dim", "other", "ratio"]].reset_index(drop=True)
+
+
+def behind_packages(choices: Records) -> pd.DataFrame:
+    """Works in which a backend of another package is faster than the fused kernel, by the device's time.
+
+    Args:
+        choices: of notebook 05.
+
+    Returns:
+        other (its name), pattern, branches, length, head_dim, is_causal, direction and ratio (the fused kernel's time
+        over its own), the largest ratio first; empty where there is none.
+    """
+    pairs = ratio_table(list(choices), "selection")
+    first, second = pairs[pairs.b == "triton"], pairs[pairs.a == "triton"]
+    both = pd.concat([first.assign(other=first.a, ratio=1 / first.ratio), second.assign(other=second.b)])
+    both = both[both.other.map(lambda name: bool(backends.BACKENDS[name].package)) & (both.ratio > 1)]
+    work = ["pattern", "branches", "length", "head_dim", "is_causal", "direction"]
+    return both.sort_values("ratio", ascending=False)[["other", *work, "ratio"]].reset_index(drop=True)
 
 
 def claimed_pairs(records: Records, *, where: str) -> pd.DataFrame:
@@ -312,6 +352,11 @@ def _ratios(records: Records, sweep: str) -> pd.DataFrame:
 
 def _intervals(table: pd.DataFrame) -> pd.DataFrame:
     return table.rename(columns={"ratio": "value"})
+
+
+def _layouts(records: Records) -> pd.DataFrame:
+    tables = [_ratios(records, sweep).assign(work=work) for sweep, work in WORKS.items()]
+    return pd.concat([table for table in tables if not table.empty], ignore_index=True)
 
 
 def _documents_sizes(records: Records) -> pd.DataFrame:
