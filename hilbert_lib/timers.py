@@ -66,7 +66,9 @@ class CudaTimer:
         self._events.append(events)
 
     def _events_of(self, run: Callable[[], object], calls: int, lead: int) -> tuple:
-        # Start and end, and whether the device had begun before the host had queued all of it.
+        # Start and end, and whether the device had begun before the host had queued all of it. It begins on an idle
+        # device: behind earlier calls the host would wait for room in the queue of launches.
+        torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this

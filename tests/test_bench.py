@@ -1,6 +1,7 @@
 """Timing and statistics: what a reader of a measurement relies on."""
 
 import time
+from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -25,11 +26,16 @@ def spin(milliseconds):
 
 
 class FakeGpu:
-    """A device that does what it was given in turn, and a host that gives it; both by one clock, in ms."""
+    """A device that does what it was given in turn, and a host that gives it until the queue of launches is full.
+
+    Both go by one clock, in ms.
+    """
+
+    QUEUE = 256
 
     def __init__(self):
         self.now = self.done = 0.0
-        self.spins = []
+        self.spins, self.queue = [], deque()
         self.cuda = SimpleNamespace(
             Event=lambda enable_timing: SimpleNamespace(**self.event()),
             device=lambda device: nullcontext(),
@@ -45,7 +51,12 @@ class FakeGpu:
 
     def launch(self, host, device):
         self.now += host
+        while self.queue and self.queue[0] <= self.now:
+            self.queue.popleft()
+        if len(self.queue) == self.QUEUE:
+            self.now = self.queue.popleft()
         self.done = max(self.now, self.done) + device
+        self.queue.append(self.done)
 
     def sleep(self, cycles):
         self.spins.append(cycles / 2e6)
@@ -209,6 +220,14 @@ def test_launches_that_outlast_the_lead_are_given_a_longer_one_and_are_not_in_th
     assert comparison.record()["b"]["call_ms"] == comparison.b.median_ms  # and one of these for the device
     assert max(gpu.spins) == 8.0  # ms: the first of 2, 4, ... that five ms of launches fit under
     assert gpu.spins.count(4.0) == 1  # found once
+
+
+def test_the_hosts_time_holds_no_wait_for_room_in_a_queue_that_earlier_calls_filled(gpu):
+    many = Case("many", lambda: [gpu.launch(0.01, 0.01) for _ in range(150)], parameters={}, error=0.0)
+    long = Case("long", lambda: gpu.launch(0.1, 50.0), parameters={}, error=0.0)
+    comparison = compare_paired(many, long, device="cuda", repetitions=4, min_sample_ms=0.1)
+    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.5), pytest.approx(0.1))
+    assert not comparison.a.with_launches
 
 
 def test_a_call_that_waits_for_the_device_is_timed_with_its_launches_and_says_so(gpu):
