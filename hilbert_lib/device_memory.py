@@ -9,15 +9,16 @@ def begin_peak(device: torch.device) -> int:
     """Bytes that are allocated on a CUDA device, once nothing holds what earlier calls left; its peak counts from here.
 
     What torch.compile leaves in cycles holds a call's inputs. The thread that runs a device's backward passes holds the
-    results of the last one until it is scheduled again, which a busy host delays; a backward of one number ends that.
+    results of the last one until it is scheduled again, which a busy host delays; a backward of an empty tensor ends
+    that.
 
     Args:
         device: a CUDA device.
     """
     gc.collect()
-    with torch.enable_grad():
-        one = torch.ones((), device=device, requires_grad=True)
-        torch.autograd.grad(one * 1, one)
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing * 1, nothing, nothing.detach())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)

@@ -335,16 +335,18 @@ class _TableCache:
     def tables(self, ordering: Ordering) -> tuple[Tensor, Tensor, Tensor]:
         key = (ordering, ordering.device)
         with self._lock:
+            tables = self._captured.get(key) or self._held.get(key)
+            self._hits, self._misses = self._hits + (tables is not None), self._misses + (tables is None)
+        if tables is None:
+            # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
+            tables = made_to_share(partial(_tables, ordering), ordering.device)
+        with self._lock:
             if key in self._captured:
-                self._hits += 1
                 return self._captured[key]
-            if key in self._held:
-                self._hits += 1
-                self._held.move_to_end(key)
-            else:
-                self._misses += 1
-                self._held[key] = made_to_share(partial(_tables, ordering), ordering.device)
+            if key not in self._held:
+                self._held[key] = tables
                 self._positions += ordering.length
+            self._held.move_to_end(key)
             tables = self._held[key]
             # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
             if ordering.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,8 +1,8 @@
 """Tables that calls share: in memory of no graph and no pool, and kept for the CUDA graphs that captured them."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     of theirs, and the first takes it back. So tables for a CUDA device are built in a thread that lives no longer.
 
     Args:
-        build: makes tensors on the device; what it needs of the current modes and settings of its thread is its own.
+        build: makes tensors on the device; it needs no mode or setting of the calling thread.
         device: of the tensors.
 
     Raises:
@@ -28,18 +28,30 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     """
     if device.type != "cuda":
         return build()
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a call must have run once before a CUDA graph captures it: its tables are not made yet")
-    stream = torch.cuda.current_stream(device)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a call must have run once before a CUDA graph captures it, and not too many others since: its tables "
+                "are not there"
+            )
+        stream = torch.cuda.current_stream()
+    made, errors = [], []
 
-    def on_stream() -> Made:
-        with torch.cuda.stream(stream):
-            return build()
+    def on_stream() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                made.append(build())
+        except BaseException as error:  # raised in the thread that asked
+            errors.append(error)
 
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        made = thread.submit(on_stream).result()
+    # Not of an executor: those take nothing more once the main thread has ended, while others still serve.
+    thread = Thread(target=on_stream)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
     stream.synchronize()
-    return made
+    return made[0]
 
 
 def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
@@ -65,7 +77,7 @@ def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
                 captured.setdefault(id(result), result)
             return result
 
-        call.cache_info = found.cache_info
+        call.cache_info, call.cache_clear = found.cache_info, found.cache_clear
         return call
 
     return decorated

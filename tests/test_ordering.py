@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from math import ceil, sqrt
 
@@ -261,6 +262,23 @@ def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound
         cache.tables(ordering)
     assert cache.tables(captured) is read
     assert cache.info() == (2, 4, 3, 1000 + 41 + 42, 100)
+
+
+def test_tables_are_made_while_others_are_found(monkeypatch):
+    cache, known, new = ordering_module._TableCache(max_positions=100), Ordering.linear(5), Ordering.linear(6)
+    cache.tables(known)
+    made = ordering_module._tables
+
+    def make(ordering):
+        finder = threading.Thread(target=cache.tables, args=[known], daemon=True)
+        finder.start()
+        finder.join(20.0)
+        assert not finder.is_alive()
+        return made(ordering)
+
+    monkeypatch.setattr(ordering_module, "_tables", make)
+    cache.tables(new)
+    assert cache.info() == (1, 2, 2, 11, 100)
 
 
 def test_tables_elsewhere_than_on_cuda_are_not_kept_by_a_capture(monkeypatch):

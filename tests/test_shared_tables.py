@@ -1,6 +1,8 @@
 """Tables that calls share: made outside of a pool, complete for every stream, and kept for graphs that read them."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -9,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hilbert_lib.attention import flex
+from hilbert_lib.attention.neighbourhood import neighbourhood_mask
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.shared_tables import cached_for_graphs, made_to_share
 
@@ -25,7 +29,8 @@ def streams(monkeypatch):
     """A CUDA that is not there: what its streams were asked for, in order."""
     asked = []
     stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext(asked.append("stream") if s is stream else None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return asked
@@ -69,6 +74,27 @@ def test_an_error_while_tables_are_made_is_the_callers(streams):
         made_to_share(build, CUDA)
 
 
-def test_the_kernels_tables_are_such():
-    for tables in (schedule.tables, decode._table):
+def test_tables_are_made_where_the_main_thread_has_ended():
+    script = """
+import threading, time
+from types import SimpleNamespace
+import torch
+from contextlib import nullcontext
+from hilbert_lib.shared_tables import made_to_share
+stream = SimpleNamespace(synchronize=lambda: None)
+torch.cuda.device = torch.cuda.stream = lambda _: nullcontext()
+torch.cuda.current_stream, torch.cuda.is_current_stream_capturing = lambda: stream, lambda: False
+
+def serve():
+    threading.main_thread().join()
+    print(made_to_share(lambda: "made", torch.device("cuda", 0)), flush=True)
+
+threading.Thread(target=serve).start()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.stdout == "made\n", ran.stderr
+
+
+def test_the_tables_of_kernels_and_masks_are_such():
+    for tables in (schedule.tables, decode._table, flex._masks, neighbourhood_mask):
         assert tables.__code__ is cached_for_graphs()(lambda device: None).__code__

@@ -110,7 +110,7 @@ def flex_block_mask(
     return _masks(pattern, is_causal, length, heads, kv_heads, device)[1]
 
 
-@cached_for_graphs(maxsize=4)
+@cached_for_graphs(maxsize=32)
 @torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device

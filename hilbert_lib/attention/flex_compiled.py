@@ -29,16 +29,21 @@ def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
         run: of `torch.compile`; it returns a tensor, or a tuple that begins with one.
         *arguments, **options: its own.
     """
-    with functorch_config.patch(donated_buffer=False):
+    # The backward is compiled here, where these settings hold, and not by autograd's thread when it first runs. The
+    # tag keeps it apart from one of the same code that does take buffers over: inductor's cache knows them as one.
+    kept = functorch_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
+    tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}, buffers kept")
+    with kept, tag:
         results = run(*arguments, **options)
-    out = results if isinstance(results, Tensor) else results[0]
-    node = out.grad_fn
-    while node is not None and node.name() != "CompiledFunctionBackward":  # a view of what the compiled code returned
-        node = node.next_functions[0][0] if node.next_functions else None
-    if node is not None:
-        # In torch 2.11 to 2.13 the indices of what a backward takes over are None where nobody looked for any, and a
-        # backward that is to run again is refused unless they are the empty list.
-        node._forward_cls.metadata.bw_donated_idxs = []
+    given = [x.grad_fn for x in arguments if isinstance(x, Tensor)]
+    node = (results if isinstance(results, Tensor) else results[0]).grad_fn
+    while node is not None and node not in given:
+        if node.name() == "CompiledFunctionBackward":
+            # In torch 2.11 to 2.13 the indices of what a backward takes over are None where nobody looked for any, and
+            # a backward that is to run again is refused unless they are the empty list.
+            node._forward_cls.metadata.bw_donated_idxs = []
+            break
+        node = node.next_functions[0][0] if node.next_functions else None  # a view of what the code returned
     return results
 
 

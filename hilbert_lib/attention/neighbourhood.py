@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hilbert_lib.attention.flex import FLEX_BLOCK
 from hilbert_lib.attention.flex_compiled import compiled_flex_attention
 from hilbert_lib.neighbourhood import Neighbourhood, mask_blocks
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.shared_tables import cached_for_graphs
 
 
 def neighbourhood_attention(
@@ -60,7 +61,7 @@ def neighbourhood_attention(
         return compiled_flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
 
-@lru_cache(maxsize=8)
+@cached_for_graphs(maxsize=8)
 @torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def neighbourhood_mask(
     neighbourhood: Neighbourhood, ordering: Ordering, block_size: int, device: torch.device
@@ -190,14 +191,13 @@ def _score_gradients(
 @contextmanager
 def _tiles_within(block_size: int) -> Iterator[None]:
     # On some GPUs inductor's tiles are 128 rows, which a smaller block cannot hold: it then finds no kernel at all. The
-    # choice is one thread's, so the backward must be compiled here and not by autograd's thread when it first runs.
+    # choice is one thread's: `run_to_keep` compiles the backward here too.
     if block_size >= FLEX_BLOCK:
         yield
         return
-    from torch._functorch import config
     from torch._inductor.virtualized import V
 
-    with config.patch(force_non_lazy_backward_lowering=True), V.set_choices_handler(_small_tiles(block_size)):
+    with V.set_choices_handler(_small_tiles(block_size)):
         yield
 
 

@@ -164,7 +164,12 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
         if run is None:
             return Answer(claim, f"waits for: {claim.record}")
         path, hardware = run / claim.file, run_environment(run, claim.file)["hardware"]
-    cases = claim.cases(path)
+    try:
+        cases = claim.cases(path).dropna(subset=["value"])  # NaN: checked there, and not timed
+    except ValueError:
+        if not claim.record:
+            raise
+        cases = pd.DataFrame()  # the record lacks a sweep
     if cases.empty:
         reason = claim.untested or f"{claim.record} holds no such measurement"
         return Answer(claim, f"{UNTESTED}: {reason}", "", cases, path, hardware)
