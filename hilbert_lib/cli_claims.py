@@ -28,7 +28,10 @@ import click
 def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, out: Path, dry_run: bool) -> None:
     """Show every claim of the documents with its answer; those named by ID with all their cases.
 
-    Values and verdicts are computed from the committed records. What needs a GPU is refused without one.
+    Values and verdicts are computed from the committed records: a claim "holds when" its cases have something in
+    common, and "holds in" so many of them where that is nothing. --rerun times a claim's own pairs, or runs the tests
+    or the whole notebook that answer it, with the configuration for this number of H200s; --dry-run shows which. What
+    needs a GPU is refused without one.
 
     \b
     Example: hilbert claims K3
@@ -39,6 +42,8 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
     from hilbert_lib.ledger.rerun import rerun
 
     ledger = read_ledger()
+    if dry_run and not again:
+        raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
     for name in (*ids, *again):
         if name not in ledger:
             raise click.UsageError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")

@@ -17,20 +17,21 @@ def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None =
     Args:
         name: of the folder, or what stands before the hash of the run's parameters.
         file: that it must hold.
-        machines: folders of runs; by default those that are committed for H200s.
+        machines: folders of runs; by default those that are committed for H200s, of which runs without a GPU are none.
 
     >>> run = newest_run("06_kernel_benchmarks")
     >>> run is None or (run / "manifest.json").exists()
     True
     """
-    machines = REPORTS.glob(MACHINES) if machines is None else machines
+    anywhere, machines = machines is not None, REPORTS.glob(MACHINES) if machines is None else machines
     kinds = (f"*/{name}/{file}", f"*/{name}-*/{file}")
     runs = [path.parent for machine in machines for kind in kinds for path in machine.glob(kind)]
     runs = [run for run in runs if not run.name.endswith(FAILED)]  # what was measured before it failed is no record
+    facts = {run: run_environment(run, file) for run in runs}
+    runs = [run for run in runs if anywhere or facts[run]["gpus"]]
 
     def rank(run: Path) -> tuple[int, str]:
-        facts = run_environment(run, file)
-        return len(facts["gpus"]) if name in OF_SEVERAL_GPUS else 1, facts["utc"]
+        return len(facts[run]["gpus"]) if name in OF_SEVERAL_GPUS else 1, facts[run]["utc"]
 
     return max(runs, key=rank, default=None)
 

@@ -2,6 +2,7 @@
 
 import json
 
+from hilbert_lib import committed
 from hilbert_lib.committed import newest_run
 
 
@@ -20,3 +21,12 @@ def test_the_newest_run_is_taken_of_the_ring_on_the_most_gpus_no_failed_one_and_
         made(f"h200x4/d/{name}", 1, gpus=4)
         made(f"h200x2/e/{name}", 2, gpus=2)
         assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
+
+
+def test_a_run_without_a_gpu_speaks_for_no_notebook_unless_its_folder_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "h200" / "a" / "05_x-1" / "results.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"environment": {"utc": "2026-11-01", "gpus": []}}))
+    monkeypatch.setattr(committed, "REPORTS", tmp_path)
+    assert newest_run("05_x") is None
+    assert newest_run("05_x", machines=[tmp_path / "h200"]) == path.parent

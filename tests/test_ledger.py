@@ -371,6 +371,9 @@ def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, mon
 
 def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(rerun, "environment", lambda: {})
+    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
     monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: CompletedProcess(words, 0))
     assert "C4 was not measured again" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
     old = tmp_path / "a-run" / "06_kernel_benchmarks-0a1b2c3d"
@@ -379,6 +382,20 @@ def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, m
     assert "wrote no counters.csv" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
     os.utime(old / "counters.csv", (2**31, 2**31))  # written while the notebook ran
     assert str(old) in hilbert("claims", "--rerun", "C4", "--out", tmp_path)
+
+
+def test_a_claim_of_several_gpus_is_measured_again_on_those_there_are(ledger):
+    assert "configs/h200x2/" in rerun.command(ledger["R4"], gpus=3)
+    assert "configs/h200x4/" in rerun.command(ledger["R4"])
+    with pytest.raises(ValueError, match="R4 needs 2 GPUs, and torch sees 1"):
+        rerun.command(ledger["R4"], gpus=1)
+
+
+def test_what_a_newer_record_lacks_or_did_not_time_is_no_answer(ledger, tmp_path):
+    layouts = {"pair": "two layouts", "sweep": "claims", "length": 4096, "dilation": 64, "row_bytes": 128, "heads": 12}
+    checked = comparison("standard", "hilbert", float("nan"), head_dim=64, **layouts)
+    for records in ([checked], [comparison("a", "b", 1.0, sweep="another")]):
+        assert answered_by(ledger["K3"], records, tmp_path).verdict.startswith(UNTESTED)
 
 
 def test_tests_are_run_again(monkeypatch):
@@ -411,6 +428,7 @@ def test_a_claim_without_room_says_so(monkeypatch, tmp_path):
 def test_an_unknown_claim_is_named():
     assert "got 'K99'" in hilbert("claims", "K99", status=2)
     assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
+    assert "there is no --rerun" in hilbert("claims", "K3", "--dry-run", status=2)
 
 
 def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, choices, answers):

@@ -18,15 +18,16 @@ from hilbert_lib.suite.manifest import run_id
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli import main; main()"], "pytest": ["-m", "pytest"]}
 
 
-def command(claim: Claim, out: str | Path = "reports/local") -> str:
+def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None = None) -> str:
     """The command line, from the root of the checkout, that measures a claim again.
 
     Args:
         claim: an entry of the ledger.
         out: folder of the runs.
+        gpus: how many there are; by default as many as the largest of the notebook's configurations is for.
 
     Raises:
-        ValueError: for a claim that cannot be tested.
+        ValueError: for a claim that cannot be tested, or not on so few GPUs.
 
     >>> from hilbert_lib.ledger.claim import read_ledger
     >>> command(read_ledger()["B3"])
@@ -39,11 +40,19 @@ def command(claim: Claim, out: str | Path = "reports/local") -> str:
     if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    for config in sorted(ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml"))[-1:]:
-        words += ["-f", config.relative_to(ROOT).as_posix()]
+    configs = {_gpus_of(path): path for path in ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml")}
+    fitting = [count for count in configs if gpus is None or count <= gpus]
+    if configs and not fitting:
+        raise ValueError(f"{claim.id} needs {min(configs)} GPUs, and torch sees {gpus}")
+    if fitting:
+        words += ["-f", configs[max(fitting)].relative_to(ROOT).as_posix()]
     for name, value in claim.only.items():
         words += ["-p", name, (",".join(map(str, value)) or "[]") if isinstance(value, list) else str(value).lower()]
     return shlex.join(words)
+
+
+def _gpus_of(config: Path) -> int:
+    return int(config.parent.name.partition("x")[2] or 1)
 
 
 def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
@@ -89,7 +98,7 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         raise RuntimeError(
             f"{claim.id} is measured on a CUDA device, and torch sees none here; --dry-run shows what would run"
         )
-    line = command(claim, out.resolve())
+    line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
     folder = out / run_id(environment()) / f"claims_{claim.id}"
     if claim.id in CLAIMS:
         (folder / RESULTS).unlink(missing_ok=True)
