@@ -59,6 +59,7 @@ def test_tables_and_figures_are_of_the_records(measured):
 
 def test_one_number_of_ranks_has_no_efficiency(measured):
     table = sweeps.ring_table(measured[2], "weak", "strong", "lengths")
+    assert tuple(table) == tuple(sweeps.ring_table(measured[2], "of none")) == sweeps.RING_COLUMNS
     assert sweeps.efficiency(table[table.ranks == 2]).empty
 
 

@@ -125,6 +125,12 @@ def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
     assert (ending.status, ending.cause) == ("crashed", "by SIGABRT")
 
 
+def test_a_process_that_crashes_while_it_tells_where_it_hangs_timed_out():
+    die = "import os, sys; print('Timeout (0:00:30)!', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
+    ending = run_isolated("builtins:exec", [die], seconds=30)
+    assert (ending.status, ending.cause) == ("timed out", "longer than 30 s")
+
+
 def test_a_signal_without_a_name_is_told_by_its_number():
     ending = run_isolated("signal:raise_signal", [signal.SIGRTMIN + 6], seconds=30)
     assert (ending.status, ending.cause) == ("killed", f"by signal {signal.SIGRTMIN + 6}")

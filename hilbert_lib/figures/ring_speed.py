@@ -19,14 +19,14 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
     Returns:
         The figure.
     """
-    works = list(data.groupby(["tokens", "is_causal"], sort=False))
+    works = list(data.groupby(["sweep", "tokens", "is_causal"], sort=False))
     columns = min(2, len(works))
     rows = -(-len(works) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[len(works) :]:
         unused.set_axis_off()
-    for axes, ((tokens, is_causal), work) in zip(panels, works, strict=False):
+    for axes, ((_, tokens, is_causal), work) in zip(panels, works, strict=False):
         place = np.arange(len(work))
         for name, at, (colour, hatch, _) in (("forward", -0.2, STYLES[0]), ("backward", 0.2, STYLES[1])):
             times = work[f"{name}_ms"]

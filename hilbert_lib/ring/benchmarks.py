@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.environment import environment, sm_clocks_mhz
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
@@ -261,8 +262,7 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
     for _ in range(2):
         out = dq = None
         if q.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            begin_peak(q.device)
         out = forward().detach()
         dq = backward()[0] if work.backward else None
         peak = torch.cuda.max_memory_allocated() if q.is_cuda else None

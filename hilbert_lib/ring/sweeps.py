@@ -109,6 +109,13 @@ def _work(sweep: str, ranks: int, tokens: int, first_segment: int, **rest) -> Wo
     return Work(sweep, ranks, tokens, **branches, **rest)
 
 
+RING_COLUMNS = (
+    *("sweep", "side", "ranks", "tokens", "is_causal", "forward_ms", "forward_low", "forward_high", "backward_ms"),
+    *("backward_low", "backward_high", "tokens_per_s", "tflop_per_s", "sent_mb", "exchange_ms", "hidden_forward"),
+    *("hidden_backward", "peak_gb", "planned_gb", "out_error", "dq_error"),
+)
+
+
 def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
     """What was measured, a row a side.
 
@@ -146,7 +153,7 @@ def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
                 "dq_error": record["dq_error"],
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else RING_COLUMNS)
 
 
 def efficiency(table: pd.DataFrame) -> pd.DataFrame:

@@ -134,8 +134,10 @@ def run_isolated(
     for reader in readers:
         reader.join(EXIT_SECONDS)
     output = tuple(_without_paths(line) for line in last)
-    if stopped == "timed out":
-        status, cause = stopped, f"longer than {seconds:g} s"
+    # At its time a child writes where it is, from beside a thread that goes on: that alone can crash it.
+    died_at_its_time = not stopped and process.returncode < 0 and any(line.startswith("Timeout (") for line in output)
+    if stopped == "timed out" or died_at_its_time:
+        status, cause = "timed out", f"longer than {seconds:g} s"
     elif stopped:
         status, cause = "over a limit", stopped
     else:
