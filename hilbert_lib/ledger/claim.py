@@ -165,7 +165,8 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
             return Answer(claim, f"waits for: {claim.record}")
         path, hardware = run / claim.file, run_environment(run, claim.file)["hardware"]
     try:
-        cases = claim.cases(path).dropna(subset=["value"])  # NaN: checked there, and not timed
+        cases = claim.cases(path)
+        cases = cases if cases.empty else cases.dropna(subset=["value"])  # NaN: checked there, and not timed
     except ValueError:
         if not claim.record:
             raise
