@@ -45,7 +45,7 @@ def compare_with_one_process(arguments: dict) -> list[dict]:
             )
             found = out.detach(), *torch.autograd.grad(out, shards, dout[:, own])
             errors = {
-                name: ((a - b[:, own]).norm() / b.norm()).item()
+                name: (a - b[:, own]).norm().item() / (b.norm().item() or 1.0)
                 for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True)
             }
             rows.append({"rank": rank, "transport": transport, "ordering": kind, "is_causal": is_causal, **errors})
