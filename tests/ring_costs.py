@@ -11,6 +11,7 @@ from cases import BRANCHES
 from ring_ranks import device, inputs
 
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import benchmarks
 from hilbert_lib.ring.attention import ring_dilated_attention
@@ -110,9 +111,7 @@ def _peaks(call, leaves: list[torch.Tensor], dout: torch.Tensor) -> tuple[int, i
 def _with_peak(run) -> tuple:
     """What a call returns, and how many bytes more than before were allocated at its highest point."""
     if device().type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = begin_peak(device())
         found = run()
         torch.cuda.synchronize()
         return found, torch.cuda.max_memory_allocated() - before
