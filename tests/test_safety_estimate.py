@@ -22,6 +22,7 @@ SIZES = {"length": 1024, "heads": 4, "head_dim": 64, "dtype": torch.float32}
 CASES = {  # pattern, sizes and options
     "plain": (ALIGNED, {}),
     "half": (ALIGNED, {"dtype": torch.bfloat16}),
+    "half, short segments": (DilatedPattern((64, 1024), (1, 16)), {"dtype": torch.bfloat16, "length": 4096}),
     "double": (ALIGNED, {"dtype": torch.float64}),
     "several, grouped, causal": (ALIGNED, {"batch": 2, "kv_heads": 2, "is_causal": True}),
     "uneven": (UNEVEN, {"batch": 2, "length": 1100}),

@@ -199,8 +199,9 @@ class _Alive(TorchDispatchMode):
         peak: bytes, beyond those of the tensors that were given.
     """
 
-    def __init__(self, given: list[Tensor]):
+    def __init__(self, given: list[Tensor], device: torch.device):
         super().__init__()
+        self._on_cpu = device.type == "cpu"
         self._sizes = {x.untyped_storage()._cdata: 0 for x in given}
         self._now = self.peak = 0
 
@@ -211,7 +212,7 @@ class _Alive(TorchDispatchMode):
         for x in tree_leaves(results):
             if isinstance(x, Tensor):
                 self._count(x.untyped_storage())
-        self.peak = max(self.peak, self._now + _inside(operator, args))
+        self.peak = max(self.peak, self._now + (_inside(operator, args) if self._on_cpu else 0))
         return results
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -226,19 +227,24 @@ class _Alive(TorchDispatchMode):
 
 
 def _inside(operator: torch._ops.OpOverload, args: tuple) -> int:
-    # What an operator takes beside its results, as torch's profiler shows it; what others take is never the most.
+    # What an operator takes on a CPU beside its results, as torch's profiler shows it; what others take is never the
+    # most.
     if operator is _aten._scaled_dot_product_flash_attention_for_cpu.default:
         return torch.get_num_threads() * 2**20  # blocks of scores
     if operator is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         copy = 0 if args[0].transpose(1, 2).is_contiguous() else args[0].nbytes  # of dout
         return copy + torch.get_num_threads() * 2 * 2**20
+    if torch.Tag.pointwise in operator.tags:  # the narrower of two dtypes is copied into the wider
+        terms = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        widest = max((x.element_size() for x in terms), default=0)
+        return sum(x.numel() * widest for x in terms if x.element_size() < widest)
     return 0
 
 
 def _traced(given: tuple[Tensor, ...], call: Call, backend: str, direction: str, device: torch.device) -> int:
     run = BACKENDS[backend].functions(device)[DIRECTIONS.index(direction)]
     others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
-    with torch.no_grad(), _Alive([*given, *others]) as alive:
+    with torch.no_grad(), _Alive([*given, *others], device) as alive:
         results = run(*given, call)
         if direction == "forward":
             results[1].contiguous()
