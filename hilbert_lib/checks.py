@@ -66,12 +66,18 @@ def _range(least: int | None, most: int | None) -> str:
     return "" if most is None else f" of at most {most}"
 
 
-def integers(name: str, values: object, *, least: int | None = None) -> tuple[int, ...]:
+def integers(name: str, values: object, *, least: int | None = None, distinct: bool = False) -> tuple[int, ...]:
     """A sequence (or a numpy array of one axis) of at least one integer, as a tuple.
+
+    Args:
+        name: of the argument, for the error.
+        values: the sequence.
+        least: of each, None is no bound.
+        distinct: whether a value may come once only, as where each is a row of a table.
 
     Raises:
         TypeError: if values is no such sequence, or one of them no integer; text and bytes are none.
-        ValueError: if it is empty, or one of them is too small.
+        ValueError: if it is empty, or one of them is too small or there twice.
 
     >>> integers("shape", [3, 4], least=1)
     (3, 4)
@@ -81,7 +87,10 @@ def integers(name: str, values: object, *, least: int | None = None) -> tuple[in
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     if not len(values):
         raise ValueError(f"{name} must hold at least one integer, got {values!r}")
-    return tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
+    found = tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
+    if distinct and len(set(found)) < len(found):
+        raise ValueError(f"{name} must hold each integer once, got {values!r}")
+    return found
 
 
 def device(value: object) -> torch.device:

@@ -15,15 +15,25 @@ from hilbert_lib.cli_bench import bench
 from hilbert_lib.cli_claims import claims
 from hilbert_lib.cli_plan import plan
 
-Pairs = tuple[tuple[str, str], ...]
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
 
+
+def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    for name, times in Counter(name for name, _ in pairs).items():
+        if "=" in name:
+            raise click.UsageError(f"-p takes two words, as -p {name.replace('=', ' ', 1)}; got {name!r}")
+        if times > 1:
+            raise click.UsageError(f"-p {name} is given more than once; several values: hilbert sweep -p {name} A,B")
+    return dict(pairs)
+
+
 parameters_option = click.option(
     "-p",
-    "pairs",
+    "texts",
     nargs=2,
     multiple=True,
+    callback=_texts,
     metavar="NAME VALUE",
     help="Set a parameter; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists '1,2;1,2,4'.",
 )
@@ -109,7 +119,7 @@ def list_notebooks(folder: Path | None) -> None:
 @main.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @running_options
-def run(names: tuple[str, ...], pairs: Pairs, source: Path | None, folder: Path | None, **how) -> None:
+def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
     """Run notebooks, all of them without a NAME, and build their report.
 
     What is finished is reused, so that a call which was cut short goes on where it was. The last line is the path
@@ -125,7 +135,7 @@ def run(names: tuple[str, ...], pairs: Pairs, source: Path | None, folder: Path 
 
     notebooks = _notebooks(folder, names)
     with _usage_errors():
-        points = make_points(notebooks, _texts(pairs), *_values(source, folder))
+        points = make_points(notebooks, texts, *_values(source, folder))
     run_folder, status = _run_points(points, len(points), **how)
     if run_folder:
         with _disk_errors():
@@ -137,7 +147,7 @@ def run(names: tuple[str, ...], pairs: Pairs, source: Path | None, folder: Path 
 @click.argument("name")
 @click.option("--shard", metavar="I/N", default="1/1", help="Only every N-th point from the I-th on; I from 1 to N.")
 @running_options
-def sweep(name: str, shard: str, pairs: Pairs, source: Path | None, folder: Path | None, **how) -> None:
+def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
     """Run one notebook at every combination of the values given.
 
     A point that fails does not end the others. Give each job of a scheduler's array its --shard; when all
@@ -151,7 +161,7 @@ def sweep(name: str, shard: str, pairs: Pairs, source: Path | None, folder: Path
     (notebook,) = _notebooks(folder, [name])
     with _usage_errors():
         values, own = _values(source, folder)
-        points = make_grid(notebook, _texts(pairs), values | own.get(notebook.name, {}))
+        points = make_grid(notebook, texts, values | own.get(notebook.name, {}))
         share = take_shard(points, shard)
     run_folder, status = _run_points(share, len(points), **how)
     if run_folder:
@@ -251,13 +261,6 @@ def _notebooks(folder: Path | None, names: Iterable[str] = ()) -> list:
 
     with _usage_errors():
         return find_notebooks(folder or notebooks_folder(), names)
-
-
-def _texts(pairs: Pairs) -> dict[str, str]:
-    twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
-    if twice:
-        raise ValueError(f"-p {twice[0]} is given more than once; several values: hilbert sweep -p {twice[0]} A,B")
-    return dict(pairs)
 
 
 def _values(source: Path | None, folder: Path | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:

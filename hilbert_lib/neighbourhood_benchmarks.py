@@ -12,6 +12,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from hilbert_lib import checks
 from hilbert_lib.attention.neighbourhood import (
     exact_dk_dv,
     exact_dq,
@@ -19,7 +20,7 @@ from hilbert_lib.attention.neighbourhood import (
     neighbourhood_attention,
     neighbourhood_mask,
 )
-from hilbert_lib.locality.neighbourhood import neighbourhood_orderings
+from hilbert_lib.locality.neighbourhood import check_windows, neighbourhood_orderings
 from hilbert_lib.neighbourhood import Neighbourhood
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
@@ -127,7 +128,12 @@ def orders(
 
     Yields:
         (raster, order), (dense, hilbert) and (hilbert, reordered), as (a, b).
+
+    Raises:
+        TypeError, ValueError: naming the argument where it is empty or holds one twice, and where no window fits.
     """
+    check_windows(windows, checks.integers("sides", sides, least=1, distinct=True))
+    checks.integers("block_sizes", block_sizes, least=1, distinct=True)
     directions = ("forward", "backward") if device.type == "cuda" else ("forward",)
     for side, block_size in product(sides, block_sizes):
         fitting = [window for window in windows if window <= side]

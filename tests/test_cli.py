@@ -137,6 +137,8 @@ def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
         (["run", "-p", "seq_len", "4.5"], "seq_len must be int, got '4.5'"),
         (["run", "-p", "causal", "1"], "causal must be bool"),
         (["run", "-p", "seq_len", "4", "-p", "seq_len", "5"], "given more than once"),
+        (["run", "-p", "seq_len=4", "--out", "folder"], "-p takes two words, as -p seq_len 4; got 'seq_len=4'"),
+        (["sweep", "00_a", "-p", "seq_len=4", "--out", "folder"], "as -p seq_len 4; got 'seq_len=4'"),
         (["run", "-f", "sections.yaml"], "must be flat"),
         (["run", "-f", "quoted.yaml"], "seq_len must be int, got '8'"),
         (["run", "-f", "sizes"], "no notebook is named '00_aa'; did you mean '00_a'"),

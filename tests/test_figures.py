@@ -1,16 +1,20 @@
 """Figures show all of their table, and can be drawn again from the files beside them."""
 
 import json
+import math
 import warnings
 from io import BytesIO
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 
 from hilbert_lib.attention.tables import multiplicities
+from hilbert_lib.curves import curve_coordinates
 from hilbert_lib.figures import redraw, show
+from hilbert_lib.figures.curves import draw_paths, path_table
 from hilbert_lib.figures.patterns import draw_errors, draw_pattern, draw_work
 from hilbert_lib.figures.record import in_256_colours
 from hilbert_lib.pattern import DilatedPattern
@@ -108,3 +112,27 @@ def test_one_bad_recipe_is_named_and_the_others_are_redrawn(tmp_path):
     named = [str(warning.message) for warning in caught if "was not redrawn" in str(warning.message)]
     assert [any(f"{name}.json was not" in text for text in named) for name in "abz"] == [True] * 3
     assert len(named) == 3
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(13,)], "2 sides or all 3, got 13"),
+        ([(4, 4, 4), (5, 4)], "2 sides or all 3, got 4 x 4 x 4, 5 x 4"),
+        ([(1, 1, 1)], "at least 2 cells, got '1 x 1 x 1' of 1"),
+    ],
+)
+def test_what_is_no_path_through_a_grid_is_named(shapes, words):
+    with pytest.raises(ValueError, match=words):
+        path_table({" x ".join(map(str, each)): (torch.zeros(math.prod(each), len(each)), each) for each in shapes})
+
+
+def test_a_path_of_very_many_steps_is_drawn_as_pixels(tmp_path):
+    for side in (64, 256):
+        table = path_table({"path": (curve_coordinates("hilbert", (side, side)), (side, side))})
+        show(draw_paths, table, output_dir=str(tmp_path), name=f"side_{side}", title="a path")
+    lines = (tmp_path / "side_64.svg").read_text().count("<path ")
+    pixels = (tmp_path / "side_256.svg").read_text()
+    assert lines > 4000
+    assert pixels.count("<path ") < 100
+    assert "<image" in pixels

@@ -102,6 +102,7 @@ def test_raster_neighbours_are_one_slot_or_one_row_apart(rows, cols):
         (lambda: neighbour_distance({"x": Ordering.linear(1)}, (1, 1)), r"a side above 1, got \(1, 1\)"),
         (lambda: step_distance({"x": Ordering.linear(6)}, (2, 3), steps=[6]), "between 1 and 5, got 6"),
         (lambda: block_compactness({"x": Ordering.linear(6)}, (2, 3), block_sizes=[7]), "between 1 and 6, got 7"),
+        (lambda: block_compactness({"x": Ordering.linear(6)}, (2, 3), block_sizes=[2, 2]), "once, got"),
         (lambda: block_map({"x": Ordering.linear(6)}, (2, 3), block_size=0), "at least 1, got 0"),
         (lambda: block_map({"x": Ordering.linear(6)}, (1, 2, 3), block_size=1), r"2 sides, got \(1, 2, 3\)"),
         (lambda: grid_orderings((0, 4), rate=2), "at least 1"),

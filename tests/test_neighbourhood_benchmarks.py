@@ -40,6 +40,21 @@ def test_every_order_is_paired_with_raster_and_dense_with_hilbert_once(records):
     assert (pairs[pairs.a == "hilbert"].b == "hilbert, reordered").all()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"windows": [33]}, r"windows must hold one of at most 20, the side of a grid, got \[33\]"),
+        ({"windows": []}, "windows must hold at least one"),
+        ({"sides": [16, 16]}, r"sides must hold each integer once, got \[16, 16\]"),
+        ({"block_sizes": [0]}, r"block_sizes\[0\] must be an integer of at least 1"),
+    ],
+)
+def test_a_sweep_without_a_work_is_refused(wrong, named):
+    sizes = {"sides": [16, 20], "windows": [7], "block_sizes": [16], "heads": 1, "head_dim": 8}
+    with pytest.raises(ValueError, match=named):
+        next(benchmarks.orders(**{**sizes, **wrong}, device=CPU))
+
+
 def test_every_side_computes_its_function(records):
     sides = side_table(records, "neighbourhood")
     assert sides.error.max() < 1e-5

@@ -36,6 +36,9 @@ def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataF
     Returns:
         Columns: panel; row, col and rows, cols, or a, b, c and their sides. One row for each cell of each path.
 
+    Raises:
+        ValueError: if a grid has not 2 or 3 sides, or not as many as the others, or is one cell.
+
     >>> import torch
     >>> path_table({"a row": (torch.tensor([[0, 0], [0, 1]]), (1, 2))})
        panel  row  col  rows  cols
@@ -43,7 +46,12 @@ def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataF
     1  a row    0    1     1     2
     """
     tables = []
+    sides = {len(shape) for _, shape in panels.values()}
+    if len(sides) > 1 or not sides <= AXIS_COLUMNS.keys():
+        raise ValueError(f"panels must all have 2 sides or all 3, got {', '.join(panels)}")
     for panel, (coordinates, shape) in panels.items():
+        if len(coordinates) < 2:
+            raise ValueError(f"a path must have at least 2 cells, got {panel!r} of {len(coordinates)}")
         columns = AXIS_COLUMNS[len(shape)]
         table = pd.DataFrame(coordinates.cpu().numpy(), columns=columns)
         table.insert(0, "panel", panel)
@@ -111,6 +119,7 @@ def _draw_steps(axis: Axes, points: np.ndarray, along: np.ndarray, *, width: flo
         lines.set_array(along[chosen])
         lines.set_clim(0, 1)
         lines.set_capstyle("butt" if thin < 1 else "projecting")
+        lines.set_rasterized(len(segments) > 2**14)  # or the file has megabytes of lines too thin to be told apart
         axis.add_collection(lines)
 
 

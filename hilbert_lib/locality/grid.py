@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from hilbert_lib import checks
 from hilbert_lib.curves import KINDS, checked_shape
 from hilbert_lib.ordering import Ordering
 
@@ -108,12 +109,13 @@ def block_compactness(
         upright box around a block).
 
     Raises:
-        ValueError: if an ordering is not one of the cells of the grid, or a block size is out of range.
+        ValueError: if an ordering is not one of the cells of the grid, or a block size is out of range or there twice.
 
     >>> block_compactness({"raster": Ordering.linear(8)}, (2, 4), block_sizes=[4])
         order  block_size  mean_perimeter  worst_perimeter  mean_box  worst_box
     0  raster           4            10.0               10       4.0          4
     """
+    block_sizes = checks.integers("block_sizes", block_sizes, distinct=True)
     rows = []
     for name, ordering in orderings.items():
         slots, cells = _slots(ordering, shape), _cells(ordering, shape)

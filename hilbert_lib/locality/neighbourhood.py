@@ -5,6 +5,7 @@ from itertools import product
 
 import pandas as pd
 
+from hilbert_lib import checks
 from hilbert_lib.neighbourhood import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
 from hilbert_lib.ordering import Ordering
 
@@ -41,10 +42,15 @@ def count_blocks(
         order, grid, window, block_size, touched and full (blocks), per_query_block (touched blocks for each block of
         queries) and used (share of the touched blocks' pairs that attend).
 
+    Raises:
+        TypeError, ValueError: naming the argument where it is empty or holds one twice, and where no window fits.
+
     >>> table = count_blocks([(16, 16)], windows=[3], block_sizes=[16])
     >>> table.set_index("order").touched[["raster", "random"]].to_dict()
     {'raster': 48, 'random': 256}
     """
+    check_windows(windows, [min(shape) for shape in shapes])
+    checks.integers("block_sizes", block_sizes, least=1, distinct=True)
     rows = []
     for shape, window, size in product(shapes, windows, block_sizes):
         if window > min(shape):
@@ -58,6 +64,26 @@ def count_blocks(
             rows.append((name, "{} x {}".format(*shape), window, size, touched, full, *shares))
     columns = ["order", "grid", "window", "block_size", "touched", "full", "per_query_block", "used"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
+    """Refuses windows of which none fits, or one is there twice.
+
+    Args:
+        windows: cells along a side of the window.
+        sides: cells along the shorter side of each grid.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed.
+
+    >>> check_windows([3, 65], [16])
+    >>> check_windows([33], [16, 20])
+    Traceback (most recent call last):
+    ValueError: windows must hold one of at most 20, the side of a grid, got [33]
+    """
+    longest = max(checks.integers("sides", sides, least=1))
+    if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
+        raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
 
 
 def block_shares(neighbourhood: Neighbourhood, *, block_size: int, seed: int = 0) -> pd.DataFrame:
@@ -98,10 +124,14 @@ def count_exchange(
         order, ranks, total_bytes (received by all ranks together), most_bytes (by the rank that receives most) and
         most_peers (the ranks that one rank receives from, at most).
 
+    Raises:
+        TypeError, ValueError: naming the argument, where ranks is empty, or holds one twice or more than cells.
+
     >>> table = count_exchange(Neighbourhood((8, 8), 3), ranks=[4], row_bytes=1).set_index("order")
     >>> table.total_bytes[["raster", "hilbert"]].to_dict()
     {'raster': 96, 'hilbert': 72}
     """
+    ranks = checks.integers("ranks", ranks, least=1, distinct=True)
     rows = []
     for name, ordering in neighbourhood_orderings(neighbourhood.shape, seed=seed).items():
         for count in ranks:
