@@ -6,7 +6,7 @@ checks      what counts as an integer, a device
 environment what machine and which code this is
 hardware    what GPU this is
 curves      coordinates along space-filling curves; on a GPU by the kernels of curves_triton
-ordering    a permutation of positions, and its cache
+ordering    a permutation of positions; ordering_tables its tables and their cache
 pattern     which keys a query sees, and how much work that is
 attention   exact dilated attention, its oracle and its backends
 locality    models of what a cache sees

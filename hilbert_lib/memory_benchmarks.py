@@ -17,7 +17,8 @@ from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.environment import environment
 from hilbert_lib.graph_benchmarks import captured, from_idle, require_cuda
-from hilbert_lib.ordering import Ordering, _tables
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.ordering_tables import compute_tables
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, identity, recorded_before, relative_difference
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import append_records, measured_before
@@ -314,7 +315,10 @@ def pattern_cache(
         tables = partial(_schedule_tables, pattern, length, heads, device)
         kept = {
             "schedule tables": (partial(tables, schedule.passes.__wrapped__, schedule.tables.__wrapped__), tables),
-            "Hilbert ordering": (partial(_tables, ordering), lambda o=ordering: (o.perm, o.inverse, o.slots(o.device))),
+            "Hilbert ordering": (
+                partial(compute_tables, ordering),
+                lambda o=ordering: (o.perm, o.inverse, o.slots(o.device)),
+            ),
         }
         for what, (build, find) in kept.items():
             built, found = build(), find()

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hilbert_lib import ordering as ordering_module
+from hilbert_lib import ordering_tables
 from hilbert_lib.curves import KINDS
-from hilbert_lib.ordering import Ordering, ordering_cache_info
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.ordering_tables import ordering_cache_info
 
 LENGTHS = st.integers(1, 500)
 CHUNKS = st.one_of(st.none(), st.integers(1, 600))
@@ -113,14 +114,14 @@ def test_random_neither_reads_nor_moves_the_global_generator():
     torch.manual_seed(0)
     first = Ordering.random(501, seed=5).perm.clone()
     assert torch.equal(torch.rand(1), expected_next)
-    assert torch.equal(ordering_module._tables(Ordering.random(501, seed=5))[0], first)
+    assert torch.equal(ordering_tables.compute_tables(Ordering.random(501, seed=5))[0], first)
     assert not torch.equal(Ordering.random(501, seed=6).perm, first)
 
 
 def test_a_default_device_elsewhere_leaves_the_tables_where_the_ordering_says(monkeypatch):
     for example in EXAMPLES:
         expected = example.perm.clone()
-        monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+        monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
         with torch.device("meta"):
             assert torch.equal(example.perm, expected)
 
@@ -136,7 +137,7 @@ def test_an_ordering_serves_tensors_on_meta(example):
 
 
 def test_fake_tensors_neither_enter_nor_stop_the_cache(monkeypatch):
-    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
     ordering = Ordering.from_curve("hilbert", 10)
     with FakeTensorMode():
         assert ordering.apply(torch.empty(3, 10), 1).shape == (3, 10)
@@ -229,7 +230,7 @@ def use(*orderings):
 
 
 def test_the_cache_is_bounded_by_positions_and_drops_the_least_recently_used(monkeypatch):
-    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
     old, used, new = Ordering.linear(40), Ordering.linear(41), Ordering.linear(42)
     use(old, used, old, new)  # which leaves `used` the oldest
     info = ordering_cache_info()
@@ -240,7 +241,7 @@ def test_the_cache_is_bounded_by_positions_and_drops_the_least_recently_used(mon
 
 
 def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
-    monkeypatch.setattr(ordering_module, "_cache", ordering_module._TableCache(max_positions=100))
+    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
     large = Ordering.linear(1000)
     use(large, large, Ordering.linear(5))
     info = ordering_cache_info()
@@ -248,10 +249,10 @@ def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
 
 
 def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound_to_the_others(monkeypatch):
-    made, cpu = ordering_module._tables, torch.device("cpu")
-    monkeypatch.setattr(ordering_module, "_tables", lambda ordering: made(replace(ordering, device=cpu)))
-    monkeypatch.setattr(ordering_module, "made_to_share", lambda build, device: build())
-    cache = ordering_module._TableCache(max_positions=100)
+    made, cpu = ordering_tables.compute_tables, torch.device("cpu")
+    monkeypatch.setattr(ordering_tables, "compute_tables", lambda ordering: made(replace(ordering, device=cpu)))
+    monkeypatch.setattr(ordering_tables, "made_to_share", lambda build, device: build())
+    cache = ordering_tables.TableCache(max_positions=100)
     captured, *others = (Ordering("linear", n, device=torch.device("cuda", 0)) for n in (1000, 40, 41, 42))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     read = cache.tables(captured)  # by a first call, before the capture
@@ -265,9 +266,9 @@ def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound
 
 
 def test_tables_are_made_while_others_are_found(monkeypatch):
-    cache, known, new = ordering_module._TableCache(max_positions=100), Ordering.linear(5), Ordering.linear(6)
+    cache, known, new = ordering_tables.TableCache(max_positions=100), Ordering.linear(5), Ordering.linear(6)
     cache.tables(known)
-    made = ordering_module._tables
+    made = ordering_tables.compute_tables
 
     def make(ordering):
         finder = threading.Thread(target=cache.tables, args=[known], daemon=True)
@@ -276,13 +277,13 @@ def test_tables_are_made_while_others_are_found(monkeypatch):
         assert not finder.is_alive()
         return made(ordering)
 
-    monkeypatch.setattr(ordering_module, "_tables", make)
+    monkeypatch.setattr(ordering_tables, "compute_tables", make)
     cache.tables(new)
     assert cache.info() == (1, 2, 2, 11, 100)
 
 
 def test_tables_elsewhere_than_on_cuda_are_not_kept_by_a_capture(monkeypatch):
-    cache = ordering_module._TableCache(max_positions=100)
+    cache = ordering_tables.TableCache(max_positions=100)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for n in (60, 61):
         cache.tables(Ordering.linear(n))
