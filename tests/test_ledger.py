@@ -2,30 +2,22 @@
 
 import ast
 import copy
-import json
-import os
 import re
-import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from made_up import answered_by, comparison
 from matplotlib.collections import PathCollection
 
 from hilbert_lib import selection
-from hilbert_lib.cli import main
-from hilbert_lib.committed import newest_run
-from hilbert_lib.environment import environment
 from hilbert_lib.figures import verdict
 from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.ledger import kernels, rerun
+from hilbert_lib.ledger import kernels
 from hilbert_lib.ledger.advice import advice, short_answer
 from hilbert_lib.ledger.claim import (
     HOLDS,
@@ -38,12 +30,9 @@ from hilbert_lib.ledger.claim import (
     ratio_cases,
     read_ledger,
 )
-from hilbert_lib.ledger.rerun import command
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import REPORTS, read_records
 from hilbert_lib.safety.benchmarks import attention_points, measure_attention
-from hilbert_lib.suite.parameters import read_parameter_file
-from hilbert_lib.suite.points import find_notebooks, make_points
 
 COUNTS = {"K": 11, "C": 9, "M": 4, "R": 7, "B": 10, "S": 2}  # the documents' claims, by kind
 
@@ -66,35 +55,6 @@ def records():
 @pytest.fixture(scope="module")
 def choices():
     return committed_records("05_backend_selection")
-
-
-def hilbert(*words, status=0):
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == status, result.output + repr(result.exception)
-    return result.output
-
-
-def comparison(a, b, ratio, *, peak=(0, 0), spread=0.01, ms=1.0, **parameters):
-    """A record as `paired.run_sides` writes it, of made-up times."""
-    sides = {"parameters": parameters, "error": 0.0, "useful_flop": 1.0, "useful_bytes": 1.0}
-    return {
-        "kind": "comparison",
-        "ratio": ratio,
-        "interval": (ratio - spread, ratio + spread),
-        "a": {"name": a, "samples_ms": [ms * ratio], "median_ms": ms * ratio, **sides},
-        "b": {"name": b, "samples_ms": [ms], "median_ms": ms, **sides},
-        "peak_bytes": peak,
-        "output_difference": 0.0,
-        "environment": {"utc": "2026-01-01", "hardware": "made up"},
-    }
-
-
-def answered_by(claim, records, folder):
-    """What a claim's answer would be if these were its records."""
-    for name in {claim.file, "results.jsonl"}:
-        environment = {"environment": {"utc": "2026", "hardware": "made up"}}
-        (folder / name).write_text("".join(json.dumps({**environment, **record}) + "\n" for record in records))
-    return answer(claim, folder)
 
 
 def test_every_claim_of_the_documents_has_an_entry(ledger):
@@ -324,111 +284,11 @@ def test_the_ring_scales_by_the_same_tokens_a_rank_or_in_all(ledger, tmp_path):
     assert (scaling.low, scaling.value, scaling.high) == pytest.approx((9.5 / 12, 10 / 12, 10.5 / 12))
 
 
-def test_a_rerun_runs_what_the_notebooks_accept(ledger):
-    folder = ROOT / "notebooks"
-    there = {path.stem for path in folder.glob("*.ipynb")}
-    for name, claim in ledger.items():
-        words = shlex.split(command(claim))
-        assert words[0] in ("hilbert", "pytest"), name
-        if words[:2] == ["hilbert", "run"]:
-            assert claim.record in there, name
-            texts = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-p"}
-            assert set(texts) == set(claim.only), name
-            values = read_parameter_file(ROOT / words[words.index("-f") + 1]) if "-f" in words else {}
-            (point,) = make_points(find_notebooks(folder, [claim.record]), texts, values)
-            assert point.parameters.items() >= claim.only.items(), name
-
-
-def test_the_command_shows_every_claim_and_an_entry_with_its_cases(answers, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr("hilbert_lib.ledger.claim.answer", lambda claim: answers[claim.id])
-        shown = hilbert("claims")
-    assert all(f"│ {name}" in shown for name in answers)
-    entry = hilbert("claims", "K3")
-    assert "does not hold" in entry
-    assert answers["K3"].record.relative_to(ROOT).as_posix() in entry
-    assert "two layouts" in entry
-
-
-def test_what_needs_no_gpu_is_measured_again(answers):
-    assert answers["C8"].value in hilbert("claims", "--rerun", "C8")
-
-
-def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, monkeypatch):
-    def timed(claims, *, output_dir, **_):
-        (made_up,) = (records for name, records, *_ in TO_COME if name == "K10")
-        Path(output_dir).mkdir(parents=True)
-        (Path(output_dir) / "results.jsonl").write_text(json.dumps(made_up[0]) + "\n")
-        return made_up[:1]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(rerun, "time_again", timed)
-    shown = hilbert("claims", "--rerun", "K10", "--out", tmp_path)
-    assert re.search(r"verdict +holds\n +value +6 \(5.99 to 6.01\)", shown)
-    (record,) = tmp_path.glob("*/claims_K10/results.jsonl")
-    assert str(record) in shown
-
-
-def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(rerun, "environment", lambda: {})
-    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
-    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: CompletedProcess(words, 0))
-    assert "C4 was not measured again" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
-    old = tmp_path / "a-run" / "06_kernel_benchmarks-0a1b2c3d"
-    shutil.copytree(newest_run("06_kernel_benchmarks", "counters.csv"), old)
-    os.utime(old / "counters.csv", (0, 0))
-    assert "wrote no counters.csv" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
-    os.utime(old / "counters.csv", (2**31, 2**31))  # written while the notebook ran
-    assert str(old) in hilbert("claims", "--rerun", "C4", "--out", tmp_path)
-
-
-def test_a_claim_of_several_gpus_is_measured_again_on_those_there_are(ledger):
-    assert "configs/h200x2/" in rerun.command(ledger["R4"], gpus=3)
-    assert "configs/h200x4/" in rerun.command(ledger["R4"])
-    with pytest.raises(ValueError, match="R4 needs 2 GPUs, and torch sees 1"):
-        rerun.command(ledger["R4"], gpus=1)
-
-
 def test_what_a_newer_record_lacks_or_did_not_time_is_no_answer(ledger, tmp_path):
     layouts = {"pair": "two layouts", "sweep": "claims", "length": 4096, "dilation": 64, "row_bytes": 128, "heads": 12}
     checked = comparison("standard", "hilbert", float("nan"), head_dim=64, **layouts)
     for records in ([checked], [comparison("a", "b", 1.0, sweep="another")]):
         assert answered_by(ledger["K3"], records, tmp_path).verdict.startswith(UNTESTED)
-
-
-def test_tests_are_run_again(monkeypatch):
-    ran = []
-    environment()  # asks git by `subprocess.run`, once in a process
-    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: ran.append(words) or CompletedProcess(words, 1))
-    assert "this failed: pytest tests/test_hardware.py" in hilbert("claims", "--rerun", "B3", status=1)
-    assert ran[0][1:3] == ["-m", "pytest"]
-
-
-def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("K4", "B7"):
-        assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
-    assert hilbert("claims", "--rerun", "B7", "--dry-run").startswith("hilbert run 05_backend_selection")
-    shown = hilbert("claims", "--rerun", "K4", "--dry-run", "--segment-length", "512")
-    assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
-    assert shown.count("branches=512:") == 4
-    assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
-
-
-def test_a_claim_without_room_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(rerun, "environment", lambda: {})
-    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
-    monkeypatch.setattr(rerun, "time_again", lambda *_, **__: [])
-    assert "nothing of it has room" in hilbert("claims", "--rerun", "K4", "--out", tmp_path, status=1)
-
-
-def test_an_unknown_claim_is_named():
-    assert "got 'K99'" in hilbert("claims", "K99", status=2)
-    assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
-    assert "there is no --rerun" in hilbert("claims", "K3", "--dry-run", status=2)
 
 
 def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, choices, answers):

@@ -1,0 +1,133 @@
+"""`hilbert claims` shows every claim, and measures one again by what its entry names."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from click.testing import CliRunner
+from made_up import comparison
+
+from hilbert_lib.cli import main
+from hilbert_lib.committed import newest_run
+from hilbert_lib.environment import environment
+from hilbert_lib.ledger import rerun
+from hilbert_lib.ledger.claim import ROOT, answer, read_ledger
+from hilbert_lib.ledger.rerun import command
+from hilbert_lib.suite.parameters import read_parameter_file
+from hilbert_lib.suite.points import find_notebooks, make_points
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return read_ledger()
+
+
+def hilbert(*words, status=0):
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == status, result.output + repr(result.exception)
+    return result.output
+
+
+def test_a_rerun_runs_what_the_notebooks_accept(ledger):
+    folder = ROOT / "notebooks"
+    there = {path.stem for path in folder.glob("*.ipynb")}
+    for name, claim in ledger.items():
+        words = shlex.split(command(claim))
+        assert words[0] in ("hilbert", "pytest"), name
+        if words[:2] == ["hilbert", "run"]:
+            assert claim.record in there, name
+            texts = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-p"}
+            assert set(texts) == set(claim.only), name
+            values = read_parameter_file(ROOT / words[words.index("-f") + 1]) if "-f" in words else {}
+            (point,) = make_points(find_notebooks(folder, [claim.record]), texts, values)
+            assert point.parameters.items() >= claim.only.items(), name
+
+
+def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger):
+    shown = hilbert("claims")
+    assert all(f"│ {name}" in shown for name in ledger)
+    entry = hilbert("claims", "K3")
+    assert "does not hold" in entry
+    assert answer(ledger["K3"]).record.relative_to(ROOT).as_posix() in entry
+    assert "two layouts" in entry
+
+
+def test_what_needs_no_gpu_is_measured_again(ledger):
+    assert answer(ledger["C8"]).value in hilbert("claims", "--rerun", "C8")
+
+
+def test_what_is_timed_again_stays_in_a_folder_and_answers_from_it(tmp_path, monkeypatch):
+    def timed(claims, *, output_dir, **_):
+        work = {"sweep": "claims", "pair": "dense and dilated", "length": 64, "head_dim": 64, "direction": "forward"}
+        record = comparison("dense", "dilated", 6.0, **work)
+        Path(output_dir).mkdir(parents=True)
+        (Path(output_dir) / "results.jsonl").write_text(json.dumps(record) + "\n")
+        return [record]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rerun, "time_again", timed)
+    shown = hilbert("claims", "--rerun", "K10", "--out", tmp_path)
+    assert re.search(r"verdict +holds\n +value +6 \(5.99 to 6.01\)", shown)
+    (record,) = tmp_path.glob("*/claims_K10/results.jsonl")
+    assert str(record) in shown
+
+
+def test_a_run_that_left_no_record_of_the_claim_is_no_answer(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(rerun, "environment", lambda: {})
+    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
+    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: CompletedProcess(words, 0))
+    assert "C4 was not measured again" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
+    old = tmp_path / "a-run" / "06_kernel_benchmarks-0a1b2c3d"
+    shutil.copytree(newest_run("06_kernel_benchmarks", "counters.csv"), old)
+    os.utime(old / "counters.csv", (0, 0))
+    assert "wrote no counters.csv" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)
+    os.utime(old / "counters.csv", (2**31, 2**31))  # written while the notebook ran
+    assert str(old) in hilbert("claims", "--rerun", "C4", "--out", tmp_path)
+
+
+def test_a_claim_of_several_gpus_is_measured_again_on_those_there_are(ledger):
+    assert "configs/h200x2/" in rerun.command(ledger["R4"], gpus=3)
+    assert "configs/h200x4/" in rerun.command(ledger["R4"])
+    with pytest.raises(ValueError, match="R4 needs 2 GPUs, and torch sees 1"):
+        rerun.command(ledger["R4"], gpus=1)
+
+
+def test_tests_are_run_again(monkeypatch):
+    ran = []
+    environment()  # asks git by `subprocess.run`, once in a process
+    monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: ran.append(words) or CompletedProcess(words, 1))
+    assert "this failed: pytest tests/test_hardware.py" in hilbert("claims", "--rerun", "B3", status=1)
+    assert ran[0][1:3] == ["-m", "pytest"]
+
+
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("K4", "B7"):
+        assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
+    assert hilbert("claims", "--rerun", "B7", "--dry-run").startswith("hilbert run 05_backend_selection")
+    shown = hilbert("claims", "--rerun", "K4", "--dry-run", "--segment-length", "512")
+    assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
+    assert shown.count("branches=512:") == 4
+    assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
+
+
+def test_a_claim_without_room_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rerun, "environment", lambda: {})
+    monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
+    monkeypatch.setattr(rerun, "time_again", lambda *_, **__: [])
+    assert "nothing of it has room" in hilbert("claims", "--rerun", "K4", "--out", tmp_path, status=1)
+
+
+def test_an_unknown_claim_is_named():
+    assert "got 'K99'" in hilbert("claims", "K99", status=2)
+    assert "got 'K99'" in hilbert("claims", "--rerun", "K99", status=2)
+    assert "there is no --rerun" in hilbert("claims", "K3", "--dry-run", status=2)
