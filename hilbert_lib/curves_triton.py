@@ -16,7 +16,6 @@ the highest. So is the corner of a block, and one subtraction makes a cell relat
 leaf is one number too, a signed power of two.
 """
 
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.curves import Child, block_cells, children, raster_index, split, whole_block
+from hilbert_lib.shared_tables import cached_for_graphs
 
 LEAF_CELLS = 1024  # at most: a coordinate inside of a leaf has 10 bits
 # A compilation for every divisor of these would be one for most grids.
@@ -116,7 +116,7 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
     return place, not outside.item()
 
 
-@lru_cache(maxsize=32)
+@cached_for_graphs(maxsize=32)
 def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rules:
     widths = [(side - 1).bit_length() for side in sides]
     if sum(widths) > 62:  # a step is one bit beyond at most, and then there is the sign
