@@ -10,7 +10,7 @@ from hilbert_lib import counter_benchmarks as benchmarks
 from hilbert_lib.figures import kernels as figures
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.hardware import NO_GPU
-from hilbert_lib.kernel_benchmarks import records_to_draw
+from hilbert_lib.kernel_benchmarks import committed_records, records_to_draw
 from hilbert_lib.ledger.kernels import gained_and_counted
 from hilbert_lib.locality.counters import METRICS
 from hilbert_lib.locality.l2 import Gpu
@@ -156,3 +156,30 @@ def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
     names = {"forward": ["forward_kernel"], "decoding": ["decode_kernel"], "gather": ["gather", "index"]}[kernel]
     launched = [event.count for event in seen.key_averages() if any(name in event.key.lower() for name in names)]
     assert sum(launched) == 1
+
+
+def counted_of(kernel):
+    counted = [each for each in committed_records("06_kernel_benchmarks") if each.get("kind") == "counters"]
+    return [each for each in counted if (each["name"], each["parameters"]["row_bytes"]) == (kernel, 32)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dilations", "points"),
+    [
+        ("decoding", [4, 16, 64], 3.0),
+        pytest.param("decoding", [1], 4.5, marks=pytest.mark.full),  # half a minute
+        ("forward", [4, 16, 64], 9.0),
+    ],
+)
+def test_the_share_that_l2_finds_is_predicted_within_points_of_the_committed_counts(kernel, dilations, points):
+    records = counted_of(kernel)
+    table = benchmarks.counter_table(records)
+    counted = table.set_index(["layout", "dilation"]).l2_found_percent
+    sizes = {name: int(table[name].iloc[0]) for name in ("length", "heads", "keys")}
+    gpu = Gpu(**records[0]["model"])
+    off = {}
+    for work in benchmarks.works(kernel, **sizes, dilations=dilations, row_bytes=[32]):
+        case = work.layout, work.dilation
+        off[case] = abs(work.predicted(gpu).l2_found_percent - counted[case])
+    assert len(off) == 7 * len(dilations)
+    assert max(off.values()) < points, off

@@ -158,6 +158,40 @@ def test_what_l2_forgets_comes_again_from_memory(concurrent, rate, l2_bytes):
     assert found.l2_found_percent == pytest.approx(100 * (1 - missed / sectors), abs=0.01)
 
 
+@pytest.mark.parametrize("layout", ["linear", "residue", "hilbert", "random"])
+@pytest.mark.parametrize("rate", [1, 2, 8])
+@pytest.mark.parametrize("l2_bytes", [1024, 2**20])
+def test_the_second_sector_of_a_fetch_is_found_unless_one_quarter_of_a_warp_asks_for_both(layout, rate, l2_bytes):
+    # Decoding, one program at a time: tiles of 16 keys, k then v, in requests of 4 rows of 32 bytes.
+    length, chunk, tile = 256, 64 // rate, 16
+    storage = Storage(compared_orderings(length, rate)[layout], 32)
+    slots = storage.ordering.inverse.tolist()
+    cache, missed = OrderedDict(), 0
+    for start in range(0, length // rate, chunk):
+        for step in range(start, start + chunk, tile):
+            for tensor in "kv":
+                keys = range(step, min(step + tile, start + chunk))
+                for quarter in (keys[n : n + 4] for n in range(0, len(keys), 4)):
+                    asked = [slots[key * rate] for key in quarter]
+                    for fetch in sorted({slot // 2 for slot in asked}):
+                        if (tensor, fetch) not in cache:
+                            missed += sum(slot // 2 == fetch for slot in asked)
+                        cache[tensor, fetch] = None
+                        cache.move_to_end((tensor, fetch))
+                        if len(cache) > l2_bytes // 64:
+                            cache.popitem(last=False)
+    pattern = DilatedPattern((chunk * rate,), (rate,), offsets="zero")
+    tiles = {"tile_queries": None, "tile_keys": tile, "table_sectors": 0, "gpu": Gpu("any", l2_bytes, 1)}
+    found = attention_reads(storage, pattern, **tiles)
+    rows = length // rate
+    index = len({4 * rate * key // 32 for key in range(rows)})  # whose fetches a tile asks for whole
+    programs = 4  # each of which asks for the sector of q
+    misses = missed + index + 1
+    sectors = 2 * rows + index + programs
+    assert found.l1_sectors == sectors
+    assert found.l2_found_percent == pytest.approx(100 * (1 - misses / sectors), abs=0.01)
+
+
 @pytest.mark.parametrize("tile_queries", [8, None])
 def test_rows_of_whole_fetches_need_no_simulation_of_their_order(tile_queries):
     pattern, gpu = DilatedPattern((64,), (2,), offsets="zero"), Gpu("small", 8192, 3)

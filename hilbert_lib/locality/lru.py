@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.locality.cache import LINE_BYTES, Storage, branch_rows, check_positive, row_units
+from hilbert_lib.locality.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, check_positive, row_units
 from hilbert_lib.pattern import DilatedPattern
 
 NEVER = torch.iinfo(torch.int64).max  # the distance of a first read: longer than any cache
@@ -25,11 +25,13 @@ class Trace:
         units: (reads,) int64, the unit read.
         requests: (reads,) int64, how many programs in step ask for it one after the other.
         unit_bytes: bytes a unit.
+        sectors: (reads,) int64, how many sectors of the unit each program asks for in that read, where it was counted.
     """
 
     units: Tensor
     requests: Tensor
     unit_bytes: int
+    sectors: Tensor | None = None
 
 
 def kernel_trace(
@@ -41,6 +43,7 @@ def kernel_trace(
     tile_keys: int = 64,
     concurrent: int = 1,
     key_order: str = "storage",
+    joined_keys: int | None = None,
 ) -> Trace:
     """The reads of k and v by a flash-attention kernel that runs one program a block of queries.
 
@@ -56,6 +59,8 @@ def kernel_trace(
         tile_queries: queries a program.
         tile_keys, key_order: as in `branch_rows`.
         concurrent: programs that run at once.
+        joined_keys: keys, one after the other, whose reads of a unit are one read; its sectors are counted then. By
+            default those of a tile are, and no sectors.
 
     Returns:
         The trace; programs of a wave that share their keys ask for each unit back to back.
@@ -69,22 +74,28 @@ def kernel_trace(
     >>> trace.units.tolist(), trace.requests.tolist()
     ([0, 4, 2, 6], [2, 2, 2, 2])
     """
-    check_positive(unit_bytes=unit_bytes, tile_queries=tile_queries, concurrent=concurrent)
+    joined = joined_keys or tile_keys
+    check_positive(unit_bytes=unit_bytes, tile_queries=tile_queries, concurrent=concurrent, joined_keys=joined)
     device = storage.ordering.device
     k_units = -(-storage.tensor_bytes // unit_bytes)
     tile_count = -(-storage.length // tile_keys)
+    of_unit = unit_bytes if joined_keys is None else SECTOR_BYTES  # what is told apart within a unit
+    in_unit, in_tile = unit_bytes // of_unit, -(-tile_keys // joined)
     reads, programs, groups = [], [], 0  # a group is the programs of one segment, which share their keys
     for branch in range(len(pattern.branches)):
         for head in pattern.branch_heads(branch, storage.heads):
             rows = branch_rows(storage, pattern, branch=branch, head=head, tile_keys=tile_keys, key_order=key_order)
-            units, row = row_units(storage.addresses(rows.positions, head), storage.row_bytes, unit_bytes)
+            found, row = row_units(storage.addresses(rows.positions, head), storage.row_bytes, of_unit)
             _, group, sizes = rows.segments.unique_consecutive(return_inverse=True, return_counts=True)
-            tile = (groups + group) * tile_count + rows.tiles
-            reads.append((tile[row] * k_units + units).unique())  # the units of a tile, once each, ascending
+            place = torch.arange(len(group), device=device) - (sizes.cumsum(0) - sizes)[group]  # in the segment
+            together = ((groups + group) * tile_count + rows.tiles) * in_tile + place % tile_keys // joined
+            # What is read together, once each, ascending.
+            reads.append((together[row] * (k_units * in_unit) + found).unique())
             programs.append(-(-sizes // tile_queries))
             groups += len(sizes)
     reads, programs = torch.cat(reads), torch.cat(programs)
-    tile, unit = reads // k_units, reads % k_units
+    reads, sectors = (reads // in_unit).unique_consecutive(return_counts=True)
+    tile, unit = reads // (k_units * in_tile), reads % k_units
 
     # Which groups run in which wave, and with how many programs.
     program_group = torch.arange(groups, device=device).repeat_interleave(programs)
@@ -103,6 +114,7 @@ def kernel_trace(
         units=torch.cat([unit[read], k_units + unit[read]])[order],
         requests=requests[member].repeat(2)[order],
         unit_bytes=unit_bytes,
+        sectors=None if joined_keys is None else sectors[read].repeat(2)[order],
     )
 
 
@@ -167,7 +179,8 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
         capacities: bytes of each cache.
 
     Returns:
-        One row a capacity: capacity_bytes, requests, misses, hit_rate, and memory_bytes, the misses times the unit.
+        One row a capacity: capacity_bytes, requests, misses, hit_rate, and memory_bytes, the misses times the unit;
+        and where the trace has sectors, sector_hit_rate, the share of them that was not asked for in a miss.
 
     Raises:
         ValueError: where a capacity is smaller than a unit.
@@ -180,12 +193,23 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
         raise ValueError(f"capacities must hold a unit of {trace.unit_bytes} bytes, got {min(capacities)}")
     requests = int(trace.requests.sum())
     table = pd.DataFrame({"capacity_bytes": list(capacities), "requests": requests})
-    different = trace.units.unique().numel()
-    if min(capacities) >= different * trace.unit_bytes:
-        table["misses"] = different  # nothing is ever forgotten
+    if min(capacities) >= trace.units.unique().numel() * trace.unit_bytes:
+        distances = torch.where(_first_reads(trace.units), NEVER, 0)  # nothing is ever forgotten
     else:
         distances = stack_distances(trace.units)
-        table["misses"] = [int((distances >= capacity // trace.unit_bytes).sum()) for capacity in capacities]
+    missed = [distances >= capacity // trace.unit_bytes for capacity in capacities]
+    table["misses"] = [int(reads.sum()) for reads in missed]
     table["hit_rate"] = 1 - table.misses / requests
     table["memory_bytes"] = table.misses * trace.unit_bytes
+    if trace.sectors is not None:
+        asked = int((trace.requests * trace.sectors).sum())
+        table["sector_hit_rate"] = [1 - int(trace.sectors[reads].sum()) / asked for reads in missed]
     return table
+
+
+def _first_reads(units: Tensor) -> Tensor:
+    """(reads,) bool: whether no earlier read was of the same unit."""
+    by_unit = units.argsort(stable=True)
+    first = torch.ones_like(units, dtype=torch.bool)
+    first[by_unit[1:]] = units[by_unit[1:]] != units[by_unit[:-1]]
+    return first

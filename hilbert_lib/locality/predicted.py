@@ -1,8 +1,10 @@
 """What the hardware should count in one launch: sectors that the L1s ask of L2, what L2 finds, bytes from memory.
 
 The model joins exact counts of what a kernel's loops load, as `cache` gives them, with the LRU cache of `lru` for L2.
-It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 bytes go; L1 only joins the loads of one
-tile, or of one warp. It knows nothing of the launch's own instructions, of registers that spill to memory, of writes
+It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 bytes go. What 8 threads of such a copy ask
+for at once, a quarter of a warp, is one request: of two sectors that memory brings together both miss in L2 where one
+quarter asks for both, and the second is found where another one does. L1 joins other loads of one tile, or of one warp.
+The model knows nothing of the launch's own instructions, of registers that spill to memory, of writes
 that take room in L2, or of two programs on one multiprocessor that find each other's indices in L1.
 """
 
@@ -22,6 +24,7 @@ from hilbert_lib.pattern import DilatedPattern
 # What a miss in L2 brings from memory: two sectors, the granularity at which CUDA's L2 fetches by default (a device's
 # limit cudaLimitMaxL2FetchGranularity may make it 32 or 128).
 FETCH_BYTES = 64
+JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a quarter of a warp
 INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64
 # Quantities that are predicted and counted, and whether their error is in points rather than relative.
 QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": False}
@@ -238,9 +241,10 @@ def _simulated(
         tile_keys=tile_keys,
         concurrent=gpu.multiprocessors,
         key_order="position",
+        joined_keys=JOINED_BYTES // storage.row_bytes if storage.row_bytes < unit_bytes else None,
     )
     result = lru_hit_rates(trace, [gpu.l2_bytes]).iloc[0]
-    return float(result.hit_rate), int(result.memory_bytes)
+    return float(result.hit_rate if trace.sectors is None else result.sector_hit_rate), int(result.memory_bytes)
 
 
 def _predicted(parts: list[_Reads]) -> Predicted:
