@@ -11,6 +11,7 @@ from hilbert_lib.checks import integer, integers
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
+LARGEST = 2**63 - 1  # torch's operators take no larger integer
 COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
 
 
@@ -72,6 +73,8 @@ class DilatedPattern:
                 f"got {len(self.dilation_rates)}: {self.dilation_rates}"
             )
         for w, r in self.branches:
+            if w > LARGEST:
+                raise ValueError(f"segment_lengths must be at most 2^63 - 1, got {w}")
             if r > w:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
         _check_choice("offsets", self.offsets, OFFSET_RULES)

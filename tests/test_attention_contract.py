@@ -6,6 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
+from hilbert_lib.attention import strided
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dense import Eager
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
@@ -127,6 +130,29 @@ def test_decoding_over_whole_segments_is_one_call_a_branch_and_offset(monkeypatc
     q, k, v = qkv(batch=1, length=64, heads=1, kv_heads=1)
     dilated_attention(q[:, 3:60], k, v, DilatedPattern((4,), (1,)), query_start=3, backend="eager")
     assert [(shape[0], shape[2]) for shape in calls] == [(14, 4), (1, 1)]
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 72), (2, 72), (3, 70), (4, 24)])  # of the last, all would fold
+def test_no_dense_kernel_is_given_more_sequences_or_heads_than_it_takes(monkeypatch, batch, length):
+    monkeypatch.setattr(strided, "MOST_SEQUENCES", 7)
+    shapes = []
+    for name in ("forward", "backward"):
+        run = getattr(Eager, name)
+        monkeypatch.setattr(Eager, name, lambda *a, run=run: shapes.extend(x.shape[:2] for x in a[:3]) or run(*a))
+    pattern, leaves = DilatedPattern((4, 16), (1, 2)), qkv(batch=batch, length=length, heads=2, kv_heads=1)
+    out, expected = (dilated_attention(*leaves, pattern, backend=name) for name in ("eager", "reference"))
+    torch.testing.assert_close(out, expected)
+    grads = (torch.autograd.grad(each.square().sum(), leaves) for each in (out, expected))
+    torch.testing.assert_close(*grads)
+    assert 5 < max(map(max, shapes)) <= 7
+
+
+def test_more_sequences_than_dense_kernels_on_cuda_take_are_refused_there():
+    q = torch.empty(2**16, 4, 1, 64, dtype=torch.bfloat16, device="meta")
+    for name in ("cudnn", "flash", "sdpa", "flash_attn_4"):
+        refusal = BACKENDS[name].limits(q, Call(ALIGNED))
+        assert refusal == "serves up to 65,535 sequences and heads, got 65,536"
+        assert not BACKENDS[name].limits(q[:-1], Call(ALIGNED))
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, check, expected
 
-from hilbert_lib import dilated_attention, explain_backend
+from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,26 @@ MISALIGNED = {
 }
 
 
+EXPANDED = {
+    "batch": lambda x: x[:1].expand(x.shape),
+    "heads": lambda x: x[:, :, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "eager", "triton", "flex"])
+@pytest.mark.parametrize("axis", EXPANDED)
+def test_tensors_expanded_without_a_copy_give_the_same_result(backend, axis):
+    pattern, tensors, *_ = expected("aligned", "head", "softmax", torch.bfloat16, "wide", True)
+    results = []
+    for copied in (False, True):
+        *leaves, dout = (EXPANDED[axis](x.cuda()) for x in tensors)
+        leaves = [(x.contiguous() if copied else x).detach().requires_grad_() for x in leaves]
+        out = dilated_attention(*leaves, pattern, is_causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "eager", "auto"])
 @pytest.mark.parametrize("layout", MISALIGNED)
 def test_rows_off_a_16_byte_address_give_the_same_result(backend, layout):
@@ -58,3 +78,18 @@ def test_rows_off_a_16_byte_address_give_the_same_result(backend, layout):
     torch.testing.assert_close(got.cpu().double(), out, atol=tolerances[0], rtol=0)
     for mine, theirs in zip(torch.autograd.grad(got, leaves, dout), grads, strict=True):
         torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa"])
+def test_more_segments_than_a_grid_has_blocks_are_served(backend):
+    # 2^17 segments in one sequence, and 2^16 in each of two.
+    pattern = DilatedPattern((16,), (1,))
+    for batch, length in ((1, 2**21), (2, 2**20)):
+        leaves = [torch.randn(batch, length, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        leaves = [x.requires_grad_() for x in leaves]
+        results = []
+        for name in (backend, "triton"):
+            out = dilated_attention(*leaves, pattern, backend=name)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        for mine, theirs in zip(*results, strict=True):
+            assert (mine - theirs).norm() / theirs.norm() < 1e-2

@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases import expected
 
-from hilbert_lib import DilatedPattern
+from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import flex
 from hilbert_lib.attention.call import Call, working_dtype
 
@@ -94,3 +94,13 @@ def test_flex_takes_fewer_queries_than_keys_in_one_segment():
     got = flex.forward(q, k, v, Call(pattern, scale=0.3))
     for part, truth in zip(got, oracle.attention(q, k, v, pattern, scale=0.3), strict=True):
         torch.testing.assert_close(part.double(), truth, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rate", [2**31, 2**32, 2**32 + 1, 2**41])
+def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
+    pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
+    q, k, v = torch.randn(3, 1, 8, 1, 16)
+    out, lse = flex.forward(q, k, v, Call(pattern, scale=0.25))
+    exact, exact_lse = dilated_attention(q, k, v, pattern, scale=0.25, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)

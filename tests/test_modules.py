@@ -382,7 +382,10 @@ BAD = {
     r"q must be a dense \(strided\) tensor, got a nested one": lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(
         *[torch.nested.nested_tensor([tokens(3, HEADS), tokens(4, HEADS)])] * 3
     ),
-    r"key_padding_mask must be bool, or hold 0 and -inf alone": lambda: multihead()(
+    r"key_padding_mask must be a tensor or None, got list": lambda: multihead()(
+        tokens(1, LENGTH)[0], key_padding_mask=[True] * LENGTH
+    ),
+    r"key_padding_mask must be bool, or hold 0 and -inf alone; got -1.0": lambda: multihead()(
         tokens(1, LENGTH), key_padding_mask=torch.full((1, LENGTH), -1.0)
     ),
     r"key_padding_mask must be a bool tensor or None, got torch.int64": lambda: multihead()(

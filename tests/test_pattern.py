@@ -168,6 +168,7 @@ def test_patterns_are_values():
         (((4, 8), (1,)), ValueError, r"dilation_rates must have one rate a segment length \(2\), got 1"),
         (((0,), (1,)), ValueError, r"segment_lengths\[0\] must be an integer of at least 1, got 0"),
         (((4,), (5,)), ValueError, "dilation_rates must be from 1 to the segment length 4, got 5"),
+        (((2**63,), (1,)), ValueError, r"segment_lengths must be at most 2\^63 - 1, got 9223372036854775808"),
         (((4,), (0,)), ValueError, r"dilation_rates\[0\] must be an integer of at least 1, got 0"),
         (((4.0,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
         (((True,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got True"),

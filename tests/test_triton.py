@@ -245,6 +245,15 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypa
     assert set(served) == {(0,)}
 
 
+def test_a_scale_by_which_float32_cannot_be_divided_is_refused():
+    q, k, v = torch.randn(3, 1, 8, 1, 4, device=DEVICE)
+    pattern = DilatedPattern((4, 8), (1, 2))
+    with pytest.raises(ValueError, match=r"serves a scale of at least 7\.9e-31, got 1e-39"):
+        dilated_attention(q, k, v, pattern, scale=1e-39, backend="triton")
+    out = dilated_attention(q, k, v, pattern, scale=1e-30, backend="triton")
+    torch.testing.assert_close(out, dilated_attention(q, k, v, pattern, scale=1e-30, backend="reference"))
+
+
 def test_more_positions_than_the_kernels_count_are_refused():
     k, pattern = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(1, 2**30 + 1, 1, 1), DilatedPattern((2**32,), (2**28,))
     most = "1,073,741,824"

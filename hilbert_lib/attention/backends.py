@@ -1,7 +1,7 @@
 """The implementations that exist, and whether each can serve a call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tupl
 
 TRITON_SHARED_BYTES = 163 * 1024  # what an A100 gives a block: its tile shapes are compiled for that and for more
 TRITON_POSITIONS = 2**30  # the kernels hold positions, and sums of two, in int32
+TRITON_SCALE = 2.0**-100  # they divide by it in float32, whose largest is 2^128
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 
@@ -57,6 +58,8 @@ def _dense_refusal(q: Tensor, call: Call) -> str:
         return "no key_padding_mask: rows without keys are not defined there"
     if call.query_start is not None:
         return "no query_start: its causal mask starts at the first query"
+    if q.device.type != "cpu" and (most := max(q.shape[0], q.shape[2])) > strided.MOST_SEQUENCES:
+        return f"serves up to {strided.MOST_SEQUENCES:,} sequences and heads, got {most:,}"
     return ""
 
 
@@ -88,6 +91,16 @@ def _half_refusal(
         allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
         return f"needs compute capability {allowed}"
     return _half_limits(q, call, largest_head_dim)
+
+
+def _flash_refusal(q: Tensor, call: Call) -> str:
+    if refused := _half_refusal(q, call, largest_head_dim=256):
+        return refused
+    # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that.
+    major, minor = _capability(q.device)
+    if 192 < q.shape[-1] <= 224 and (major == 12 or (major == 8 and minor >= 6)):
+        return f"has no backward for head_dim 193 to 224 on compute capability {major}.{minor}, got {q.shape[-1]}"
+    return ""
 
 
 def _half_limits(q: Tensor, call: Call, largest_head_dim: int) -> str:
@@ -142,6 +155,8 @@ def _triton_limits(q: Tensor, call: Call) -> str:
         return "serves float16, bfloat16 and float32, got float64"
     if (last := call.first_query + q.shape[1]) > TRITON_POSITIONS:
         return f"serves up to {TRITON_POSITIONS:,} positions, got {last:,}"
+    if call.scale < TRITON_SCALE:
+        return f"serves a scale of at least {TRITON_SCALE:.1e}, got {call.scale}"
     return ""
 
 
@@ -216,7 +231,7 @@ BACKENDS = {
             limits=_triton_limits,
         ),
         _half("cudnn", "cuDNN", CuDnn, largest_head_dim=128),
-        _half("flash", "torch's FlashAttention-2", Flash),
+        replace(_half("flash", "torch's FlashAttention-2", Flash), refusal=_flash_refusal),
         # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
         _half("flash_attn_4", "flash-attn-4", packages.FlashAttn4, 128, range(9, 13), "flash_attn_4"),
         _half("flash_attn_3", "FlashAttention-3", packages.FlashAttn3, 256, range(9, 10), "flash_attn_3"),

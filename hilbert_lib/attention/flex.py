@@ -117,8 +117,9 @@ def _masks(
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
     # How many branches a query finds a key through, of slots, as FlexAttention traces it; and the mask.
     position = residue_order(pattern, length).to(device).perm.int()
-    branches = [(min(w, length), r) for w, r in pattern.branches]
-    used = [tuple(_offset(pattern, i, g, kv_heads) for i in range(len(branches))) for g in range(kv_heads)]
+    # Cut to the length, which changes nothing below it: a rate of 2^32 and more is none in 32 bits.
+    branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
+    used = [tuple(min(_offset(pattern, i, g, kv_heads), length) for i in range(len(branches))) for g in range(kv_heads)]
     offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
 
     def count(h, query, key):

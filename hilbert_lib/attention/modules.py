@@ -268,9 +268,14 @@ class MultiheadDilatedAttention(nn.Module):
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
-    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor or None, got {type(mask).__name__}")
+    if not mask.is_floating_point():
         return mask
     padded = mask == -torch.inf
-    if not torch.all(padded | (mask == 0)):
-        raise ValueError("key_padding_mask must be bool, or hold 0 and -inf alone; got other values")
+    allowed = padded | (mask == 0)
+    if not torch.all(allowed):
+        raise ValueError(f"key_padding_mask must be bool, or hold 0 and -inf alone; got {mask[~allowed][0].item()}")
     return padded

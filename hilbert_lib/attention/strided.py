@@ -19,6 +19,9 @@ from hilbert_lib.attention.merge import Part, merge
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
 
+# What dense kernels on CUDA take as batch, or as heads, at most: a grid has no more blocks along its second dimension.
+MOST_SEQUENCES = 2**16 - 1
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`.
@@ -116,10 +119,10 @@ class _Block:
 def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
     first, end = call.first_query, call.first_query + queries
     for branch, (w, r) in enumerate(call.pattern.branches):
-        # Whole segments with all their queries are one block; what the queries or the sequence cut is one each.
+        # Whole segments with all their queries are one block, of as many as kernels take; what is cut is one each.
         whole = range(-(-first // w), max(-(-first // w), end // w))
         cut = {first // w, (end - 1) // w} - set(whole)
-        runs = [(whole.start, len(whole))] if whole else []
+        runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
         for offset, heads in call.pattern.offset_heads(branch, kv_heads).items():
             for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
                 start = segment * w
@@ -229,7 +232,8 @@ class _Fold:
 
 def _folds(views: list[Tensor]) -> list[_Fold]:
     batch, segments, _, heads, _ = views[0].shape
-    if batch == 1 or segments == 1 or all(x.stride(0) == segments * x.stride(1) for x in views):
+    fits = batch * segments <= MOST_SEQUENCES and all(x.stride(0) == segments * x.stride(1) for x in views)
+    if batch == 1 or segments == 1 or fits:
         return [_Fold()]
     if batch <= heads:
         return [_Fold(sequence=b) for b in range(batch)]

@@ -332,9 +332,10 @@ def _masked(scores, seen):
 def _softmax(scores, m, total, scale):
     """Weights, decay of what was before, and the new maximum (before scaling) and partial sums."""
     largest = gl.maximum(m, gl.max(scores, 1))
-    base = gl.where(largest == float("-inf"), 0.0, largest * (scale * LOG2_E))
-    weights = gl.exp2(scores * (scale * LOG2_E) - base[:, None])
-    decay = gl.exp2(m * (scale * LOG2_E) - base)
+    finite = gl.where(largest == float("-inf"), 0.0, largest)
+    weights = gl.exp2(scores * (scale * LOG2_E) - (finite * (scale * LOG2_E))[:, None])
+    # Subtracted first: exactly 1 where the maximum stays, or its rounding would come once a block of keys.
+    decay = gl.exp2((m - finite) * (scale * LOG2_E))
     own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
     return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
 
