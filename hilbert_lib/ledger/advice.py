@@ -28,7 +28,7 @@ from hilbert_lib.ring.tables import spanning_pattern
 
 FASTER = 1.01  # an order or a backend counts as faster from one per cent on
 CHOICE, KERNELS, GRIDS = "05_backend_selection", "06_kernel_benchmarks", "08_where_a_curve_pays"
-WHOLE_LINES = f"row_bytes >= {LINE_BYTES} and work == 'whole sequence'"
+WHOLE_LINES = f"row_bytes % {LINE_BYTES} == 0 and work == 'whole sequence'"
 
 
 def advice(
@@ -70,13 +70,13 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
     hilbert, best = _whole_lines(records)
     printed = read_ledger()["K3"]
     left = claimed_pairs(records, **printed.options).set_index("pair").loc[LAYOUTS]
-    plain = ratio_table(list(records), "layouts").query(f"b == '{NO_TABLE}' and row_bytes >= {LINE_BYTES}").ratio
+    plain = ratio_table(list(records), "layouts").query(f"b == '{NO_TABLE}' and row_bytes % {LINE_BYTES} == 0").ratio
     text = (
-        "Not in dilated attention over a sequence: where rows fill cache lines (head_dim 64 and more in bfloat16), "
-        f"the same kernel was at most {hilbert.value.max():.3f} times as fast with k and v stored along a Hilbert "
-        f"curve, and the {printed.claimed[0].least} times that the documents print are {left.value:.2f} where both "
-        "sides compute one function; both sides read through a table there, which storage in sequence order does not "
-        f"need: without it that was {plain.min():.2f} to {plain.max():.2f} times as fast."
+        f"Not in dilated attention over a sequence: with rows of whole cache lines ({_head_dims(hilbert)}) storage "
+        f"along a Hilbert curve gave {hilbert.value.min():.2f} to {hilbert.value.max():.2f} times the speed of "
+        f"sequence order, both read through a table, and the {printed.claimed[0].least} times that the documents print "
+        f"are {left.value:.3f} once both sides compute one function; sequence order needs no table, and without one it "
+        f"ran at {plain.min():.2f} to {plain.max():.2f} times that speed."
     )
     return text, _is_nothing(hilbert, best) and left.low < 1.05, KERNELS
 
@@ -84,20 +84,20 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
 def _gain_on_grids(grids: Sequence[dict]) -> tuple:
     gains = grid_gains(grids).query("direction == 'forward'")
     most = gains.groupby("order").value.max()
-    worst, least = "", gains[gains.order == "hilbert"].sort_values("value").iloc[0]
+    hilbert = gains[gains.order == "hilbert"].sort_values("value")
+    worst, least = "", hilbert.iloc[0]
     if least.value < 0.95:
         window, grid = (f"{n} x {n}" for n in (least.window, least.side))
-        where = f"a window of {window} on a grid of {grid} in blocks of {least.block_size}, where it touches more"
-        worst = f" ({least.value:.1f} at worst, for {where})"
+        worst = f", the worst {least.value:.2f} times (a window of {window} on a grid of {grid})"
     by_work = gains.pivot(index=["window", "side", "block_size"], columns="order", values="value")
     ahead = by_work[["tile", "morton"]].div(by_work.hilbert, axis=0).stack()
-    (window, side, block, order), factor = ahead.idxmax(), ahead.max()
+    (window, side, _, order), factor = ahead.idxmax(), ahead.max()
     text = (
-        "It pays where tokens lie on a grid and attend to a window around them: a Hilbert order is up to "
-        f"{most.hilbert:.1f} times as fast there as storage row by row, as it touches fewer blocks{worst}, and other "
-        f"compact orders pay as much (tiles {most.tile:.1f}, Morton {most.morton:.1f}) or more: {order.capitalize()} "
-        f"is up to {factor:.2f} times as fast as Hilbert (a window of {window} x {window} on a grid of {side} x {side} "
-        f"in blocks of {block})."
+        "It pays where tokens lie on a grid and attend to a window around them, as compact blocks let a kernel skip "
+        f"more: stored along a Hilbert curve, {(hilbert.low > FASTER).sum()} of {len(hilbert)} works were faster than "
+        f"stored row by row, the best {most.hilbert:.1f} times as fast{worst}; tiles and Morton order do as well "
+        f"({most.tile:.1f} and {most.morton:.1f} times at best), {order.capitalize()} up to {factor:.2f} times as fast "
+        f"as Hilbert ({window} x {window} on {side} x {side})."
     )
     return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
 
@@ -109,13 +109,13 @@ def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tup
     head_dim, length = speeds.head_dim.iloc[0], speeds.length.iloc[0]
     package = over_packages(choices, length=length).query(f"head_dim == {head_dim}")
     others = "".join(f", {each.ratio:.2f} times {each.other} {each.direction}" for each in package.itertuples())
-    others += "".join(f"; {behind}" for behind in _behind(choices))
+    for each in behind_packages(choices).drop_duplicates("other").itertuples():
+        others += f"; elsewhere {each.other} is ahead, by up to {each.ratio:.2f} times on the device ({_work_of(each)})"
     text = (
-        f"What makes dilated attention fast is the dilation, {_saved(long):.0f} times fewer FLOP than dense attention "
-        f"at {long:,} tokens, and one kernel for all branches: on one {gpu} {speeds.tflop_per_s.forward:.0f} TFLOP/s "
-        f"forward and {speeds.tflop_per_s.backward:.0f} backward at {length:,} tokens and head_dim {head_dim} in "
-        f"bfloat16, {over.forward:.2f} and {over.backward:.2f} times as fast as the best of {speeds.others.iloc[0]}"
-        f"{others}."
+        f"What makes dilated attention fast is to do less, {_saved(long):.0f} times fewer FLOP than dense attention at "
+        f"{long:,} tokens, in one kernel for all branches: {speeds.tflop_per_s.forward:.0f} TFLOP/s forward and "
+        f"{speeds.tflop_per_s.backward:.0f} backward on one {gpu} ({length:,} tokens, head_dim {head_dim}, bfloat16), "
+        f"{over.forward:.2f} and {over.backward:.2f} times as fast as the best of {speeds.others.iloc[0]}{others}."
     )
     return text, over.min() > 1, f"{CHOICE}, {KERNELS}" if others else KERNELS
 
@@ -138,7 +138,7 @@ def _pattern(timed: Answer) -> tuple:
 def _order(records: Sequence[dict]) -> tuple:
     hilbert, best = _whole_lines(records)
     text = (
-        f"Leave k and v in the order of the sequence. Where rows fill cache lines (head_dim 64 and more in bfloat16), "
+        f"Leave k and v in the order of the sequence. With rows of whole cache lines ({_head_dims(hilbert)}) "
         f"the Hilbert order was faster by a per cent in {(hilbert.low > FASTER).sum()} of {len(hilbert)} works over "
         f"whole sequences, at most {hilbert.value.max():.3f} times; the best of all orders at most "
         f"{best.value.max():.3f} times."
@@ -149,6 +149,11 @@ def _order(records: Sequence[dict]) -> tuple:
 def _whole_lines(records: Sequence[dict]) -> tuple[pd.DataFrame, pd.DataFrame]:
     # What the Hilbert order gains, and the best of all orders, where an order can save neither sectors nor lines.
     return layout_ratios(records, where=WHOLE_LINES), layout_ratios(records, order="best", where=WHOLE_LINES)
+
+
+def _head_dims(cases: pd.DataFrame) -> str:
+    sizes = [str(size // 2) for size in sorted(cases.row_bytes.unique())]
+    return f"head_dim {' and '.join([', '.join(sizes[:-1]), sizes[-1]] if sizes[1:] else sizes)} in bfloat16"
 
 
 def _is_nothing(hilbert: pd.DataFrame, best: pd.DataFrame) -> bool:
@@ -186,6 +191,14 @@ def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
         f"{', '.join(f'{name} in {count}' for name, count in orders.items())}."
     )
     return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
+
+
+def _work_of(work) -> str:
+    # A work of notebook 05 in short.
+    divide = all(w % r == 0 for w, r in (map(int, branch.split(":")) for branch in work.branches.split()))
+    causal = ", causal" if work.is_causal else ""
+    rates = "" if divide else ", rates that do not divide their segments"
+    return f"{work.direction} at {work.length:,} tokens, head_dim {work.head_dim}{causal}{rates}"
 
 
 def _behind(choices: Sequence[dict]) -> list[str]:
