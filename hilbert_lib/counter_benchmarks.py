@@ -16,10 +16,10 @@ from torch import Tensor
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.environment import environment
 from hilbert_lib.hardware import get_gpu_info
-from hilbert_lib.locality.cache import SECTOR_BYTES, Storage
+from hilbert_lib.locality.cache import FETCH_BYTES, SECTOR_BYTES, Storage
 from hilbert_lib.locality.counters import METRICS, count_calls, found_percent
 from hilbert_lib.locality.l2 import Gpu
-from hilbert_lib.locality.predicted import FETCH_BYTES, Predicted, attention_reads, gather_reads
+from hilbert_lib.locality.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern

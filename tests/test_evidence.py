@@ -172,7 +172,10 @@ def test_the_closest_backend_of_another_package_is_named_where_one_was_installed
 
     change(copied, "05_backend_selection", level)
     text = texts(copied)["README.md"]
-    assert "1.50 times flash_attn_4 forward, 1.50 times flash_attn_4 forward and backward; elsewhere flash_attn_4 is ahead" in text
+    assert (
+        "1.50 times flash_attn_4 forward, 1.50 times flash_attn_4 forward and backward; elsewhere flash_attn_4 is ahead"
+        in text
+    )
     change(copied, "05_backend_selection", lambda record: record["a"].update(name="cudnn"))
     assert "flash_attn_4" not in texts(copied)["README.md"]
 

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -124,13 +125,13 @@ def test_layouts_are_those_of_the_record(records):
 
 def test_counted_savings_are_those_of_the_recorded_counters(answers):
     rows = pd.read_csv(answers["C4"].record).query("dilation == 64").to_dict("records")
-    table = pd.DataFrame([row for row in rows if row.get("kernel", "forward") == "forward"])
-    table = table.set_index(["layout", "row_bytes"])
-    counted = answers["C4"].cases.query("how == 'counted' and dilation == 64").set_index("row_bytes").value
-    for size in (32, 512):
-        assert counted[size] == 1 - table.dram_read_bytes["hilbert", size] / table.dram_read_bytes["linear", size]
-    points = answers["C3"].cases.query("how == 'counted' and dilation == 64").set_index("row_bytes").value
-    assert points[32] == pytest.approx(table.l2_found_percent["hilbert", 32] - table.l2_found_percent["linear", 32])
+    table = pd.DataFrame(rows).set_index(["layout", "kernel", "row_bytes"])
+    cases = (answers[name].cases.query("dilation == 64").set_index(["how", "row_bytes"]).value for name in ("C4", "C3"))
+    saved, points = (each.rename(lambda how: how.removeprefix("counted in "), level="how") for each in cases)
+    for work in itertools.product(("forward", "decoding"), (32, 512)):
+        assert saved[work] == 1 - table.dram_read_bytes["hilbert", *work] / table.dram_read_bytes["linear", *work]
+        found = table.l2_found_percent["hilbert", *work] - table.l2_found_percent["linear", *work]
+        assert points[work] == pytest.approx(found)
 
 
 def test_the_documents_sizes_are_no_part_of_a_series(records):

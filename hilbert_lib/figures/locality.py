@@ -15,7 +15,12 @@ from hilbert_lib.locality.sweeps import compared_orderings, storage_map
 from hilbert_lib.pattern import DilatedPattern
 
 LAYOUT_TITLES = {"bshd": "(batch, seq, heads, dim)", "bhsd": "(batch, heads, seq, dim)"}
-UNIT_STYLES = {"sector": ("#D55E00", "o"), "line": ("#0072B2", "s"), "page": ("#000000", "^")}
+UNIT_STYLES = {
+    "sector": ("#D55E00", "o"),
+    "fetch": ("#009E73", "D"),
+    "line": ("#0072B2", "s"),
+    "page": ("#000000", "^"),
+}
 GPU_STYLES = [("#009E73", "o", "-"), ("#0072B2", "s", "-"), ("#D55E00", "^", "-"), ("#000000", "x", "--")]
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 
@@ -133,7 +138,7 @@ def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touche
         counted = ", ".join(map(str, sorted(data.dilation.unique())))
         raise ValueError(f"dilation must be one that was counted ({counted}), got {dilation}")
     shown = data[data.dilation == dilation].assign(excess=lambda table: table[column] / table.fewest)
-    figure = Figure(figsize=(9, 9.5), layout="constrained")
+    figure = Figure(figsize=(9, 12), layout="constrained")
     panels = figure.subplots(len(UNIT_STYLES), len(LAYOUT_TITLES), sharex=True, sharey=True)
     scale = LogNorm(1, max(2, shown.excess.max()))
     for axes_row, unit in zip(panels, UNIT_STYLES, strict=True):
@@ -156,7 +161,7 @@ def draw_savings(data: pd.DataFrame, *, unit: str = "line", layout: str = "bhsd"
 
     Args:
         data: table of `saving_against_linear`.
-        unit: "sector", "line" or "page".
+        unit: "sector", "fetch", "line" or "page".
         layout: "bshd" or "bhsd".
 
     Returns:
@@ -277,13 +282,15 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(LAYOUT_TITLES), sharey=True)
+    sizes = sorted(data.row_bytes.unique())  # side by side, as between 128 and 256 some are too near for their names
     for axes, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
         for unit, (colour, marker) in UNIT_STYLES.items():
             rows = data[(data.layout == layout) & (data.unit == unit)]
+            place = [sizes.index(size) for size in rows.row_bytes]
             style = {"color": colour, "marker": marker}
-            axes.plot(rows.row_bytes, 100 * rows.best, label=f"{_unit_title(rows)}, best ordering", **style)
+            axes.plot(place, 100 * rows.best, label=f"{_unit_title(rows)}, best ordering", **style)
             axes.plot(
-                rows.row_bytes,
+                place,
                 100 * rows.hilbert,
                 label=f"{_unit_title(rows)}, Hilbert",
                 fillstyle="none",
@@ -291,16 +298,14 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
                 **style,
             )
         axes.set(title=layout_title, xlabel="row of one head [bytes]", ylim=(-4, 104))
-        axes.set_xscale("log", base=2)
-        sizes = sorted(data.row_bytes.unique())
-        axes.set_xticks(sizes, sizes)
+        axes.set_xticks(range(len(sizes)), sizes)
         top = axes.secondary_xaxis("top")
-        top.set_xticks(sizes, [f"{size / 2:g}" for size in sizes])
+        top.set_xticks(range(len(sizes)), [f"{size / 2:g}" for size in sizes])
         top.set_xlabel("head_dim in bf16")
         top.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("largest saving against the linear order [%]")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(
         f"Where an ordering can change the number of units at all ({heads} heads, best of dilations {dilations})"
     )
@@ -308,7 +313,8 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
 
 
 def _unit_title(rows: pd.DataFrame) -> str:
-    return f"{rows.unit.iloc[0]}s ({rows.unit_bytes.iloc[0]} B)"
+    unit = rows.unit.iloc[0]
+    return f"{'fetches' if unit == 'fetch' else f'{unit}s'} ({rows.unit_bytes.iloc[0]} B)"
 
 
 def _labels(names: list[str]) -> list[str]:

@@ -197,7 +197,7 @@ def growth(records: Records, *, order: str = "hilbert") -> pd.DataFrame:
         order: kind of the order.
 
     Returns:
-        along ("dilation" or "length"), row_bytes, fixed (the other of the two) and the interval.
+        grows_with ("dilation" or "length"), row_bytes, at (the other of the two) and the interval.
     """
     # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
     ratios = _ratios(records, "layouts").query("b == @order")[["length", "row_bytes", "dilation", *INTERVAL]]
@@ -207,7 +207,7 @@ def growth(records: Records, *, order: str = "hilbert") -> pd.DataFrame:
             first, last = series.loc[series[along].idxmin()], series.loc[series[along].idxmax()]
             if first[along] == last[along]:
                 continue
-            case = {"along": along, "row_bytes": size, "fixed": fixed}
+            case = {"grows_with": along, "row_bytes": size, "at": fixed}
             interval = (last.value / first.value, last.low / first.high, last.high / first.low)
             tables.append(case | dict(zip(INTERVAL, interval, strict=True)))
     return pd.DataFrame(tables)
@@ -311,7 +311,7 @@ def pool_fragmentation(records: Records) -> pd.DataFrame:
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
-    """The share that the Hilbert order saves against linear storage: as modelled, and as an H200 counted it.
+    """The share that the Hilbert order saves against linear storage: modelled, and as an H200 counted it.
 
     Args:
         records: rows of notebook 06's counters.csv.
@@ -319,8 +319,8 @@ def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame
         **model: as `models.units_saved`.
     """
     hilbert, linear = _counters(records)
-    case = {"how": "counted", "layout": "bhsd"}  # the layout of those sweeps
-    counted_cases = counted((1 - hilbert[column] / linear[column]).rename("value").reset_index().assign(**case))
+    saved = _counted_in(1 - hilbert[column] / linear[column])
+    counted_cases = counted(saved.assign(layout="bhsd"))  # the layout of those sweeps
     return pd.concat([models.units_saved(**model).assign(how="modelled"), counted_cases], ignore_index=True)
 
 
@@ -332,18 +332,24 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
         dilation: as `models.hit_rate_gained`.
     """
     hilbert, linear = _counters(records)
-    gain = (hilbert.l2_found_percent - linear.l2_found_percent).rename("value").reset_index()
+    gain = _counted_in(hilbert.l2_found_percent - linear.l2_found_percent)
     l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))
-    counted_cases = counted(gain.assign(how="counted", cache_kib=l2.l2_bytes // 1024))
+    counted_cases = counted(gain.assign(cache_kib=l2.l2_bytes // 1024))
     modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation)
     return pd.concat([modelled, counted_cases], ignore_index=True)
 
 
 def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
-    # Of the fused forward, which the claims are about; a record of it alone names no kernel.
-    table = pd.DataFrame([record for record in records if record.get("kernel", "forward") == "forward"])
-    table = table.set_index(["row_bytes", "dilation"])
+    # Of attention, which the claims are about: the fused forward, and decoding. A gather is none.
+    table = pd.DataFrame([record for record in records if record["kernel"] != "gather"])
+    table = table.set_index(["kernel", "row_bytes", "dilation"])
     return table[table.layout == "hilbert"], table[table.layout == "linear"]
+
+
+def _counted_in(values: pd.Series) -> pd.DataFrame:
+    # The kernel goes into `how`: a case that is modelled has none.
+    cases = values.rename("value").reset_index()
+    return cases.assign(how="counted in " + cases.pop("kernel"))
 
 
 def _ratios(records: Records, sweep: str) -> pd.DataFrame:

@@ -27,7 +27,7 @@ def units_saved(
     """The share of units that storage along the Hilbert curve saves against linear storage.
 
     Args:
-        unit: "sector" or "line".
+        unit: "sector", "fetch" or "line".
         counts: "touched", different units; or "requested", summed over a kernel's tiles.
         key_order: as in `locality.cache.branch_rows`.
         least_dilation: the smallest r.

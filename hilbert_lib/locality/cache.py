@@ -8,7 +8,10 @@ from torch import Tensor
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
-SECTOR_BYTES = 32  # the least that moves between an NVIDIA GPU's L2 and its memory
+SECTOR_BYTES = 32  # the least that an NVIDIA GPU's L2 sends to an L1
+# What a miss in L2 brings from memory: two sectors, the granularity at which CUDA's L2 fetches by default (a device's
+# limit cudaLimitMaxL2FetchGranularity may make it 32 or 128).
+FETCH_BYTES = 64
 LINE_BYTES = 128  # four sectors under one tag
 LAYOUTS = ("bshd", "bhsd")
 KEY_ORDERS = ("storage", "position")

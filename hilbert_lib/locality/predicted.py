@@ -15,15 +15,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.locality.cache import SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
+from hilbert_lib.locality.cache import FETCH_BYTES, SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
 from hilbert_lib.locality.l2 import Gpu
 from hilbert_lib.locality.lru import Trace, kernel_trace, lru_hit_rates
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
-# What a miss in L2 brings from memory: two sectors, the granularity at which CUDA's L2 fetches by default (a device's
-# limit cudaLimitMaxL2FetchGranularity may make it 32 or 128).
-FETCH_BYTES = 64
 JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a quarter of a warp
 INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64
 # Quantities that are predicted and counted, and whether their error is in points rather than relative.

@@ -6,6 +6,7 @@ from itertools import product
 import pandas as pd
 
 from hilbert_lib.locality.cache import (
+    FETCH_BYTES,
     LAYOUTS,
     LINE_BYTES,
     SECTOR_BYTES,
@@ -53,7 +54,7 @@ def count_units(
     chunk: int | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Sectors, lines and pages that one head touches in k, for every ordering, layout, row size and dilation.
+    """Sectors, fetches, lines and pages that one head touches in k, for every ordering, layout, row size and dilation.
 
     Args:
         length: tokens.
@@ -69,16 +70,16 @@ def count_units(
         chunk, seed: as in `compared_orderings`.
 
     Returns:
-        One row a case: layout, row_bytes, dilation, ordering, unit (sector, line or page), unit_bytes, rows (how many
-        are read), fewest (units that they would fill if packed), touched (different units) and requested (the sum over
-        tiles of different units).
+        One row a case: layout, row_bytes, dilation, ordering, unit (sector, fetch, line or page), unit_bytes, rows (how
+        many are read), fewest (units that they would fill if packed), touched (different units) and requested (the sum
+        over tiles of different units).
 
     >>> counts = count_units(length=64, segment_length=64, dilation_rates=[4], row_bytes=[16], page_bytes=4096)
     >>> case = counts.query("layout == 'bhsd' and unit == 'line'").set_index("ordering")
     >>> case.touched[["linear", "residue"]].to_dict()
     {'linear': 8, 'residue': 2}
     """
-    unit_sizes = {"sector": SECTOR_BYTES, "line": LINE_BYTES, "page": page_bytes}
+    unit_sizes = {"sector": SECTOR_BYTES, "fetch": FETCH_BYTES, "line": LINE_BYTES, "page": page_bytes}
     cases = []
     for rate in dilation_rates:
         pattern = DilatedPattern((segment_length,), (rate,))
