@@ -116,13 +116,13 @@ def run_sides(
     checked = lru_cache(maxsize=4)(lambda run: run())  # on the CPU: interpreted calls take long, and pairs share sides
     records = []
     for sides in cases:
-        label = " | ".join(side.name for side in sides)
+        label = f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}"
         record = done.get(identity(*sides))
         if record is None:
             try:
                 record = _run(sides, device, output_dir, repetitions, seconds, checked)
             except torch.OutOfMemoryError as error:
-                print(f"{label}: left out, no room: {str(error).splitlines()[0]}; {sides[-1].parameters}", flush=True)
+                print(f"{label}: left out, no room: {str(error).splitlines()[0]}", flush=True)
                 continue
             record = {**record, "environment": facts}
         records.append(record)
@@ -271,6 +271,13 @@ def _sides(record: dict) -> list[dict]:
 
 def _identity(sides: list[dict]) -> str:
     return json.dumps([[side["name"], side["parameters"]] for side in sides], sort_keys=True)
+
+
+def _work(parameters: dict) -> str:
+    # What tells one work of a sweep from the next.
+    told = ("pattern", "length", "side", "window", "block_size", "row_bytes", "head_dim", "dilation", "direction")
+    words = [f"{name.replace('_', ' ')} {parameters[name]}" for name in told if parameters.get(name) not in (None, "")]
+    return ", ".join([parameters.get("sweep", ""), *words, *["causal"] * bool(parameters.get("is_causal"))])
 
 
 def _line(record: dict) -> str:

@@ -351,10 +351,15 @@ def test_the_figures_show_every_case_and_every_claim_that_waits(records, answers
     points = [each for each in axes.collections if isinstance(each, PathCollection) and each.get_label()[0] == "_"]
     assert sum(len(each.get_offsets()) for each in points) == cases.value.notna().sum()
     assert [text.get_text() for text in axes.texts] == cases.verdict[cases.value.isna()].tolist()
-    places = kernels.places(records)
-    drawn = verdict.draw_map(places, bound=200.0, line_bytes=128, source="test").axes[0]
-    labelled = [text.get_text() for text in drawn.texts if text.get_text()[0].isdigit()]
-    assert sorted(labelled) == sorted(f"{value:.2f}" for value in places.value[places.low > 1.01])
+    places = [kernels.places(records), kernels.grid_places(committed_records("08_where_a_curve_pays"))]
+    drawn = verdict.draw_map(pd.concat(places, ignore_index=True), bound=200.0, line_bytes=128, source="test")
+    for axes, table in zip(drawn.axes, places, strict=False):
+        assert sum(len(each.get_offsets()) for each in axes.collections) == len(table)
+        labelled = [text.get_text() for text in axes.texts if text.get_text()[0].isdigit()]
+        framed = table[(table.low > 1.01) & (table.over_plain_low > 1.01)]
+        assert sorted(labelled) == sorted(f"{value:.2f}" for value in framed.value)
+    over_plain = kernels.over_sequence(records).groupby(kernels.CASE).value.max()
+    assert places[0].set_index(kernels.CASE).over_plain.to_dict() == pytest.approx(over_plain.to_dict())
 
 
 def test_no_measured_number_is_typed_into_the_ledger():

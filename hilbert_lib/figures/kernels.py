@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from hilbert_lib.figures.record import COLOURS, MARKERS
+from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.locality.predicted import model_errors
 
 # Okabe and Ito's colours, a hatch and a marker each: by backend, in the order in which they first appear.
@@ -26,7 +27,7 @@ STYLES = [
     ("#AA4499", "\\\\", "X"),
     ("#661100", "xx", "d"),
 ]
-EXTRA_LAYOUTS = {"no table": ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
+EXTRA_LAYOUTS = {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
 
 
 def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
@@ -135,6 +136,8 @@ def draw_roofline(data: pd.DataFrame, *, copy_gb_per_s: float, product_tflop_per
 def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figure:
     """Time of linear storage over that of each layout, with its interval, one kernel and one function throughout.
 
+    What linear storage gains that is read without a table, often far off the others, stands above each panel.
+
     Args:
         data: `ratio_table` of the sweep "layouts" or "decoding".
         x: the column along the axis: "dilation" or "length".
@@ -150,9 +153,10 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
     panels = figure.subplots(-(-len(values) // columns), columns, squeeze=False, sharey=True)
     for spare in panels.flat[len(values) :]:
         spare.remove()
-    names = _triton_first(data.b)
+    orders = data[data.b != NO_TABLE]
+    names = _triton_first(orders.b)
     for axes, value in zip(panels.flat, values, strict=False):
-        part = data[data[panel] == value]
+        part, without = (table[table[panel] == value] for table in (orders, data[data.b == NO_TABLE]))
         for place, name in enumerate(names):
             rows = part[part.b == name].sort_values(x)
             colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
@@ -161,40 +165,50 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
             at = rows[x] * 2 ** (0.08 * (place - len(names) / 2))
             axes.errorbar(at, rows.ratio, spread, color=colour, marker=marker, label=name, lw=1, capsize=2)
         axes.axhline(1, color="black", lw=0.8)
-        axes.set(title=f"{_UNITS[panel][0]} {value}{_UNITS[panel][1]}", xlabel=_LABELS[x])
+        title = f"{_UNITS[panel][0]} {value}{_UNITS[panel][1]}"
+        if len(without):
+            title += f"\n({NO_TABLE}: {without.ratio.min():.2f} to {without.ratio.max():.2f})"
+        axes.set(title=title, xlabel=_LABELS[x])
         _powers_of_two(axes, part[x])
     for axes in panels[:, 0]:
         axes.set_ylabel("time, linear over layout")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)))
-    figure.suptitle(f"Above 1 a layout is faster than linear storage read alike, {source}")
+    figure.suptitle(f"Above 1 a layout is faster than linear storage read through the same kind of table, {source}")
     return figure
 
 
 def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> Figure:
-    """Useful bytes per second of decoding, by layout and dilation, beside the rate of a copy.
+    """Useful bytes per second of decoding by layout and dilation: beside the rate of a copy, and over no table's.
 
     Args:
         data: `side_table` of the sweep "decoding", of one length and number of queries.
-        copy_gb_per_s: measured rate of a copy, in GB/s.
+        copy_gb_per_s: measured rate of a copy, which reads and writes, in GB/s.
         source: where it was measured, for the title.
 
     Returns:
         The figure.
     """
     sizes, names = sorted(data.row_bytes.unique()), _triton_first(data.name)
-    figure = Figure(figsize=(4.2 * len(sizes), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
-    for axes, size in zip(panels, sizes, strict=True):
+    figure = Figure(figsize=(4.2 * len(sizes), 6.6), layout="constrained")
+    panels = figure.subplots(2, len(sizes), squeeze=False, sharey="row")
+    for (above, below), size in zip(panels.T, sizes, strict=True):
+        of_size = data[data.row_bytes == size].sort_values("dilation").set_index("dilation")
+        plain = of_size.gb_per_s[of_size.name == NO_TABLE]
         for name in names:
-            rows = data[(data.row_bytes == size) & (data.name == name)].sort_values("dilation")
+            rate = of_size.gb_per_s[of_size.name == name]
             colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
-            axes.plot(rows.dilation, rows.gb_per_s / 1e3, color=colour, marker=marker, label=name, fillstyle="none")
-        axes.axhline(copy_gb_per_s / 1e3, color="black", ls="--", label="copy")
-        axes.set(title=f"rows of {size} B", xlabel=_LABELS["dilation"])
-        _powers_of_two(axes, data.dilation)
-    panels[0].set_ylim(bottom=0)  # of all panels, once all is drawn
-    panels[0].set_ylabel("rows that are needed [TB/s]")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(6, len(names) + 1))
+            style = {"color": colour, "marker": marker, "label": name, "fillstyle": "none"}
+            above.plot(rate.index, rate / 1e3, **style)
+            below.plot(rate.index, rate / plain.reindex(rate.index), **style)
+        above.axhline(copy_gb_per_s / 1e3, color="black", ls="--", label="copy, reads and writes")
+        above.set(title=f"rows of {size} B")
+        below.set(xlabel=_LABELS["dilation"])
+        for axes in (above, below):
+            _powers_of_two(axes, data.dilation)
+    panels[0, 0].set_ylim(bottom=0)  # of all panels of the row, once all is drawn
+    panels[0, 0].set_ylabel("rows that are needed [TB/s]")
+    panels[1, 0].set_ylabel(f"the same, over that of {NO_TABLE}")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(6, len(names) + 1))
     figure.suptitle(f"Decoding, {data.queries.iloc[0]} of {data.length.iloc[0]} positions asked, {source}")
     return figure
 

@@ -52,9 +52,7 @@ def draw_overlap(data: pd.DataFrame) -> Figure:
     )
     axes.set_xscale("log", base=2)
     axes.set_xticks(data["dilation_rate"], data["dilation_rate"])
-    axes.set(
-        xlabel="dilation rate (tokens)", ylabel="share (1)", ylim=(-0.03, None), title="The same only without dilation"
-    )
+    axes.set(xlabel="dilation rate (tokens)", ylabel="share (1)", ylim=(-0.03, None), title="One function, or two?")
     axes.grid(axis="y", color="#DDDDDD")
     axes.legend()
     return figure

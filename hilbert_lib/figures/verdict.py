@@ -2,13 +2,13 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from hilbert_lib.figures.record import MARKERS
 
-GRID = "#009E73"
 AS_CLAIMED, NOT_AS_CLAIMED, CLAIMED = "#0072B2", "#D55E00", "#BBBBBB"
 
 
@@ -25,7 +25,8 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, source: str) -> Figure:
     claims = list(dict.fromkeys(data.id))
     figure = Figure(figsize=(11, 0.42 * len(claims) + 1.6), layout="constrained")
     axes = figure.subplots()
-    left, right = 0.45, max(12.0, 1.2 * data.value.max()) if data.value.notna().any() else 12.0
+    right = np.ceil(max(12.0, 1.2 * data.value.max())) if data.value.notna().any() else 12.0
+    left = 0.45
     for line, (_, rows) in enumerate(data.groupby("id", sort=False)):
         measured = rows[rows.value.notna()]
         for least, most in (
@@ -59,7 +60,7 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, source: str) -> Figure:
 
 
 def draw_map(data: pd.DataFrame, *, bound: float, line_bytes: int, source: str) -> Figure:
-    """Where an ordering pays: row size against arithmetic intensity, coloured by what the fastest order gains.
+    """Where an ordering pays: arithmetic intensity against row size, on grids against the grid, coloured by the gain.
 
     Args:
         data: `ledger.kernels.places`, and `grid_places` below it.
@@ -70,39 +71,59 @@ def draw_map(data: pd.DataFrame, *, bound: float, line_bytes: int, source: str) 
     Returns:
         The figure.
     """
-    figure = Figure(figsize=(9.5, 6), layout="constrained")
-    axes = figure.subplots()
-    data = data.sort_values("value")
-    # Works on one place stand side by side.
-    spot = data.groupby([data.row_bytes, np.log2(data.intensity).round(0)])
-    count, place = spot.value.transform("size"), spot.cumcount()
-    at = data.row_bytes * 2 ** (0.2 * (place - (count - 1) / 2))
-    norm = TwoSlopeNorm(vmin=min(0.95, data.value.min()), vcenter=1, vmax=max(1.05, data.value.max()))
-    for order, rows in data.groupby("order"):
-        is_faster = rows.low > 1.01
-        style = {"marker": MARKERS[order].replace("x", "X"), "s": 70, "zorder": 3}  # "x" has no face to colour
-        style |= {"edgecolors": np.where(is_faster, "black", "#AAAAAA"), "linewidths": np.where(is_faster, 1.4, 0.6)}
-        shown = axes.scatter(at[rows.index], rows.intensity, c=rows.value, cmap="RdBu_r", norm=norm, **style)
-        axes.scatter([], [], marker=style["marker"], color="white", edgecolors="black", label=order)
-        for index in rows.index[is_faster]:
-            axes.annotate(f"{rows.value[index]:.2f}", (at[index], rows.intensity[index]), (0, 7), ha="center",
-                          textcoords="offset points", fontsize=8,
-                          color=GRID if rows.work[index] == "window on a grid" else "black")  # fmt: skip
-    sizes = sorted(data.row_bytes.unique())
-    axes.set(xscale="log", yscale="log", xlabel="bytes of one head's row", ylabel="useful FLOP for each useful byte")
-    axes.set_xlim(sizes[0] / 1.6, sizes[-1] * 1.6)
-    _plain_ticks(axes.xaxis, sizes)
-    axes.axhline(bound, color="black", ls="--", lw=0.8)
-    axes.annotate("arithmetic binds above, bytes below", (sizes[-1] * 1.55, bound), (0, -10), ha="right",
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    on_grid = data.work == "window on a grid"
+    sizes, sides = sorted(data.row_bytes[~on_grid].unique()), np.sqrt(data.length[on_grid]).astype(int)
+    place = data.row_bytes[~on_grid].map({size: n for n, size in enumerate(sizes)})
+    _draw_places(left, data[~on_grid], place, "linear, by a table, over the fastest order")
+    columns = sorted(sides.unique())
+    if columns:
+        _draw_places(right, data[on_grid], sides.map(columns.index), "raster over the fastest order")
+    else:
+        right.text(0.5, 0.5, "nothing is committed of grids", ha="center", transform=right.transAxes)
+    left.set(xlabel="bytes of one head's row", ylabel="useful FLOP for each useful byte", title="over sequences")
+    left.set_xticks(
+        range(len(sizes)), [f"{size}{'' if size % line_bytes else chr(10) + 'whole lines'}" for size in sizes]
+    )
+    right.set(xlabel="cells along a side of the grid", ylabel="the same, of its windows", title="a window on a grid")
+    right.set_xticks(range(len(columns)), columns)
+    left.axhline(bound, color="black", ls="--", lw=0.8, zorder=1)
+    left.annotate("arithmetic binds above, bytes below", (0, bound), (0, -10), xycoords=("axes fraction", "data"),
                   textcoords="offset points", fontsize=8)  # fmt: skip
-    axes.axvline(line_bytes * 2**-0.5, color="black", ls=":", lw=0.8)
-    axes.annotate(" rows of whole lines", (line_bytes * 2**-0.5, axes.get_ylim()[0]), (2, 4),
-                  textcoords="offset points", fontsize=8)  # fmt: skip
-    figure.colorbar(shown, ax=axes, label="time, linear or raster over the fastest order")
-    title = "the fastest order; framed where faster by a per cent; gains in green: attention to a window on a grid"
+    for order in sorted(data.order.unique()):
+        left.scatter([], [], marker=_marker(order), color="white", edgecolors="black", label=order)
+    title = "the fastest order; framed where it gains a per cent, also over linear storage that is read without a table"
     figure.legend(loc="outside lower center", ncols=7, title=title)
-    axes.set_title(f"Where an ordering pays, {source}")
+    figure.suptitle(f"Where an ordering pays, {source}")
     return figure
+
+
+def _draw_places(axes: Axes, data: pd.DataFrame, column: pd.Series, label: str) -> None:
+    # Works of about one intensity in one column stand side by side, from the shortest to the longest.
+    data = data.sort_values("length")
+    spot = data.groupby([column[data.index], np.log2(data.intensity).round(0)])
+    count, place = spot.value.transform("size"), spot.cumcount()
+    at = column[data.index] + np.where(count > 2, 0.16, 0.34) * (place - (count - 1) / 2)
+    norm = TwoSlopeNorm(vmin=min(0.95, data.value.min()), vcenter=1, vmax=max(1.05, data.value.max()))
+    gains = (data.low > 1.01) & (data.over_plain_low > 1.01)
+    for order, rows in data.groupby("order"):
+        framed = gains[rows.index]
+        style = {"marker": _marker(order), "s": 70, "zorder": 3, "linewidths": np.where(framed, 1.4, 0.6)}
+        style |= {"edgecolors": np.where(framed, "black", "#AAAAAA"), "cmap": "RdBu_r", "norm": norm}
+        shown = axes.scatter(at[rows.index], rows.intensity, c=rows.value, **style)
+    for index in data.index[gains]:
+        axes.annotate(f"{data.value[index]:.2f}", (at[index], data.intensity[index]), (0, 7), ha="center",
+                      textcoords="offset points", fontsize=7, zorder=4,
+                      bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none"})  # fmt: skip
+    axes.set_yscale("log")
+    axes.grid(axis="y", color="#EEEEEE")
+    axes.margins(x=0.08, y=0.1)
+    axes.figure.colorbar(shown, ax=axes, label=f"time, {label}", location="bottom", shrink=0.8)
+
+
+def _marker(order: str) -> str:
+    return MARKERS[order].replace("x", "X")  # "x" has no face to colour
 
 
 def _shortened(text: str, width: int = 72) -> str:

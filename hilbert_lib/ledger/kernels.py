@@ -78,12 +78,15 @@ def places(records: Records) -> pd.DataFrame:
         records: of notebook 06.
 
     Returns:
-        `layout_ratios` of the "best" order, and intensity: useful FLOP for each useful byte.
+        `layout_ratios` of the "best" order; intensity, useful FLOP for each useful byte; and over_plain and
+        over_plain_low, what the fastest order gains over linear storage that is read without a table.
     """
     sides = pd.concat([side_table(list(records), sweep).assign(work=work) for sweep, work in WORKS.items()])
     linear = sides[sides.name == "linear"].set_index(CASE)
     intensity = (linear.useful_flop / linear.useful_bytes).rename("intensity")
-    return layout_ratios(records, order="best").join(intensity, on=CASE, how="inner")
+    plain = over_sequence(records).groupby(CASE)[["value", "low"]].max()
+    plain = plain.rename(columns={"value": "over_plain", "low": "over_plain_low"})
+    return layout_ratios(records, order="best").join(intensity, on=CASE, how="inner").join(plain, on=CASE)
 
 
 def grid_places(records: Records) -> pd.DataFrame:
@@ -98,8 +101,9 @@ def grid_places(records: Records) -> pd.DataFrame:
     best = ratios.loc[ratios.groupby(["side", "window", "block_size"]).value.idxmax()]
     # q, k, v and the output once, two bytes an element; two products of window**2 keys for each row of q.
     where = {"work": "window on a grid", "queries": 0, "dilation": 1, "intensity": best.window**2 / 2}
+    where |= {"over_plain": best.value, "over_plain_low": best.low}  # raster order has no table
     table = best.assign(length=best.side**2, row_bytes=2 * best.head_dim, order=best.b, **where)
-    return table[["work", "length", "queries", "row_bytes", "dilation", *INTERVAL, "order", "intensity"]]
+    return table[[*CASE, *INTERVAL, "order", "intensity", "over_plain", "over_plain_low"]]
 
 
 def grid_gains(records: Records) -> pd.DataFrame:
