@@ -1,4 +1,4 @@
-"""What counts as an integer, a number, a sequence or a device: one judgement for every room."""
+"""What counts as a bool, an integer, a number, a sequence or a device: one judgement for every room."""
 
 import math
 import operator
@@ -8,6 +8,20 @@ from numbers import Real
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def boolean(name: str, value: object) -> bool:
+    """The argument, if it is True or False.
+
+    Raises:
+        TypeError: for what only counts as true or false, such as 1 and "no".
+
+    >>> boolean("is_causal", False)
+    False
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def integer(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
@@ -57,6 +71,22 @@ def number(name: str, value: object) -> float:
         return math.inf
 
 
+def positive(name: str, value: object) -> float:
+    """An argument as a float.
+
+    Raises:
+        TypeError: for what is no number, a bool among it.
+        ValueError: unless it is finite and above 0.
+
+    >>> positive("seconds", 1)
+    1.0
+    """
+    found = number(name, value)
+    if not 0.0 < found < math.inf:
+        raise ValueError(f"{name} must be finite and above 0, got {found}")
+    return found
+
+
 def _range(least: int | None, most: int | None) -> str:
     # Called for errors only: put into words, a length is a constant to torch.compile, which compiles for each.
     if least is not None and most is not None:
@@ -82,8 +112,7 @@ def integers(name: str, values: object, *, least: int | None = None, distinct: b
     >>> integers("shape", [3, 4], least=1)
     (3, 4)
     """
-    listed = isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview)
-    if not listed and not (isinstance(values, np.ndarray) and values.ndim == 1):
+    if not is_listed(values):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     if not len(values):
         raise ValueError(f"{name} must hold at least one integer, got {values!r}")
@@ -91,6 +120,17 @@ def integers(name: str, values: object, *, least: int | None = None, distinct: b
     if distinct and len(set(found)) < len(found):
         raise ValueError(f"{name} must hold each integer once, got {values!r}")
     return found
+
+
+def is_listed(values: object) -> bool:
+    """Whether values are a sequence, or a numpy array of one axis; text and bytes are none.
+
+    >>> is_listed((1, 2)), is_listed("12")
+    (True, False)
+    """
+    if isinstance(values, np.ndarray):
+        return values.ndim == 1
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview)
 
 
 def device(value: object) -> torch.device:

@@ -356,6 +356,17 @@ def _grouped(heads: int, kv_heads: int | None) -> tuple[int, int]:
     return heads, kv_heads
 
 
+def check_pattern(pattern: object) -> DilatedPattern:
+    """The argument; TypeError unless it is a DilatedPattern.
+
+    >>> check_pattern(DilatedPattern((4,), (1,))).branches
+    ((4, 1),)
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    return pattern
+
+
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, one of {', '.join(allowed)}; got {value!r}")

@@ -16,6 +16,7 @@ from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.remembered import ShapeClass, device_name, remember
 from hilbert_lib.bench import Case, compare_paired
+from hilbert_lib.checks import boolean
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import (
@@ -273,8 +274,7 @@ def select_attention_backend(
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
     'sdpa'
     """
-    if not isinstance(benchmark_backends, bool):
-        raise TypeError(f"benchmark_backends must be True or False, got {benchmark_backends!r}")
+    boolean("benchmark_backends", benchmark_backends)
     explain = partial(explain_backend, q, k, v, pattern, **options)
     explanation = explain()
     if benchmark_backends:

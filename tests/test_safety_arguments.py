@@ -93,8 +93,8 @@ WRONG = [
     (lambda: SafeBenchmarkRunner(device="cpu").run([{"length": 8}]), "points must be dictionaries with the names"),
     (lambda: SafeBenchmarkRunner(device="cpu").run([{"sides": []}]), "points must be dictionaries with the names"),
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
-    (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be above 0 and finite, got -1"),
-    (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be above 0 and finite, got nan"),
+    (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
+    (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),
     (lambda: on_cpu(graph_gains, [8]), "device must be a CUDA device, got cpu"),
     (lambda: on_cpu(pool_comparison, [[8]]), "device must be a CUDA device, got cpu"),
 ]

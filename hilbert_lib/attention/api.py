@@ -1,6 +1,5 @@
 """Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -10,9 +9,9 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import Explanation, choose, choose_ordering, explain
-from hilbert_lib.checks import integer, number
+from hilbert_lib.checks import boolean, integer, number, positive
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_HEAD_DIM = 256
@@ -140,12 +139,10 @@ def _validated(
     q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
     q, k, v = _check_tensors(q, k, v)
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    check_pattern(pattern)
     pattern.check_heads(k.shape[2])
-    for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    boolean("is_causal", is_causal)
+    boolean("return_lse", return_lse)
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale)
     dropout_p = check_dropout("dropout_p", dropout_p)
     query_start = _checked_query_start(q, k, query_start)
@@ -207,10 +204,7 @@ def check_scale(scale: object) -> float:
     >>> check_scale(1)
     1.0
     """
-    factor = number("scale", scale)
-    if not 0.0 < factor < math.inf:
-        raise ValueError(f"scale must be finite and above 0, got {factor}")
-    return factor
+    return positive("scale", scale)
 
 
 def check_dropout(name: str, share: object) -> float:

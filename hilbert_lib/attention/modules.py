@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from hilbert_lib import checks
 from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_backend, check_dropout, check_scale, dilated_attention
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 KvOrdering = Ordering | Callable[[int], Ordering] | str | None
 
@@ -49,12 +49,10 @@ class DilatedAttention(nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        self.pattern = check_pattern(pattern)
         if not (kv_ordering in (None, "auto") or isinstance(kv_ordering, Ordering) or callable(kv_ordering)):
             allowed = "None, 'auto', an Ordering, or a function from a length to one"
             raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
-        self.pattern = pattern
         self.dropout = check_dropout("dropout", dropout)  # eval would never tell
         self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = kv_ordering
@@ -159,9 +157,8 @@ class MultiheadDilatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, flag in (("bias", bias), ("batch_first", batch_first)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
+        checks.boolean("bias", bias)
+        checks.boolean("batch_first", batch_first)
         self.embed_dim = checks.integer("embed_dim", embed_dim, least=1)
         self.num_heads = checks.integer("num_heads", num_heads, least=1)
         self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)

@@ -16,7 +16,7 @@ from hilbert_lib.bench import Case, compare_paired, measure
 from hilbert_lib.committed import newest_run
 from hilbert_lib.environment import environment, kernel_mode
 from hilbert_lib.paired import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.records import read_records
 from hilbert_lib.safety.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
 from hilbert_lib.safety.memory import measure_peak
@@ -78,15 +78,13 @@ def attention_points(
     >>> [point["length"] for point in points]
     [8, 16]
     """
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    check_pattern(pattern)
     for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
         if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
             raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    checks.boolean("is_causal", is_causal)
     heads = checks.integer("heads", heads, least=1)
     pattern.check_heads(heads)
     shared = {

@@ -114,8 +114,7 @@ def estimate_memory(
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-    if not isinstance(has_key_padding, bool):
-        raise TypeError(f"has_key_padding must be True or False, got {has_key_padding!r}")
+    checks.boolean("has_key_padding", has_key_padding)
     device = device_or_default(device)
     length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
     kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)

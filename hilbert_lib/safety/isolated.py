@@ -20,7 +20,7 @@ from typing import TextIO
 
 import psutil
 
-from hilbert_lib.checks import number
+from hilbert_lib.checks import positive
 from hilbert_lib.safety.watch import Watcher
 
 CHILD = Path(__file__).with_name("child.py")
@@ -95,8 +95,7 @@ def run_isolated(
     """
     if not isinstance(target, str) or target.count(":") != 1:
         raise ValueError(f"target must be 'module:function', got {target!r}")
-    if not 0 < (seconds := number("seconds", seconds)) < math.inf:
-        raise ValueError(f"seconds must be above 0 and finite, got {seconds}")
+    seconds = positive("seconds", seconds)
     if not hasattr(os, "getsid"):
         raise RuntimeError(
             "a process of its own has a session of its own, which this platform lacks: use Linux, macOS or WSL"
