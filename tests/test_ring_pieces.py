@@ -8,6 +8,7 @@ import torch
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import header, passes
 from hilbert_lib.ring.attention import RingDilatedAttention
+from hilbert_lib.ring.shards import gather, shard
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1.0, 1e22, 1e30])
@@ -17,6 +18,12 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
     delta = torch.full((7, 3), 0.5 * scale).where(dout.any(-1), 0.0)
     found = (passes._with_product(dout, delta).double() * dout.double()).sum(-1)
     torch.testing.assert_close(found, delta.double(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("split", [shard, gather])
+def test_a_tensor_is_refused_by_its_name(split):
+    with pytest.raises(TypeError, match="x must be a tensor, got str"):
+        split("x")
 
 
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():

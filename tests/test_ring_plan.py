@@ -4,6 +4,7 @@ import re
 import time
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -323,6 +324,26 @@ def test_shard_lengths_add_up_and_begin_at_multiples(length, ranks, multiple, da
     assert all(abs(a - b * length) < multiple + 1e-6 * length for a, b in zip(lengths, share, strict=True))
 
 
+def test_weights_may_be_an_array_of_any_number_type():
+    for dtype in (np.float32, np.float64, np.int64):
+        weights = np.array([2, 1, 1], dtype=dtype)
+        assert shard_lengths_for(2**62, 3, weights=weights) == (2**61, 2**60, 2**60)
+        assert plan_of(DilatedPattern((4,), (1,)), (4,) * 3, weights=weights).speeds == (2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "x"}, "pattern must be a DilatedPattern, got str"),
+        ({"is_causal": "no"}, "is_causal must be True or False, got 'no'"),
+        ({"weights": 3}, "weights must be a sequence of numbers or None, got 3"),
+    ],
+)
+def test_shard_lengths_are_refused_by_the_name_of_the_argument(changes, message):
+    with pytest.raises(TypeError, match=message):
+        shard_lengths_for(100, 3, **changes)
+
+
 def test_tokens_without_work_have_a_rank_too():
     in_no_branch_at_the_end = DilatedPattern((4,), (4,))
     assert shard_lengths_for(7, 2, pattern=in_no_branch_at_the_end) == (1, 6)
@@ -370,8 +391,12 @@ def test_the_table_says_who_sends_what_and_why():
         ({"transport": "nvlink"}, ValueError, "transport must be one of auto, ring, all_gather, all_to_all"),
         ({"memory_limit": 0}, ValueError, "memory_limit must be an integer of at least 1"),
         ({"weights": (1.0,)}, ValueError, r"weights must have one number a rank \(4\), got 1"),
-        ({"weights": (1, 1, 0, 1)}, ValueError, "weights must be finite and above 0, got 0"),
-        ({"weights": (1, 1, "1", 1)}, TypeError, "weights must be numbers, got '1'"),
+        ({"weights": (1, 1, 0, 1)}, ValueError, r"weights\[2\] must be finite and above 0, got 0"),
+        ({"weights": (1, 1, "1", 1)}, TypeError, r"weights\[2\] must be a number, got '1'"),
+        ({"weights": 3}, TypeError, "weights must be a sequence of numbers or None, got 3"),
+        ({"weights": iter("1111")}, TypeError, "weights must be a sequence of numbers or None, got <str"),
+        ({"is_causal": "no"}, TypeError, "is_causal must be True or False, got 'no'"),
+        ({"transport": ["ring"]}, TypeError, r"transport must be a string, got \['ring'\]"),
         ({"transport": "all_to_all"}, ValueError, "needs at least one KV head a rank: 4 ranks.*branch 1.*has 2"),
         ({"mixing": "head_groups", "kv_heads": 1}, ValueError, "at least one KV head a branch"),
     ],
@@ -380,3 +405,8 @@ def test_what_cannot_be_planned_names_the_argument(changes, error, message):
     pattern = DilatedPattern((4, 16), (1, 2), mixing=changes.pop("mixing", "softmax"))
     with pytest.raises(error, match=message):
         plan_of(pattern, **{"shard_lengths": (4,) * 4, **changes})
+
+
+def test_what_is_no_pattern_is_refused():
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got str"):
+        plan_of("x", (8, 8))

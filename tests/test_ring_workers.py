@@ -1,6 +1,7 @@
 """A function runs on every rank of a group, started from here or by torchrun on several machines."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -39,13 +40,16 @@ def test_every_rank_is_called_with_the_arguments_and_its_value_comes_back_in_ord
         ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
         ({"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
         ({"backend": "nccl", "ranks": 10**6}, "ranks must be at most [0-9]+ with nccl, one for each GPU, got 1000000"),
-        ({"seconds": 0}, "seconds must be above 0, got 0"),
-        ({"stall_seconds": -1}, "stall_seconds must be above 0, got -1"),
+        ({"target": 3}, "target must be 'module:function', got 3"),
+        ({"seconds": 0}, "seconds must be finite and above 0, got 0"),
+        ({"seconds": "5"}, "seconds must be a number, got '5'"),
+        ({"stall_seconds": -1}, "stall_seconds must be finite and above 0, got -1"),
+        ({"stall_seconds": math.inf}, "stall_seconds must be finite and above 0, got inf"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(changed, message):
     call = {"target": "faulty_ranks:sum_of_ranks", "ranks": 2} | changed
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         run_ranks(**call)
 
 

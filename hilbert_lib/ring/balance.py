@@ -4,11 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import isfinite
-from numbers import Real
 
-from hilbert_lib.checks import integer
-from hilbert_lib.pattern import DilatedPattern, rows_in_segment
+from hilbert_lib.checks import boolean, integer, is_listed, positive
+from hilbert_lib.pattern import DilatedPattern, check_pattern, rows_in_segment
 
 
 def pairs_before(stop: int, length: int, rate: int, offset: int, segment_length: int, is_causal: bool = False) -> int:
@@ -60,7 +58,10 @@ def shard_lengths_for(
     """
     length, ranks = integer("length", length, least=1), integer("ranks", ranks, least=1)
     multiple = integer("multiple", multiple, least=1)
-    speeds = check_weights(weights, ranks)
+    speeds = [Fraction(each) for each in check_weights(weights, ranks) or (1,) * ranks]  # exact: alike on every rank
+    if pattern is not None:
+        check_pattern(pattern)
+    boolean("is_causal", is_causal)
     units = -(-length // multiple)
 
     def work_before(unit: int) -> int:
@@ -83,15 +84,23 @@ def pattern_pairs_before(pattern: DilatedPattern, stop: int, length: int, kv_hea
     return total
 
 
-def check_weights(weights: Sequence[float] | None, ranks: int) -> tuple[Fraction, ...]:
-    """The weights as exact fractions: every rank must come to the same lengths."""
+def check_weights(weights: object, ranks: int | None = None) -> tuple[float, ...] | None:
+    """The relative speeds of the ranks, if they are a sequence of numbers above 0; None, that all are equal.
+
+    Args:
+        weights: as `shard_lengths_for` takes them.
+        ranks: how many there are; None where that is not known yet.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed.
+
+    >>> check_weights([2, 1], ranks=2)
+    (2.0, 1.0)
+    """
     if weights is None:
-        return (Fraction(1),) * ranks
-    if len(weights) != ranks:
+        return None
+    if not is_listed(weights):
+        raise TypeError(f"weights must be a sequence of numbers or None, got {weights!r}")
+    if ranks is not None and len(weights) != ranks:
         raise ValueError(f"weights must have one number a rank ({ranks}), got {len(weights)}: {weights!r}")
-    for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, Real):
-            raise TypeError(f"weights must be numbers, got {weight!r}")
-        if not (isfinite(weight) and weight > 0):
-            raise ValueError(f"weights must be finite and above 0, got {weight!r}")
-    return tuple(Fraction(weight) for weight in weights)
+    return tuple(positive(f"weights[{rank}]", weight) for rank, weight in enumerate(weights))

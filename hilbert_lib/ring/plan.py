@@ -7,8 +7,8 @@ from itertools import accumulate, groupby, product
 
 import torch
 
-from hilbert_lib.checks import integer, integers
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.checks import boolean, integer, integers
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.ring.balance import check_weights
 from hilbert_lib.ring.cost import RankCost, Sizes, costs, traffic
 from hilbert_lib.ring.rows import Message
@@ -135,6 +135,7 @@ def plan_ring(
     >>> plan.branches[0].shared[1].ranks, plan.ranks[0].sent_forward, plan.ranks[0].sent_backward
     ((4, 5, 6, 7), 786432, 2359296)
     """
+    check_pattern(pattern)
     shard_lengths = integers("shard_lengths", shard_lengths, least=0)
     if not sum(shard_lengths):
         raise ValueError(f"shard_lengths must hold at least one token, got {shard_lengths}")
@@ -144,8 +145,7 @@ def plan_ring(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
     check_transport(transport)
-    if memory_limit is not None:
-        memory_limit = integer("memory_limit", memory_limit, least=1)
+    memory_limit = check_memory_limit(memory_limit)
     speeds = check_weights(weights, len(shard_lengths))
     sizes = Sizes(
         batch=integer("batch", batch, least=1),
@@ -160,11 +160,11 @@ def plan_ring(
         "shard_lengths": shard_lengths,
         "sizes": sizes,
         "dtype": dtype,
-        "is_causal": bool(is_causal),
-        "speeds": None if weights is None else tuple(map(float, speeds)),
+        "is_causal": boolean("is_causal", is_causal),
+        "speeds": speeds,
     }
     bare = RingPlan(**asked, branches=layout(pattern, shard_lengths, kv_heads))
-    for plan in _candidates(bare, transport, even=len(set(speeds)) == 1):
+    for plan in _candidates(bare, transport, even=speeds is None or len(set(speeds)) == 1):
         if _has_room(plan, memory_limit):
             return plan
     needed = max(cost.memory_forward for cost in plan.ranks)
@@ -180,14 +180,26 @@ def check_transport(transport: object) -> str:
     """What was asked for, if it is one of `TRANSPORTS` or "auto".
 
     Raises:
-        ValueError: otherwise.
+        TypeError: if it is no string.
+        ValueError: if it is another one.
 
     >>> check_transport("auto")
     'auto'
     """
+    if not isinstance(transport, str):
+        raise TypeError(f"transport must be a string, got {transport!r}")
     if transport not in ("auto", *TRANSPORTS):
         raise ValueError(f"transport must be one of auto, {', '.join(TRANSPORTS)}; got {transport!r}")
     return transport
+
+
+def check_memory_limit(memory_limit: object) -> int | None:
+    """The bytes as an int, or None; TypeError or ValueError unless they are an integer of at least 1.
+
+    >>> check_memory_limit(2**30)
+    1073741824
+    """
+    return None if memory_limit is None else integer("memory_limit", memory_limit, least=1)
 
 
 def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan]:

@@ -23,7 +23,7 @@ def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = Non
         A view of `shard_lengths_for(x.shape[dim], ranks)[rank]` positions. Nothing is sent.
 
     Raises:
-        TypeError, ValueError: if dim is no axis of x, x has no positions, or group is no group with this rank.
+        TypeError, ValueError: if x is no tensor or has no positions, dim no axis of it, or group no group of this rank.
 
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
     >>> dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -31,8 +31,8 @@ def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = Non
     tensor([3, 4, 5])
     >>> dist.destroy_process_group()
     """
+    dim = _axis(x, dim)
     group = resolved(group)
-    dim = integer("dim", dim, least=-x.dim(), most=x.dim() - 1)
     lengths = shard_lengths_for(x.shape[dim], group.size())
     return x.split(lengths, dim)[group.rank()]
 
@@ -49,15 +49,15 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
         The shards one after the other, in rank order; detached, for each rank has its own loss.
 
     Raises:
-        TypeError, ValueError: if dim is no axis of x, or group is no group with this rank.
+        TypeError, ValueError: if x is no tensor, dim no axis of it, or group no group of this rank.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> gather(torch.arange(3), dim=0)
     tensor([0, 1, 2])
     >>> dist.destroy_process_group()
     """
+    dim = _axis(x, dim)
     group = resolved(group)
-    dim = integer("dim", dim, least=-x.dim(), most=x.dim() - 1)
     rows = x.detach().movedim(dim, 0).contiguous()
     lengths = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([len(rows)], device=x.device), group=group)
@@ -68,3 +68,9 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
     shards = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(shards, padded, group=group)
     return torch.cat([each[:length] for each, length in zip(shards, lengths, strict=True)]).movedim(0, dim)
+
+
+def _axis(x: object, dim: object) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    return integer("dim", dim, least=-x.dim(), most=x.dim() - 1)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from hilbert_lib.checks import integer
+from hilbert_lib.checks import integer, positive
 from hilbert_lib.ring.worker_main import AGENT, BACKENDS, STALL_SECONDS, beat_file, result_file
 from hilbert_lib.safety.isolated import LAST_LINES, diagnosis, run_isolated
 from hilbert_lib.safety.watch import Peaks
@@ -79,11 +79,9 @@ def run_ranks(
     """
     ranks = integer("ranks", ranks, least=1)
     backend = _backend(backend, ranks)
-    if not re.fullmatch(r"[\w.]+:\w+", target):
+    if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
         raise ValueError(f"target must be 'module:function', got {target!r}")
-    for name, value in {"seconds": seconds, "stall_seconds": stall_seconds}.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}")
+    seconds, stall_seconds = positive("seconds", seconds), positive("stall_seconds", stall_seconds)
     try:
         text = json.dumps(dict(arguments or {}))
     except (TypeError, ValueError):
