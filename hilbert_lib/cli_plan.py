@@ -64,6 +64,9 @@ def plan(
     Suffixes: k, m and g are 2^10, 2^20 and 2^30; 2k:1g doubles from one to the other. With --weights the shards are of
     such lengths that no rank waits for another.
 
+    ring_dilated_attention runs this plan where its shards have these lengths and it is given the same transport,
+    weights and memory_limit (in bytes).
+
     \b
     Example: hilbert plan --tokens 1g --ranks 8 --heads 1 --segment-lengths 2k:1g --dilation-rates 1:512k
     A slow rank:      hilbert plan --tokens 1m --ranks 3 --weights 2,2,1 --causal

@@ -18,14 +18,16 @@ from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan import plan_ring
 
 
-def count_bytes(branches: str, lengths: list[int], transport: str, *, is_causal: bool, dtype: str) -> list[list[int]]:
+def count_bytes(
+    branches: str, lengths: list[int], transport: str, *, is_causal: bool, dtype: str, **planning
+) -> list[list[int]]:
     """Bytes sent and received forward, and backward: as counted where torch is called, and as planned."""
     dtype = getattr(torch, dtype)
     pattern, rank = DilatedPattern(*BRANCHES[branches]), dist.get_rank()
     *leaves, dout = inputs(lengths[rank], dtype=dtype)
     leaves = [x.requires_grad_() for x in leaves]
     with counted() as forward:
-        out = ring_dilated_attention(*leaves, pattern, transport=transport, is_causal=is_causal)
+        out = ring_dilated_attention(*leaves, pattern, transport=transport, is_causal=is_causal, **planning)
     with counted() as backward:
         torch.autograd.grad(out, leaves, dout)
     plan = plan_ring(
@@ -38,6 +40,7 @@ def count_bytes(branches: str, lengths: list[int], transport: str, *, is_causal:
         dtype=dtype,
         is_causal=is_causal,
         transport=transport,
+        **planning,
     )
     cost = plan.ranks[rank]
     planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]

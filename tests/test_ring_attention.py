@@ -99,6 +99,12 @@ COUNTED = [
     for transport in ("ring", "all_gather", "all_to_all")
     for is_causal in (False, True)
 ]
+# Where "auto" chooses otherwise than without.
+PLANNED = [
+    {"branches": "uneven", "lengths": [16, 16, 8, 8], "transport": "auto", "is_causal": False, "dtype": "bfloat16"}
+    | planning
+    for planning in ({}, {"weights": [2, 2, 1, 1]}, {"memory_limit": 50_000})
+]
 DISAGREEMENTS = {
     "pattern": (
         {"pattern": "uneven"},
@@ -107,9 +113,14 @@ DISAGREEMENTS = {
     "ordering": ({"kv_ordering": "hilbert"}, ("kv_ordering", "None on rank 0", "kind='hilbert'", "on rank 1")),
     "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
     "value": ({"dropout_p": 2.0}, ("dropout_p must be in [0, 1), got 2.0",)),
+    "many transports": ({"transport": ["ring"]}, ("transport must be a string, got ['ring']",)),
+    "many weights": ({"weights": [2, 1, 1]}, ("weights must have one number a rank (2), got 3",)),
+    "validate": ({"validate": "no"}, ("validate must be True or False, got 'no'",)),
     "is_causal": ({"is_causal": True}, ("is_causal", "False on rank 0", "True on rank 1")),
     "scale": ({"scale": 0.5}, ("scale", "on rank 0", "0.5 on rank 1")),
     "transport": ({"transport": "all_gather"}, ("transport", "'auto' on rank 0", "'all_gather' on rank 1")),
+    "weights": ({"weights": [2, 1]}, ("weights", "None on rank 0", "(2.0, 1.0) on rank 1")),
+    "memory_limit": ({"memory_limit": 2**30}, ("memory_limit", "None on rank 0", "1073741824 on rank 1")),
     "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
@@ -148,6 +159,7 @@ CALLS[3] += [["ring_costs:count_bytes", case] for case in COUNTED]
 CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
 for ranks in (2, 4):
     CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
+CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 GROUPS = [["leave_while_one_connects", {}], ["group_is_gone", {}]]
 if not torch.cuda.is_available():  # there such a group has NCCL too, which wants a GPU for each rank
@@ -285,6 +297,13 @@ def test_bytes_sent_are_those_of_the_plan(case):
         assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
 
 
+def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
+    plain, *others = (answers(4, "ring_costs:count_bytes", case) for case in PLANNED)
+    for found in others:
+        assert all(counted == planned for counted, planned in found)
+        assert found != plain
+
+
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
     arguments, said = DISAGREEMENTS[what]
@@ -365,6 +384,10 @@ def test_without_a_process_group_it_says_what_to_call():
         ({"scale": 0}, ValueError, "scale must be .*got 0"),
         ({"dropout": "0.1"}, TypeError, "dropout must be .*got '0.1'|dropout must be a number"),
         ({"kv_ordering": "hilbert"}, TypeError, "kv_ordering must be an OrderingSpec or None, got str"),
+        ({"group": "all"}, TypeError, "group must be a process group, a 1-D DeviceMesh or None, got str"),
+        ({"weights": (1, 0)}, ValueError, r"weights\[1\] must be finite and above 0, got 0"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be an integer of at least 1, got 0"),
+        ({"validate": "no"}, TypeError, "validate must be True or False, got 'no'"),
     ],
 )
 def test_a_module_refuses_what_its_call_would(option, error, said):
@@ -372,18 +395,33 @@ def test_a_module_refuses_what_its_call_would(option, error, said):
         RingDilatedAttention(DilatedPattern((4,), (1,)), **option)
 
 
-def test_one_rank_refuses_an_unknown_transport_too(four_ranks):
+@pytest.mark.parametrize(
+    ("option", "error", "said"),
+    [
+        ({"transport": "rign"}, ValueError, "got 'rign'"),
+        ({"transport": ["ring"]}, TypeError, r"transport must be a string, got \['ring'\]"),
+        ({"weights": (2, 1)}, ValueError, r"weights must have one number a rank \(1\), got 2"),
+        ({"memory_limit": 1.5}, TypeError, "memory_limit must be an integer of at least 1, got 1.5"),
+        ({"validate": "no"}, TypeError, "validate must be True or False, got 'no'"),
+    ],
+)
+def test_one_rank_refuses_what_several_would(option, error, said, four_ranks):
     x = torch.ones(1, 4, 1, 4)
-    with pytest.raises(ValueError, match="got 'rign'"):
-        ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)), group=dist.new_group([0]), transport="rign")
+    with pytest.raises(error, match=said):
+        ring_dilated_attention(x, x, x, DilatedPattern((4,), (1,)), group=dist.new_group([0]), **option)
+
+
+def test_a_rank_outside_a_group_may_hold_its_module(four_ranks):
+    others = dist.new_group([2, 3])
+    assert RingDilatedAttention(DilatedPattern((4,), (1,)), group=others).group is others
 
 
 def test_a_layout_does_not_depend_on_the_default_device():
     pattern, cpu = DilatedPattern(*BRANCHES["uneven"]), torch.device("cpu")
-    arguments = pattern, (9, 4), 1, cpu, torch.float32, 2, 4, 2, 8, True, "ring"
-    expected = _layout.__wrapped__(*arguments, by_offset=True)
+    arguments = pattern, (9, 4), 1, cpu, torch.float32, 2, 4, 2, 8, True
+    expected = _layout.__wrapped__(*arguments, by_offset=True, transport="ring")
     with torch.device("meta"):
-        assert repr(_layout.__wrapped__(*arguments, by_offset=True)) == repr(expected)
+        assert repr(_layout.__wrapped__(*arguments, by_offset=True, transport="ring")) == repr(expected)
 
 
 def test_a_rank_that_leaves_at_once_does_not_fail_one_that_still_connects():

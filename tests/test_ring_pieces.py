@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import header, passes
+from hilbert_lib.ring import attention, header, passes
 from hilbert_lib.ring.attention import RingDilatedAttention
 from hilbert_lib.ring.shards import gather, shard
 
@@ -29,6 +29,13 @@ def test_a_tensor_is_refused_by_its_name(split):
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
     asked = {2: (None, {"pattern": "a"}), 3: (None, {"pattern": "b"})}
     assert header._difference(asked) == "pattern must be the same on all ranks, got a on rank 2; b on rank 3"
+
+
+def test_a_module_calls_with_what_it_was_made_with(monkeypatch):
+    given = {"transport": "ring", "weights": (2.0, 1.0), "memory_limit": 2**30, "backend": "sdpa", "validate": False}
+    monkeypatch.setattr(attention, "ring_dilated_attention", lambda *_, **options: options)
+    x = torch.ones(1, 4, 1, 4)
+    assert RingDilatedAttention(DilatedPattern((4,), (1,)), **given)(x, x, x).items() >= given.items()
 
 
 def test_a_copy_of_the_module_shares_its_group():

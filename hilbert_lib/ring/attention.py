@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Self
 from weakref import WeakKeyDictionary, ref
@@ -23,14 +24,16 @@ from hilbert_lib.attention.api import (
 )
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.checks import boolean
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.ring import passes
+from hilbert_lib.ring.balance import check_weights
 from hilbert_lib.ring.blocks import Request
-from hilbert_lib.ring.header import agree, resolved
+from hilbert_lib.ring.header import agree, check_group, resolved
 from hilbert_lib.ring.layout import Layout, layout_of
 from hilbert_lib.ring.passes import Job
-from hilbert_lib.ring.plan import check_transport, plan_ring
+from hilbert_lib.ring.plan import check_memory_limit, check_transport, plan_ring
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 
@@ -43,6 +46,8 @@ def ring_dilated_attention(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     transport: str = "auto",
+    weights: Sequence[float] | None = None,
+    memory_limit: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -66,6 +71,7 @@ def ring_dilated_attention(
         pattern: which keys a query sees, of the whole sequence.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
         transport: "ring", "all_gather", "all_to_all", or "auto", as `plan_ring` takes it.
+        weights, memory_limit: likewise. A plan that was made with them is what runs where they are given here too.
         is_causal, scale, return_lse: as in `dilated_attention`.
         dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
         key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
@@ -90,7 +96,7 @@ def ring_dilated_attention(
     """
     attend = _uncompiled() if "torch._dynamo" in sys.modules else _attend
     options = is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
-    return attend(q, k, v, pattern, options, group, transport, validate)
+    return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit, validate))
 
 
 # Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
@@ -102,12 +108,11 @@ class RingDilatedAttention(nn.Module):
 
     Args:
         pattern: which keys a query sees, of the whole sequence.
-        group, transport, scale, kv_ordering, backend, validate: as in `ring_dilated_attention`.
+        group, transport, weights, memory_limit, scale, kv_ordering, backend, validate: as in `ring_dilated_attention`.
         dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
 
     Raises:
-        TypeError: if pattern is no DilatedPattern, kv_ordering no OrderingSpec, or a number none.
-        ValueError: if dropout, scale, backend or transport is not what `ring_dilated_attention` takes.
+        TypeError, ValueError: for what `ring_dilated_attention` would refuse whatever the shards and the ranks are.
 
     >>> RingDilatedAttention(DilatedPattern((4,), (2,)), transport="ring").transport
     'ring'
@@ -119,6 +124,8 @@ class RingDilatedAttention(nn.Module):
         *,
         group: ProcessGroup | DeviceMesh | None = None,
         transport: str = "auto",
+        weights: Sequence[float] | None = None,
+        memory_limit: int | None = None,
         dropout: float = 0.0,
         scale: float | None = None,
         kv_ordering: OrderingSpec | None = None,
@@ -126,16 +133,16 @@ class RingDilatedAttention(nn.Module):
         validate: bool = True,
     ):
         super().__init__()
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        self.pattern = pattern
-        self.group = group
+        self.pattern = check_pattern(pattern)
+        self.group = check_group(group)
         self.transport = check_transport(transport)
+        self.weights = check_weights(weights)
+        self.memory_limit = check_memory_limit(memory_limit)
         self.dropout = check_dropout("dropout", dropout)  # eval would never tell
         self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = _checked_spec(kv_ordering)
         self.backend = check_backend(backend)
-        self.validate = validate
+        self.validate = boolean("validate", validate)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, *, is_causal: bool = False
@@ -160,6 +167,8 @@ class RingDilatedAttention(nn.Module):
             self.pattern,
             group=self.group,
             transport=self.transport,
+            weights=self.weights,
+            memory_limit=self.memory_limit,
             is_causal=is_causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
@@ -177,7 +186,8 @@ class RingDilatedAttention(nn.Module):
         return other
 
     def extra_repr(self) -> str:
-        names = ("pattern", "transport", "dropout", "scale", "kv_ordering", "backend", "validate")
+        names = ("pattern", "transport", "weights", "memory_limit", "dropout", "scale", "kv_ordering", "backend")
+        names += ("validate",)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
@@ -194,14 +204,13 @@ def _attend(
     pattern: DilatedPattern,
     options: tuple,
     group: ProcessGroup | DeviceMesh | None,
-    transport: str,
-    validate: bool,
+    ring: tuple,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # `ring_dilated_attention`, its options in order.
+    # `ring_dilated_attention`, its options in order: those that one process has too, and those of a ring.
     group = resolved(group)
     is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse = options
     if group.size() == 1:
-        check_transport(transport)
+        _planning(*ring, ranks=1)
         return dilated_attention(
             q,
             k,
@@ -215,12 +224,13 @@ def _attend(
             backend=backend,
             return_lse=return_lse,
         )
-    validate = validate or group not in _agreed
+    validate = ring[-1] or group not in _agreed
     request, refusal = {}, None
     try:
+        planning = _planning(*ring, ranks=group.size())
         q, k, v, call = _checked(q, k, v, pattern, *options)
         if validate:
-            request = _request(q, k, v, call, transport, kv_ordering, backend)
+            request = _request(q, k, v, call, planning, kv_ordering, backend)
     except (TypeError, ValueError) as error:
         if not validate:
             raise
@@ -239,7 +249,7 @@ def _attend(
         out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
     else:
         out, lse = _Ring.apply(
-            q, k, v, _job(q, k, _needs_gradient(q, k, v), call, lengths, group, transport, kv_ordering, backend)
+            q, k, v, _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
         )
     return (out, lse) if return_lse else out
 
@@ -284,6 +294,16 @@ def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
 
 
+def _planning(transport, weights, memory_limit, validate, ranks: int) -> dict:
+    # What a plan depends on beside the call itself.
+    boolean("validate", validate)
+    return {
+        "transport": check_transport(transport),
+        "weights": check_weights(weights, ranks),
+        "memory_limit": check_memory_limit(memory_limit),
+    }
+
+
 def _checked(
     q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
@@ -296,7 +316,7 @@ def _checked(
     return q, k, v, call
 
 
-def _request(q, k, v, call: Call, transport, kv_ordering, backend) -> dict[str, str]:
+def _request(q, k, v, call: Call, planning: dict, kv_ordering, backend) -> dict[str, str]:
     # What all ranks must agree on, in words.
     def described(x: Tensor) -> str:
         batch, _, heads, head_dim = x.shape
@@ -306,7 +326,7 @@ def _request(q, k, v, call: Call, transport, kv_ordering, backend) -> dict[str, 
         "q": described(q),
         "k": described(k),
         "pattern": repr(call.pattern),
-        "transport": repr(transport),
+        **{name: repr(value) for name, value in planning.items()},
         "is_causal": repr(call.is_causal),
         "scale": repr(call.scale),
         "dropout_p": repr(call.dropout_p),
@@ -318,7 +338,15 @@ def _request(q, k, v, call: Call, transport, kv_ordering, backend) -> dict[str, 
 
 
 def _job(
-    q: Tensor, k: Tensor, gradient: bool, call: Call, lengths: tuple[int, ...], group, transport, kv_ordering, backend
+    q: Tensor,
+    k: Tensor,
+    gradient: bool,
+    call: Call,
+    lengths: tuple[int, ...],
+    group: ProcessGroup,
+    planning: dict,
+    kv_ordering: OrderingSpec | None,
+    backend: str,
 ) -> Job:
     layout = _layout(
         call.pattern,
@@ -328,8 +356,8 @@ def _job(
         q.dtype,
         *(q.shape[0], q.shape[2], k.shape[2], q.shape[3]),
         call.is_causal,
-        transport,
         by_offset=call.key_padding_mask is not None,
+        **planning,
     )
     seed = None
     if call.dropout_p > 0.0:
@@ -351,8 +379,8 @@ def _layout(
     kv_heads: int,
     head_dim: int,
     is_causal: bool,
-    transport: str,
     by_offset: bool,
+    **planning,
 ) -> Layout:
     plan = plan_ring(
         pattern,
@@ -363,7 +391,7 @@ def _layout(
         head_dim=head_dim,
         dtype=dtype,
         is_causal=is_causal,
-        transport=transport,
+        **planning,
     )
     with torch.device("cpu"):  # where it is computed, whatever torch's default device is
         return layout_of(plan, rank, device, by_offset=by_offset)

@@ -21,19 +21,34 @@ def resolved(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
         TypeError: if group is none of these.
         ValueError: if the mesh has another number of dimensions, or this rank is not in the group.
     """
+    check_group(group)
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a mesh of 1 dimension, got {group.ndim}: take one, as in mesh['name']")
         if group.get_coordinate() is None:
             raise ValueError("group must hold this rank, got a mesh of other ranks")
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must hold this rank, got a group of other ranks")
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"group must be a process group, a 1-D DeviceMesh or None, got {type(group).__name__}")
     if not dist.is_initialized():
         raise ValueError("group must be initialised: call torch.distributed.init_process_group first")
     return dist.group.WORLD if group is None else group
+
+
+def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
+    """The argument, if it is a group of ranks, which need not hold this one, or None for all ranks.
+
+    Raises:
+        TypeError: if it is no process group and no mesh.
+        ValueError: if the mesh has another number of dimensions than 1.
+
+    >>> check_group(None)
+    """
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ValueError(f"group must be a mesh of 1 dimension, got {group.ndim}: take one, as in mesh['name']")
+    # A rank is given a number in the place of a group of others.
+    is_group = isinstance(group, ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not is_group:
+        raise TypeError(f"group must be a process group, a 1-D DeviceMesh or None, got {type(group).__name__}")
+    return group
 
 
 def agree(request: dict[str, str], length: int, refusal: Exception | None, group: ProcessGroup) -> tuple[int, ...]:
