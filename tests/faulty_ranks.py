@@ -50,6 +50,13 @@ def disagree(arguments: dict) -> None:
         time.sleep(0.25 * dist.get_rank())
 
 
+def last_rank_refuses(arguments: dict) -> None:
+    """The last rank asks for what attention refuses."""
+    q = torch.ones(1, 8, 1, 4, device=device())
+    dropout_p = 2.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.0
+    ring_dilated_attention(q, q, q, DilatedPattern((8,), (1,)), dropout_p=dropout_p)
+
+
 def device() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
@@ -74,5 +81,6 @@ FAULTS = {
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "ends early": lambda: os._exit(0),
     "exits": lambda: sys.exit(3),
+    "returns early": lambda: "what it found",
     "returns no JSON": lambda: {1, 2},
 }

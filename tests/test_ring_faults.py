@@ -64,6 +64,7 @@ def fault_of(target, ranks, arguments=None, **options):
         ("fills the memory", "out of memory", "can't allocate memory: you tried to allocate"),
         ("stalls", "stalled", "rank [01] waited: .*Timed out"),
         ("is stopped", "stalled", "no sign of life for 2 s"),
+        ("returns early", "failed", "returned while rank 0 waited: RuntimeError: .*Connection (closed|reset) by peer"),
         pytest.param("ends early", "failed", "it ended without a result", marks=pytest.mark.full),
         pytest.param("exits", "failed", "SystemExit: 3", marks=pytest.mark.full),
         pytest.param("returns no JSON", "failed", "TypeError: .* is not JSON serializable", marks=pytest.mark.full),
@@ -92,6 +93,12 @@ def test_ranks_with_other_patterns_or_orderings_all_raise_and_the_message_names_
         assert re.search(f"{name} must be the same on all ranks, got .*{sides}", str(error))
 
 
+def test_a_rank_that_refuses_its_arguments_is_named_and_not_those_that_it_told():
+    error = fault_of("faulty_ranks:last_rank_refuses", 3)
+    assert (error.ranks, error.cause) == ((2,), "ValueError: dropout_p must be in [0, 1), got 2.0")
+    assert error.output[0] == "rank 2:"
+
+
 def test_a_run_that_takes_too_long_is_ended_and_shows_where_each_rank_was(tmp_path, monkeypatch):
     def monotonic():  # the limit passes as soon as both hang, which on a busy machine takes long
         return time.monotonic() + 1000 * (len(list(tmp_path.iterdir())) == 2)
@@ -114,6 +121,24 @@ def test_a_rank_that_waited_is_not_taken_for_the_one_that_stalls(tmp_path):
     error = _fault(tmp_path, [{}, {}, {}], {0: -signal.SIGABRT, 1: -signal.SIGTERM, 2: -signal.SIGTERM})
     assert (error.ranks, error.status) == ((2,), "stalled")
     assert error.output == ("rank 2:", "Current thread")
+
+
+@pytest.mark.parametrize(
+    ("kind", "killed", "ranks"), [("RuntimeError", 0, (1, 3)), ("OSError", 0, (0,)), ("RuntimeError", 2, (2,))]
+)
+def test_ranks_that_returned_are_at_fault_only_where_one_waited_and_none_had_died(kind, killed, ranks, tmp_path):
+    lost = {"error": {"type": kind, "message": "Connection closed by peer", "errno": None}, "time": 1.0}
+    exits = {killed: -signal.SIGKILL} if killed else {2: -signal.SIGTERM}
+    assert _fault(tmp_path, [lost, {"result": 1}, {}, {"result": 3}], exits).ranks == ranks
+
+
+def test_a_rank_that_returned_is_at_fault_where_one_was_ended_for_waiting_too_long(tmp_path):
+    log = tmp_path / "run/attempt_0/0/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("Watchdog caught collective operation timeout")
+    error = _fault(tmp_path, [{}, {"result": 1}], {0: -signal.SIGABRT})
+    assert (error.ranks, error.cause) == ((1,), "returned while rank 0 waited: by SIGABRT")
+    assert error.output == ("rank 1:", "rank 0:", "Watchdog caught collective operation timeout")
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("OSError", (0,)), ("RuntimeError", (1,))])

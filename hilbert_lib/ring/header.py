@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 _HEADER = struct.Struct("<?q32s")  # whether the arguments were refused, the shard's length, a digest of the request
+REFUSED = "refused its arguments with"  # what a rank says where another one refused
 _companions: "WeakKeyDictionary[ProcessGroup, ProcessGroup]" = WeakKeyDictionary()
 
 
@@ -89,7 +90,7 @@ def agree(request: dict[str, str], length: int, refusal: Exception | None, group
 
 
 def _difference(told: dict[int, tuple[str | None, dict[str, str]]]) -> str:
-    refusals = [f"rank {rank} refused its arguments with {text}" for rank, (text, _) in told.items() if text]
+    refusals = [f"rank {rank} {REFUSED} {text}" for rank, (text, _) in told.items() if text]
     if refusals:
         return "; ".join(refusals)
     differing = []

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from hilbert_lib.checks import integer, positive
+from hilbert_lib.ring.header import REFUSED
 from hilbert_lib.ring.worker_main import AGENT, BACKENDS, STALL_SECONDS, beat_file, result_file
 from hilbert_lib.safety.isolated import LAST_LINES, diagnosis, run_isolated
 from hilbert_lib.safety.watch import Peaks
@@ -26,6 +27,8 @@ DUMP_SECONDS = 0.5  # in which a rank that has to end writes where it was
 # What gloo, NCCL and the store say of a wait that was too long.
 TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 TIMEOUT = re.compile("timed out|(collective operation|wait|socket) timeout", re.IGNORECASE)
+# What gloo and the store say where another rank is gone.
+CLOSED = re.compile("connection (closed|reset) by peer|broken pipe|connection was likely closed", re.IGNORECASE)
 TAIL_BYTES = 2**16  # of a rank's standard error, in which its cause is looked for
 
 
@@ -36,7 +39,8 @@ class RankError(RuntimeError):
         ranks: those at fault; empty where torchrun itself failed.
         status: "failed", "out of memory", "killed", "crashed", "stalled", "timed out" or another of `isolated.Ending`.
         cause: one line.
-        output: the last lines of their standard error; of ranks that tell the same, those of the first.
+        output: the last lines of their standard error; of ranks that tell the same, those of the first. Of ranks that
+            returned while another one waited, those of that one too.
     """
 
     def __init__(self, ranks: tuple[int, ...], status: str, cause: str, output: tuple[str, ...]):
@@ -71,7 +75,8 @@ def run_ranks(
         What the function returned on each rank, as JSON gives it back.
 
     Raises:
-        RankError: when a rank fails, dies, stalls or takes too long; all ranks are ended then.
+        RankError: when a rank fails, dies, stalls, takes too long or returns while another one waits for it; all ranks
+            are ended then.
         TypeError, ValueError: naming the argument, its value and what is allowed.
 
     >>> run_ranks("builtins:dict", 2, {"tokens": 8}, backend="gloo")
@@ -168,26 +173,35 @@ class _Supervisor:
 
 
 def _fault(folder: Path, reports: list[dict], exits: dict[int, int]) -> RankError:
-    """Which ranks are at fault where some have no result: the first to end is, and the others found it gone."""
+    """Which ranks are at fault where some have no result.
+
+    The first to end is, and the others found it gone; where it had waited, those that it waited for are.
+    """
     errors = {rank: report for rank, report in enumerate(reports) if "error" in report}
     silent = {rank for rank, report in enumerate(reports) if not report}
     ended = {rank for rank in silent if exits.get(rank) == -signal.SIGTERM}  # by torchrun, because of another one
-    candidates = silent - ended | errors.keys() or ended
+    told = {rank for rank, report in errors.items() if REFUSED in report["error"]["message"]}  # of another
+    candidates = silent - ended | errors.keys() - told or told or ended
     first = min(candidates, key=lambda rank: errors[rank]["time"] if rank in errors else _last_beat(folder, rank))
     status, cause = _ending(folder, first, reports[first], exits)
     waiting = {rank for rank in range(len(reports)) if _waited(folder, rank, errors.get(rank))}
     if status in ("failed", "crashed") and first in waiting and ended - waiting:
         stalled = tuple(sorted(ended - waiting))
         return RankError(stalled, "stalled", f"rank {first} waited: {cause}", _last_lines(folder, stalled))
+    returned = tuple(rank for rank, report in enumerate(reports) if "result" in report)
+    left = first in waiting or _waited(folder, first, errors.get(first), CLOSED)
+    if status in ("failed", "crashed") and left and returned:
+        cause = f"returned while rank {first} waited: {cause}"
+        return RankError(returned, "failed", cause, _last_lines(folder, (*returned, first)))
     alike = (rank for rank, report in errors.items() if _ending(folder, rank, report, exits) == (status, cause))
     return RankError(tuple(alike) or (first,), status, cause, _last_lines(folder, [first]))
 
 
-def _waited(folder: Path, rank: int, report: dict | None) -> bool:
+def _waited(folder: Path, rank: int, report: dict | None, words: re.Pattern = TIMEOUT) -> bool:
     # torch's errors tell that another rank was missed; a rank that an abort ended has told none.
     if report is None:
-        return TIMEOUT.search("\n".join(_stderr(folder, rank))) is not None
-    return report["error"]["type"] in TORCH_ERRORS and TIMEOUT.search(report["error"]["message"]) is not None
+        return words.search("\n".join(_stderr(folder, rank))) is not None
+    return report["error"]["type"] in TORCH_ERRORS and words.search(report["error"]["message"]) is not None
 
 
 def _ending(folder: Path, rank: int, report: dict, exits: dict[int, int]) -> tuple[str, str]:
