@@ -103,6 +103,7 @@ def draw_speedups(data: pd.DataFrame, *, block_size: int, source: str) -> Figure
     """
     shown = data[data.block_size == block_size]
     directions, sides = list(dict.fromkeys(shown.direction)), sorted(shown.side.unique())
+    windows, names = sorted(shown.window.unique()), list(dict.fromkeys(shown.b))
     figure = Figure(figsize=(3.6 * len(sides), 3.2 * len(directions) + 1), layout="constrained")
     panels = figure.subplots(len(directions), len(sides), squeeze=False, sharex=True, sharey=True)
     for axes_row, direction in zip(panels, directions, strict=True):
@@ -110,8 +111,11 @@ def draw_speedups(data: pd.DataFrame, *, block_size: int, source: str) -> Figure
             panel = shown[(shown.direction == direction) & (shown.side == side)]
             for name, rows in panel.groupby("b", sort=False):
                 spread = [rows.ratio - rows.low, rows.high - rows.ratio]
-                style = {"color": COLOURS[name], "marker": MARKERS[name], "label": name, "fillstyle": "none"}
-                axes.errorbar(rows.window, rows.ratio, spread, capsize=2, **style)
+                style = {"color": COLOURS[name], "marker": MARKERS[name], "label": name}
+                # Side by side, or orders that are as fast hide each other.
+                at = rows.window.map(windows.index) + 0.16 * (names.index(name) - (len(names) - 1) / 2)
+                axes.errorbar(at, rows.ratio, spread, capsize=2, ls="", **style)
+            axes.set_xticks(range(len(windows)), windows)
             axes.axhline(1, color="black", lw=0.8)
             axes.set(title=f"{direction}, {side} x {side}")
             _plain_log(axes)

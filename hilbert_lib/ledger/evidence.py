@@ -22,7 +22,8 @@ BLOCK = re.compile(r"(<!-- from the records[^>]*-->\n).*?(<!-- end of the record
 NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\(([\w-]+)\.ipynb(?:#[^)]*)?\)")
 CAPTION = (
     "Attention to a window of cells on a grid, the same function in every order, in blocks of {block}: how many times "
-    "as fast as storage row by row (raster) an order is, by the size of the window; the grids grow from left to right."
+    "as fast as storage row by row (raster) an order is, by the size of the window; the grids grow from left to right, "
+    "and random order is a control on the first alone."
 )
 HOW = (
     "Of each notebook the newest run on each kind of machine. `hilbert run -f notebooks/configs/h200 --out "
