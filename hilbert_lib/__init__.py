@@ -42,7 +42,8 @@ from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAtte
 from hilbert_lib.hardware import GpuInfo, get_gpu_info
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.attention import RingDilatedAttention, ring_dilated_attention
+from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.module import RingDilatedAttention
 from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.estimate import estimate_memory

@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import exchange
-from hilbert_lib.ring.attention import RingDilatedAttention, _layout, ring_dilated_attention
+from hilbert_lib.ring.attention import _layout, ring_dilated_attention
+from hilbert_lib.ring.module import RingDilatedAttention
 from hilbert_lib.ring.workers import run_ranks
 
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import attention, header, passes
-from hilbert_lib.ring.attention import RingDilatedAttention
+from hilbert_lib.ring import header, module, passes
+from hilbert_lib.ring.module import RingDilatedAttention
 from hilbert_lib.ring.shards import gather, shard
 
 
@@ -33,15 +33,15 @@ def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
 
 def test_a_module_calls_with_what_it_was_made_with(monkeypatch):
     given = {"transport": "ring", "weights": (2.0, 1.0), "memory_limit": 2**30, "backend": "sdpa", "validate": False}
-    monkeypatch.setattr(attention, "ring_dilated_attention", lambda *_, **options: options)
+    monkeypatch.setattr(module, "ring_dilated_attention", lambda *_, **options: options)
     x = torch.ones(1, 4, 1, 4)
     assert RingDilatedAttention(DilatedPattern((4,), (1,)), **given)(x, x, x).items() >= given.items()
 
 
 def test_a_copy_of_the_module_shares_its_group():
-    module = RingDilatedAttention(DilatedPattern((4,), (1,)))
-    module.group = object()
-    other = copy.deepcopy(module)
-    assert other is not module
-    assert other.group is module.group
-    assert repr(other) == repr(module)
+    one = RingDilatedAttention(DilatedPattern((4,), (1,)))
+    one.group = object()
+    other = copy.deepcopy(one)
+    assert other is not one
+    assert other.group is one.group
+    assert repr(other) == repr(one)

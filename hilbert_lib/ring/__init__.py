@@ -13,7 +13,8 @@ exchange   rows on their way between ranks, and the answers to them
 blocks     the dense attentions of shared segments
 local      the attention of the segments inside a shard
 passes     forward and backward of one rank
-attention  the function and the module
+attention  the function
+module     the module
 workers    ranks as processes, started and watched
 worker_main one rank: the module that torchrun starts
 benchmarks what ranks measure of themselves

@@ -1,15 +1,13 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
-import copy
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,20 +15,17 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import (
     _needs_gradient,
     _validated,
-    check_backend,
-    check_dropout,
-    check_scale,
     dilated_attention,
 )
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import passes
 from hilbert_lib.ring.balance import check_weights
 from hilbert_lib.ring.blocks import Request
-from hilbert_lib.ring.header import agree, check_group, resolved
+from hilbert_lib.ring.header import agree, resolved
 from hilbert_lib.ring.layout import Layout, layout_of
 from hilbert_lib.ring.passes import Job
 from hilbert_lib.ring.plan import check_memory_limit, check_transport, plan_ring
@@ -101,94 +96,6 @@ def ring_dilated_attention(
 
 # Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
 ring_dilated_attention._torchdynamo_disable = True
-
-
-class RingDilatedAttention(nn.Module):
-    """`ring_dilated_attention` as a module, without parameters. Train and eval differ only by dropout.
-
-    Args:
-        pattern: which keys a query sees, of the whole sequence.
-        group, transport, weights, memory_limit, scale, kv_ordering, backend, validate: as in `ring_dilated_attention`.
-        dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
-
-    Raises:
-        TypeError, ValueError: for what `ring_dilated_attention` would refuse whatever the shards and the ranks are.
-
-    >>> RingDilatedAttention(DilatedPattern((4,), (2,)), transport="ring").transport
-    'ring'
-    """
-
-    def __init__(
-        self,
-        pattern: DilatedPattern,
-        *,
-        group: ProcessGroup | DeviceMesh | None = None,
-        transport: str = "auto",
-        weights: Sequence[float] | None = None,
-        memory_limit: int | None = None,
-        dropout: float = 0.0,
-        scale: float | None = None,
-        kv_ordering: OrderingSpec | None = None,
-        backend: str = "auto",
-        validate: bool = True,
-    ):
-        super().__init__()
-        self.pattern = check_pattern(pattern)
-        self.group = check_group(group)
-        self.transport = check_transport(transport)
-        self.weights = check_weights(weights)
-        self.memory_limit = check_memory_limit(memory_limit)
-        self.dropout = check_dropout("dropout", dropout)  # eval would never tell
-        self.scale = None if scale is None else check_scale(scale)
-        self.kv_ordering = _checked_spec(kv_ordering)
-        self.backend = check_backend(backend)
-        self.validate = boolean("validate", validate)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, *, is_causal: bool = False
-    ) -> Tensor:
-        """The output of `ring_dilated_attention` for this rank's shards.
-
-        Args:
-            q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim), stored in `kv_ordering`.
-            key_padding_mask: (batch, rows) bool, True = no weight.
-            is_causal: whether keys after the query are excluded.
-
-        Returns:
-            (batch, rows, heads, head_dim).
-
-        Raises:
-            TypeError, ValueError: as `ring_dilated_attention`.
-        """
-        return ring_dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern,
-            group=self.group,
-            transport=self.transport,
-            weights=self.weights,
-            memory_limit=self.memory_limit,
-            is_causal=is_causal,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            key_padding_mask=key_padding_mask,
-            kv_ordering=self.kv_ordering,
-            backend=self.backend,
-            validate=self.validate,
-        )
-
-    def __deepcopy__(self, memo: dict) -> Self:
-        # The group is shared: no copy of it is to be had.
-        memo |= {id(self.group): self.group}
-        other = memo[id(self)] = self.__class__.__new__(self.__class__)
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return other
-
-    def extra_repr(self) -> str:
-        names = ("pattern", "transport", "weights", "memory_limit", "dropout", "scale", "kv_ordering", "backend")
-        names += ("validate",)
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def _uncompiled():
@@ -282,14 +189,18 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
 
 
-def _checked_spec(spec: object) -> OrderingSpec | None:
+def checked_spec(spec: object) -> OrderingSpec | None:
+    """The argument kv_ordering of a ring; TypeError unless it is an OrderingSpec or None.
+
+    >>> checked_spec(None)
+    """
     if spec is not None and not isinstance(spec, OrderingSpec):
         raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
     return spec
 
 
 def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
-    spec = _checked_spec(spec)
+    spec = checked_spec(spec)
     has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # what k must be is checked elsewhere
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
 
