@@ -161,14 +161,17 @@ def backends(
     \b
     Example: hilbert bench backends --lengths 1k:64k --head-dim 128 --causal
     """
+    from hilbert_lib.attention.remembered import folder
     from hilbert_lib.environment import check_gpu
     from hilbert_lib.pattern import DilatedPattern
+    from hilbert_lib.safety.config import SafetyConfig
     from hilbert_lib.safety.memory import device_or_default
-    from hilbert_lib.selection import measure_and_remember
+    from hilbert_lib.selection import measured_times, remember_times
     from hilbert_lib.workload import Workload
 
     try:
         check_gpu()
+        SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
         device = device_or_default(None)
         pattern = DilatedPattern(segment_lengths, dilation_rates)
     except (ValueError, TypeError) as error:
@@ -179,12 +182,14 @@ def backends(
     for length in lengths:
         work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
         try:
-            times, path = measure_and_remember(work, gradient=gradient)
-        except (RuntimeError, OSError) as error:
+            times, medians = measured_times(work, gradient=gradient)
+            fastest = min(times.values())
+            click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
+            click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
+        except RuntimeError as error:
             raise click.ClickException(str(error)) from error
-        fastest = min(times.values())
-        click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
-        click.echo(f"kept in {path}")
+        except OSError as error:
+            raise click.ClickException(f"measured, but not kept: {folder()}: {error.strerror}") from error
 
 
 def _points(

@@ -1,6 +1,7 @@
 """Choosing a backend by measurement: each candidate beside what "auto" takes, and what the choice is worth."""
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
@@ -14,7 +15,7 @@ from torch import Tensor
 from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.choice import rule_for
-from hilbert_lib.attention.remembered import ShapeClass, device_name, remember
+from hilbert_lib.attention.remembered import ShapeClass, device_name, folder, remember
 from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.checks import boolean
 from hilbert_lib.environment import environment, kernel_mode
@@ -198,10 +199,10 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
     return table
 
 
-def measure_and_remember(
+def measured_times(
     work: Workload, *, gradient: bool, repetitions: int = 20, seconds: float = 1.0
-) -> tuple[dict[str, float], Path]:
-    """Time all candidates on a work and keep their order; "auto" goes by it from then on.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time all candidates on a work.
 
     Args:
         work: what to compute.
@@ -209,12 +210,12 @@ def measure_and_remember(
         repetitions, seconds: as in `timed`.
 
     Returns:
-        Each candidate's time over that of the choice before, as `choice_table` takes them, the fastest first; and the
-        file that keeps the order. One that would not fit into memory, as `estimate_memory` predicts it, is not timed.
+        Each candidate's time over that of the automatic choice, as `choice_table` takes them, the fastest first; and
+        the milliseconds of a call by each. One that would not fit into memory, as `estimate_memory` predicts it, is not
+        timed.
 
     Raises:
         RuntimeError: if nothing could be timed.
-        OSError: if the file cannot be written.
     """
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     # Where the choice itself does not fit, nothing can stand beside it.
@@ -223,11 +224,22 @@ def measure_and_remember(
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
     times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
-    times = dict(sorted(times.items(), key=itemgetter(1)))
+    medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
+    return dict(sorted(times.items(), key=itemgetter(1))), medians
+
+
+def remember_times(work: Workload, times: dict[str, float], medians: dict[str, float], *, gradient: bool) -> Path:
+    """Keep what `measured_times` found of a work; "auto" goes by its order from then on.
+
+    Returns:
+        The file that keeps it.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
     order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
-    medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
-    return times, remember(shape_class(work, gradient=gradient), order, medians)
+    return remember(shape_class(work, gradient=gradient), order, medians)
 
 
 def _ratio(record: dict, *, on_device: bool = False) -> float:
@@ -258,8 +270,9 @@ def select_attention_backend(
     Args:
         q, k, v, pattern: as `dilated_attention` takes them.
         benchmark_backends: whether to time the candidates first, where this machine has not done so for calls of this
-            class, and to remember what came out. It takes seconds, and random tensors of the size of q; k and v are
-            timed with as many heads as q.
+            class, and to remember what came out; where that cannot be written, a warning says so, and it holds for this
+            call alone. It takes seconds, and random tensors of the size of q; k and v are timed with as many heads as
+            q.
         **options: as `explain_backend` takes them.
 
     Returns:
@@ -267,7 +280,8 @@ def select_attention_backend(
 
     Raises:
         TypeError, ValueError: as `dilated_attention`; also where benchmark_backends is asked of a call with dropout, a
-            key_padding_mask or a query_start: for those no measurement is kept.
+            key_padding_mask or a query_start, for which no measurement is kept, or with a backend, which leaves nothing
+            to choose.
         RuntimeError: where it is asked for and no two backends serve the call within memory.
 
     >>> q = torch.ones(1, 8, 2, 4)
@@ -280,11 +294,18 @@ def select_attention_backend(
     if benchmark_backends:
         special = [name for name in ("key_padding_mask", "query_start") if options.get(name) is not None]
         special += ["dropout_p"] if options.get("dropout_p", 0.0) > 0.0 else []
+        special += ["backend"] if options.get("backend", "auto") != "auto" else []
         if special:
             raise ValueError(f"benchmark_backends must be False where {special[0]} is given, got True")
         if not explanation.is_measured and q.numel():
             gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-            measure_and_remember(_like(q, pattern, options.get("is_causal", False)), gradient=gradient)
+            work = _like(q, pattern, options.get("is_causal", False))
+            times, medians = measured_times(work, gradient=gradient)
+            try:
+                remember_times(work, times, medians, gradient=gradient)
+            except OSError as error:
+                warnings.warn(f"measured, but not kept: {folder()}: {error.strerror}", stacklevel=2)
+                return next((name for name in times if explain(backend=name).chosen), explanation.chosen)
             explanation = explain()
     if not explanation.chosen:
         name = options["backend"]

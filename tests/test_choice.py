@@ -1,7 +1,9 @@
 """How "auto" chooses: by rules that agree with the committed record, and by what was measured on this machine."""
 
+import errno
 import json
 import multiprocessing
+import os
 from types import SimpleNamespace
 
 import pandas as pd
@@ -168,6 +170,11 @@ def test_a_measurement_speaks_for_lengths_and_heads_up_to_the_next_power_of_two(
     assert explain_backend(*[x.expand(2, -1, -1, -1) for x in tensors(heads=1)], PATTERN).chosen == "eager"
 
 
+def _with_record(text, record):
+    held = json.loads(text)
+    return json.dumps(held | {"rule": held["rule"] | {"record": record}})
+
+
 BROKEN = {
     "half a file": lambda text: text[: len(text) // 2],
     "not JSON": lambda text: "\x00",
@@ -180,6 +187,11 @@ BROKEN = {
     "a device that is a list": lambda text: text.replace('"cpu"', '["cuda"]'),
     "no end of brackets": lambda text: "[" * 100_000,
     "an order that may serve nothing": lambda text: text.replace('"eager"', '"flash"'),
+    "a causality that is no flag": lambda text: text.replace('"is_causal": false', '"is_causal": "x"'),
+    "a direction that is no flag": lambda text: text.replace('"gradient": false', '"gradient": 2'),
+    "an evenness that is no flag": lambda text: text.replace('"uneven": null', '"uneven": "yes"'),
+    "no record": lambda text: _with_record(text, None),
+    "a record that is a number": lambda text: _with_record(text, 5),
     "no pattern": lambda text: text.replace('"softmax"', '"sum"'),
 }
 
@@ -249,6 +261,26 @@ def test_benchmark_backends_measures_once_and_remembers(place):
     assert len(list(place.iterdir())) == 2
 
 
+def full_disk(path, text):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("reason", ["File exists", "No space left on device"])
+def test_a_measurement_that_cannot_be_kept_holds_for_its_call_with_a_warning(reason, place, monkeypatch):
+    q, k, v = tensors()
+    times = {"cudnn": 0.1, "eager": 0.5, "sdpa": 1.0}  # the fastest may refuse what sets the call apart from its class
+    monkeypatch.setattr("hilbert_lib.selection.measured_times", lambda *_, **__: (times, times))
+    if reason == "File exists":
+        place = place / "file"
+        place.touch()
+        monkeypatch.setenv(remembered.VARIABLE, str(place))
+    else:
+        monkeypatch.setattr(remembered, "write_whole", full_disk)
+    with pytest.warns(UserWarning, match=f"measured, but not kept: {place}: {reason}"):
+        assert select_attention_backend(q, k, v, PATTERN, benchmark_backends=True) == "eager"
+    assert select_attention_backend(q, k, v, PATTERN) == "sdpa"
+
+
 def test_select_attention_backend_raises_where_nothing_serves_or_nothing_can_be_kept():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="backend='cudnn' cannot serve: needs a CUDA device"):
@@ -260,6 +292,8 @@ def test_select_attention_backend_raises_where_nothing_serves_or_nothing_can_be_
         select_attention_backend(q, k, v, PATTERN, key_padding_mask=padding, benchmark_backends=True)
     with pytest.raises(ValueError, match="where query_start is given"):
         select_attention_backend(q[:, 2:], k, v, PATTERN, query_start=2, benchmark_backends=True)
+    with pytest.raises(ValueError, match="where backend is given"):
+        select_attention_backend(q, k, v, PATTERN, backend="eager", benchmark_backends=True)
 
 
 @pytest.mark.parametrize("flag", [1, "yes", None])

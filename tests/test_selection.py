@@ -105,7 +105,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
     monkeypatch.setattr(selection, "estimate_memory", estimate)
     monkeypatch.setattr(selection, "timed", lambda sides, **_: list(sides))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
-        selection.measure_and_remember(work, gradient=True)
+        selection.measured_times(work, gradient=True)
     assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
 
 
@@ -168,6 +168,21 @@ def test_the_command_measures_and_auto_goes_by_it(place):
     held = [json.loads(path.read_text()) for path in place.iterdir()]
     assert len(held) == 2
     assert pd.Series(held[0]["times_ms"]).gt(0).all()
+
+
+def test_the_command_shows_what_it_measured_and_cannot_keep(place):
+    place.write_text("a file")
+    done = CliRunner().invoke(main, ["bench", "backends", "--lengths", "64", "--heads", "2", "--head-dim", "8"])
+    assert done.exit_code == 1
+    assert done.output.startswith("64  ")
+    assert f"measured, but not kept: {place}: File exists" in done.output
+
+
+def test_the_command_refuses_a_variable_of_no_limit_before_it_measures(place, monkeypatch):
+    monkeypatch.setenv("HILBERT_SAFETY_MAX_SECOND", "3")
+    done = CliRunner().invoke(main, ["bench", "backends", "--lengths", "64"])
+    assert done.exit_code == 2
+    assert "did you mean 'HILBERT_SAFETY_MAX_SECONDS'?" in " ".join(done.output.split())
 
 
 def test_the_command_refuses_what_no_pattern_can_be(place):

@@ -154,6 +154,11 @@ def _parsed(held: dict, machine: dict) -> Rule:
     for least, most in (rule.head_dims, rule.lengths, rule.heads):
         if not isinstance(least, int) or not isinstance(most, int):
             raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")
+    for name in ("is_causal", "gradient", "uneven"):
+        if getattr(rule, name) not in (None, True, False):
+            raise TypeError(f"{name} must be true, false or null, got {getattr(rule, name)!r}")
+    if not isinstance(rule.record, str):
+        raise TypeError(f"record must be a string, got {rule.record!r}")
     pattern_key(DilatedPattern(*rule.pattern))
     return rule
 
