@@ -144,6 +144,14 @@ def test_auto_goes_by_a_remembered_measurement_and_says_so():
     assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
+def test_a_nan_that_spreads_is_told_of_every_backend_that_serves_and_lets_it():
+    reasons = explain_backend(*tensors(), PATTERN).reasons
+    told = {name for name, reason in reasons.items() if "a NaN in a masked key reaches other rows" in reason}
+    assert told == {"sdpa", "eager"}
+    assert reasons["sdpa"].startswith("chosen: torch's fused kernel over strided views; a NaN")
+    assert reasons["eager"].startswith("can serve, after 'sdpa'; a NaN")
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -33,10 +33,11 @@ class Backend:
 
     Attributes:
         name: as `backend=` takes it.
-        note: what a user should know of it, in a line.
+        note: what it is, in a line.
         refusal: gives the reason why it cannot serve a call, or "" where it can.
         functions: gives forward and backward for tensors on a device.
         reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
+        caveat: what its output lacks that the reference's has, or "".
         package: key of `packages.absence` and `packages.state`, or "" for what torch or this library brings.
         limits: gives the reason why it cannot serve a call on any GPU, or "", where there is none to ask.
     """
@@ -46,6 +47,7 @@ class Backend:
     refusal: Callable[[Tensor, Call], str]
     functions: Callable[[torch.device], tuple[Forward, Backward]]
     reads_orderings: bool = False
+    caveat: str = ""
     package: str = ""
     limits: Callable[[Tensor, Call], str] = _serves_all
 
@@ -213,8 +215,8 @@ def _half(
 ) -> Backend:
     serves = partial(_half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
     limits = partial(_half_limits, largest_head_dim=largest_head_dim)
-    note = f"{note} over strided views; {_SPREADS}"
-    return Backend(name, note, serves, _over_views(kernel), package=package, limits=limits)
+    note = f"{note} over strided views"
+    return Backend(name, note, serves, _over_views(kernel), caveat=_SPREADS, package=package, limits=limits)
 
 
 _SPREADS = "a NaN in a masked key reaches other rows of its segment"
@@ -238,9 +240,10 @@ BACKENDS = {
         _half("flash_attn_2", "flash-attn", packages.FlashAttn2, package="flash_attn_2"),
         Backend(
             "xformers",
-            f"xformers over strided views; {_SPREADS}",
+            "xformers over strided views",
             _xformers_refusal,
             _over_views(packages.Xformers),
+            caveat=_SPREADS,
             package="xformers",
             limits=_sdpa_limits,
         ),
@@ -253,12 +256,13 @@ BACKENDS = {
         ),
         Backend(
             "sdpa",
-            f"torch's fused kernel over strided views; {_SPREADS}",
+            "torch's fused kernel over strided views",
             _sdpa_refusal,
             _sdpa_functions,
+            caveat=_SPREADS,
             limits=_sdpa_limits,
         ),
-        Backend("eager", f"matrix products over strided views; {_SPREADS}", _serves_all, _over_views(Eager)),
+        Backend("eager", "matrix products over strided views", _serves_all, _over_views(Eager), caveat=_SPREADS),
         Backend("reference", "dense masks: memory grows with length squared", _serves_all, _reference_functions),
     )
 }

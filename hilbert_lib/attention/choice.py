@@ -20,7 +20,8 @@ class Explanation:
 
     Attributes:
         chosen: the backend's name; "" where none can serve.
-        reasons: for every backend by name, "chosen" and its note, or why it was passed over.
+        reasons: for every backend by name, "chosen" and its note, or why it was passed over; where it can serve, with
+            its caveat.
         rule: where the order comes from in which "auto" tries them.
         ordering: of what kv_ordering="auto" chose, and why; "" where it was not asked for.
     """
@@ -86,9 +87,10 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool, ordering: str =
     reasons = {}
     for candidate, backend in BACKENDS.items():
         refusal = backend.refusal(q, call)
-        found = f" ({packages.state(backend.package)})" if backend.package and not refusal else ""
+        more = f"; {backend.caveat}" if backend.caveat else ""
+        more += f" ({packages.state(backend.package)})" if backend.package and not refusal else ""
         if candidate == chosen:
-            reasons[candidate] = f"chosen: {backend.note}{found}"
+            reasons[candidate] = f"chosen: {backend.note}{more}"
         elif refusal:
             absent = refusal.startswith(packages.ABSENT)
             reasons[candidate] = refusal if absent else f"cannot serve: {refusal}"
@@ -96,7 +98,7 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool, ordering: str =
             reasons[candidate] = f"not asked for: {name!r} was"
         else:
             passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
-            reasons[candidate] = f"can serve, {passed_over}{found}"
+            reasons[candidate] = f"can serve, {passed_over}{more}"
     return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record, ordering)
 
 
