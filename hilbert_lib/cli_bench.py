@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+MOST = 2**40  # more tokens than a machine holds; torch and Python count what has them in 64 bits
 FINE = ("ok", "cannot serve", "not tried")  # what may become of a side without a failure
 
 
@@ -33,7 +34,9 @@ class Numbers(click.ParamType):
         digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
         if not digits.isdecimal() or int(digits) < 1:
             self.fail(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g", param, ctx)
-        return int(digits) * UNITS.get(unit.lower(), 1)
+        if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
+            self.fail(f"{text!r} is above {MOST // UNITS['g']}g", param, ctx)
+        return found
 
 
 def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
@@ -122,9 +125,12 @@ def attention(
         with interruptible():
             _run_with_progress(runner, points, lines, retry_failed)
     except Interrupted as stop:
-        click.echo(f"{stop}: what was measured stands in {path}", err=True)
+        is_kept = path.exists() and path.stat().st_size
+        told = f"what was measured stands in {path}" if is_kept else "nothing was measured"
+        click.echo(f"{stop}: {told}", err=True)
         sys.exit(stop.exit_status)
     except OSError as error:
+        _show(outcome_table(lines))
         raise click.ClickException(f"the results cannot be written: {error}") from error
     _show(outcome_table(lines))
     click.echo(f"the records: {path}")

@@ -25,6 +25,13 @@ def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         raise click.BadParameter(f"{value!r} is no list of numbers such as 2,1,1") from None
 
 
+def _bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
+    try:
+        return None if value is None else int(value * 1e9)
+    except (OverflowError, ValueError):
+        raise click.BadParameter(f"{value!r} is no finite number of GB") from None
+
+
 @click.command()
 @click.option("--tokens", type=Number(), required=True, help="In the whole sequence: 3000, 64k, 16m, 1g.")
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="That share the sequence.")
@@ -37,7 +44,13 @@ def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of q, k and v.")
 @click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
 @click.option("--transport", default="auto", show_default=True, help="auto, ring, all_gather or all_to_all.")
-@click.option("--memory-gb", type=click.FloatRange(min=0, min_open=True), help="What the call may take on one rank.")
+@click.option(
+    "--memory-gb",
+    "memory_limit",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=_bytes,
+    help="What the call may take on one rank.",
+)
 @click.option("--weights", callback=_speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
 @click.option("--multiple", type=Number(), default="1", show_default=True, help="Shards begin at multiples of this.")
 def plan(
@@ -49,7 +62,7 @@ def plan(
     heads: int,
     dtype: str,
     causal: bool,
-    memory_gb: float | None,
+    memory_limit: int | None,
     weights: list[float] | None,
     multiple: int,
     **sizes,
@@ -89,7 +102,7 @@ def plan(
             kv_heads=kv_heads or heads,
             dtype=getattr(torch, dtype),
             is_causal=causal,
-            memory_limit=None if memory_gb is None else int(memory_gb * 1e9),
+            memory_limit=memory_limit,
             weights=weights,
             **sizes,
         )

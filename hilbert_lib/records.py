@@ -4,7 +4,6 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -57,17 +56,17 @@ def read_records(path: str | Path) -> list[dict]:
         path: the file.
 
     Returns:
-        One dictionary a line, oldest first. A line that a killed run left unfinished is skipped with a
-        warning that names it.
+        One dictionary a line, oldest first. A line that a killed run left unfinished, or that holds anything else, is
+        skipped with a warning that names it.
     """
     records = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         if not line:
             continue  # a writer saw another's line half written, and began a new one
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+        if (record := _record(line)) is None:
             warnings.warn(f"{path}, line {number}: unfinished record skipped", stacklevel=2)
+        else:
+            records.append(record)
     return records
 
 
@@ -80,10 +79,19 @@ def last_record(path: str | Path) -> dict:
     Raises:
         ValueError: if it holds no record.
     """
-    for line in reversed(Path(path).read_text().splitlines()):
-        with suppress(json.JSONDecodeError):  # empty, or left unfinished
-            return json.loads(line)
+    for line in reversed(Path(path).read_bytes().splitlines()):
+        if (record := _record(line)) is not None:
+            return record
     raise ValueError(f"{path} holds no record")
+
+
+def _record(line: bytes) -> dict | None:
+    """What a line holds; None where it is empty, left unfinished, or no record."""
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return held if isinstance(held, dict) else None
 
 
 def measured_before(output_dir: str | Path) -> list[dict]:

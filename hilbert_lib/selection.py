@@ -33,7 +33,7 @@ from hilbert_lib.paired import (
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import append_records
 from hilbert_lib.safety.estimate import estimate_memory
-from hilbert_lib.safety.memory import MemorySafetyChecker
+from hilbert_lib.safety.memory import GB, MemorySafetyChecker
 from hilbert_lib.workload import Workload
 
 SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
@@ -249,11 +249,14 @@ def _ratio(record: dict, *, on_device: bool = False) -> float:
 
 
 def _fits(work: Workload, name: str, gradient: bool) -> bool:
+    checker = MemorySafetyChecker(device=work.device)
+    if not checker.check_memory_available(work.input_bytes / GB)[0]:
+        return False  # an estimate takes the longer, the longer the sequence is
     sizes = {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
     how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
     directions = ("forward", "backward") if gradient else ("forward",)
     needs = [estimate_memory(work.pattern, **sizes, **how, direction=each).total_gb for each in directions]
-    return MemorySafetyChecker(device=work.device).check_memory_available(max(needs))[0]
+    return checker.check_memory_available(max(needs))[0]
 
 
 def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:

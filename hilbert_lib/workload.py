@@ -65,6 +65,12 @@ class Workload:
         q, dout = draw(rows, False), draw(rows, False)
         return q, draw(self.length, self.heads_first), draw(self.length, self.heads_first), dout
 
+    @property
+    def input_bytes(self) -> int:
+        """Of `tensors`, without drawing them."""
+        rows = self.length if self.queries is None else self.queries[1]
+        return 2 * (rows + self.length) * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
     @cached_property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as autograd's leaves."""

@@ -1,5 +1,6 @@
 """`hilbert bench`: what it measures, prints and refuses, and how it ends."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from click.testing import CliRunner
 
 from hilbert_lib.cli import main
 from hilbert_lib.cli_bench import Numbers
+from hilbert_lib.safety.runner import SafeBenchmarkRunner
+from hilbert_lib.suite.run import Interrupted
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
 
@@ -51,6 +54,8 @@ def test_lengths_double_over_a_range_and_are_taken_as_they_are_in_a_list(text, n
         (["--lengths", "1x"], "'1x' is no whole number above 0"),
         (["--lengths", "0"], "'0' is no whole number above 0"),
         (["--lengths", "4k:1k"], "'4k:1k' ends below its start"),
+        (["--lengths", "99999999999g"], "'99999999999g' is above 1024g"),
+        (["--lengths", "1g", "--heads", "99999999999"], "lengths must be such that q has less than 2^63 bytes"),
         (["--backends", "flsh"], "backends must be a list of"),
         (["--direction", "sideways"], "directions must be a list of forward, backward; got ['sideways']"),
         (["--dtype", "int8"], "dtype must be one of float16, bfloat16, float32, float64; got 'int8'"),
@@ -96,6 +101,33 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, 
     assert "forward 1024  cudnn  cannot serve: needs a CUDA device, got cpu" in output
     assert output.splitlines()[-1] == "2 points"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_length_whose_inputs_do_not_fit_is_refused_without_an_estimate(bench, monkeypatch):
+    monkeypatch.setattr("hilbert_lib.safety.benchmarks.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
+    output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")
+    assert re.search(r"forward 274877906944  eager  not tried: does not fit: \d+", output)
+
+
+def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
+    def full(runner, line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(runner.path))
+
+    monkeypatch.setattr(SafeBenchmarkRunner, "_append", full)
+    output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
+    assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
+    assert "the results cannot be written: [Errno 28] No space left on device: 'out.jsonl'" in output
+
+
+def test_an_interrupt_before_the_first_point_names_no_file(bench, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(SafeBenchmarkRunner, "run", stop)
+    asked = ["attention", *SMALL, "--backends", "eager", "--json", "out.jsonl"]
+    assert "stopped by SIGINT: nothing was measured\n" in bench(*asked, status=128 + signal.SIGINT)
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    assert "stopped by SIGINT: what was measured stands in out.jsonl" in bench(*asked, status=128 + signal.SIGINT)
 
 
 def test_sigterm_ends_it_within_five_seconds_with_what_was_measured_on_the_disk(tmp_path):

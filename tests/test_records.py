@@ -76,6 +76,15 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
         last_record(path)
 
 
+@pytest.mark.parametrize("line", [b"[1, 2]", b"5", b"null", b'"a"', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000])
+def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path, line):
+    path = tmp_path / RESULTS
+    path.write_bytes(b'{"name": "a"}\n' + line + b"\n")
+    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+        assert read_records(path) == [{"name": "a"}]
+    assert last_record(path) == {"name": "a"}
+
+
 def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_hardware):
     on_hardware("one")
     records = [measure(machine.case("a", 2.0), device="cpu", repetitions=1000)] * 3  # longer than any buffer

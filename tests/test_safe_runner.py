@@ -180,6 +180,46 @@ def test_what_would_not_fit_is_not_tried_and_what_cannot_serve_is_told(runner):
     assert "required" in line["outcomes"]["large"]["cause"]
 
 
+def test_inputs_that_do_not_fit_are_refused_without_an_estimate(runner):
+    benchmark = Benchmark(FAULTY.target, inputs=lambda _: 2**60, estimate=lambda *_: pytest.fail("it takes long"))
+    (line,) = runner(benchmark).run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "not tried"
+    assert "1073741824.000 GB required" in line["outcomes"]["good"]["cause"]
+    assert "its inputs alone" in line["outcomes"]["good"]["cause"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_inputs_of_a_point_are_not_more_than_its_estimate_says(direction):
+    asked = {"backends": ["eager"], "directions": [direction], "dtype": "float32", "heads": 3, "head_dim": 8}
+    (point,) = benchmarks.attention_points(DilatedPattern((16,), (1,)), lengths=[64], **asked)
+    inputs = benchmarks.ATTENTION.inputs(point)
+    assert inputs == 4 * 64 * 3 * 8 * 4
+    assert inputs <= benchmarks.attention_estimate(point, "eager").inputs
+
+
+def test_lines_that_are_no_points_are_skipped_with_a_warning_and_the_others_found(runner):
+    runner().run([point("good")])
+    path, seen = runner().path, []
+    path.write_bytes(b'\xff\xfe\x00\n[1, 2]\nnull\n{"kind": "point"}\n{"kind": "other"}\n' + path.read_bytes())
+    with pytest.warns(UserWarning, match="skipped") as warned:
+        runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
+    assert seen == [True]
+    assert [str(each.message).partition(": ")[2] for each in warned] == [
+        *["unfinished record skipped"] * 3,
+        "a point without key, point, outcomes, records is skipped",
+    ]
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr("hilbert_lib.safety.runner.run_isolated", lambda *_, **__: begun.append("a process"))
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "points.jsonl", tmp_path):
+        with pytest.raises(OSError, match=str(path.parent)):
+            SafeBenchmarkRunner(path, benchmark=FAULTY, device="cpu").run([point("good")])
+    assert not begun
+
+
 def test_a_rerun_measures_only_what_is_missing(runner):
     points = [point("good"), point("aborts"), point("good", length=9)]
     first = runner().run(points[:2])
@@ -280,11 +320,13 @@ def test_a_full_disk_under_the_file_loses_nothing_that_was_measured(runner):
     path = runner().path
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limit[1]))
+    seen = []
     try:
         with pytest.raises(OSError, match="No space left"):
-            runner().run([point("good", length=9)])
+            runner().run([point("good", length=9)], on_point=lambda line, reused: seen.append(line))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [line["outcomes"]["good"]["status"] for line in seen] == ["ok"]
     seen = []
     with pytest.warns(UserWarning, match="unfinished record"):
         runner().run([point("good"), point("good", length=9)], on_point=lambda line, reused: seen.append(reused))

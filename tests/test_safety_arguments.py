@@ -36,6 +36,10 @@ def points(pattern=PATTERN, **options):
     return attention_points(pattern, **{**POINTS, **options})
 
 
+def ran(point):
+    return SafeBenchmarkRunner(device="cpu").run([point])
+
+
 def estimated(pattern=PATTERN, **options):
     return estimate_memory(pattern, **{**SIZES, **options})
 
@@ -77,6 +81,7 @@ WRONG = [
     (lambda: estimated(has_key_padding=torch.zeros(2)), "has_key_padding must be True or False, got tensor"),
     (lambda: points(None), "pattern must be a DilatedPattern, got NoneType"),
     (lambda: points(lengths=[]), "lengths must hold at least one integer"),
+    (lambda: points(lengths=[8, 2**62]), r"lengths must be such that .* 2\^63 bytes, got 4611686018427387904"),
     (lambda: points(lengths=[8, 0]), r"lengths\[1\] must be an integer of at least 1, got 0"),
     (lambda: points(backends="eager"), "backends must be a list of triton, .* got 'eager'"),
     (lambda: points(backends=[]), r"backends must be a list of .* got \[\]"),
@@ -92,6 +97,9 @@ WRONG = [
     ),
     (lambda: SafeBenchmarkRunner(device="cpu").run([{"length": 8}]), "points must be dictionaries with the names"),
     (lambda: SafeBenchmarkRunner(device="cpu").run([{"sides": []}]), "points must be dictionaries with the names"),
+    (lambda: ran({"sides": ["eager"]}), r"points must have pattern, .* got {'sides': \['eager'\]}"),
+    (lambda: ran(points()[0] | {"sides": ["foo"]}), "points must have sides of triton, .* got 'foo'"),
+    (lambda: ran(points()[0] | {"sides": ["eager", "foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
     (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
     (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),

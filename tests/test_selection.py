@@ -109,6 +109,12 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
     assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
 
 
+def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
+    monkeypatch.setattr(selection, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
+    with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
+        selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
+
+
 def test_a_comparison_with_an_unknown_backend_is_refused():
     grid = [("a", Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"))]
     with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):

@@ -23,6 +23,7 @@ from hilbert_lib.safety.memory import measure_peak
 from hilbert_lib.workload import Workload
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
 SWEEP = "attention"
 POINTS = "points.jsonl"  # the file of notebook 04
 SAMPLES, LEAST_SAMPLES, SECONDS = 20, 5, 2.0  # of a side; slow calls take fewer samples, to stay near so many seconds
@@ -35,12 +36,15 @@ class Benchmark:
     Attributes:
         target: "module:function". It is called with a point whose "sides" are those to measure together, the first one
             beside each other, and yields a record of `bench` (a dictionary) as soon as it has one.
-        refusal: of a point and one of its sides: why it cannot serve, or "".
+        refusal: of a point and one of its sides: why it cannot serve, or "". It is asked first, and raises ValueError
+            for what is no point.
+        inputs: of a point: bytes of what its sides are given. Where these do not fit, no side is estimated.
         estimate: of a point and one of its sides: the memory that it takes.
     """
 
     target: str
     refusal: Callable[[dict, str], str] = lambda point, side: ""
+    inputs: Callable[[dict], int] = lambda point: 0
     estimate: Callable[[dict, str], MemoryEstimate] = lambda point, side: MemoryEstimate({}, 0, 0, 0)
 
 
@@ -87,6 +91,11 @@ def attention_points(
     checks.boolean("is_causal", is_causal)
     heads = checks.integer("heads", heads, least=1)
     pattern.check_heads(heads)
+    head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
+    lengths = checks.integers("lengths", lengths, least=1)
+    if max(lengths) * heads * head_dim * getattr(torch, dtype).itemsize >= 2**63:
+        got = f"{max(lengths)} for {heads} heads of size {head_dim}"
+        raise ValueError(f"lengths must be such that q has less than 2^63 bytes, got {got}")
     shared = {
         "pattern": {
             "segment_lengths": pattern.segment_lengths,
@@ -95,16 +104,13 @@ def attention_points(
             "mixing": pattern.mixing,
         },
         "heads": heads,
-        "head_dim": checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM),
+        "head_dim": head_dim,
         "dtype": dtype,
         "is_causal": is_causal,
         "device": str(checks.device(device)),
         "sides": list(dict.fromkeys(backends)),
     }
-    return [
-        {**shared, "length": length, "direction": direction}
-        for direction, length in product(directions, checks.integers("lengths", lengths, least=1))
-    ]
+    return [{**shared, "length": length, "direction": direction} for direction, length in product(directions, lengths)]
 
 
 def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
@@ -200,7 +206,12 @@ def attention_estimate(point: dict, side: str) -> MemoryEstimate:
     return replace(estimate, items={**beside, **items}, inputs=estimate.inputs + sum(beside.values()))
 
 
-ATTENTION = Benchmark("hilbert_lib.safety.benchmarks:measure_attention", attention_refusal, attention_estimate)
+ATTENTION = Benchmark(
+    "hilbert_lib.safety.benchmarks:measure_attention",
+    attention_refusal,
+    lambda point: _work(point).input_bytes,
+    attention_estimate,
+)
 
 
 def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
@@ -265,6 +276,11 @@ def committed_lines() -> list[dict]:
 
 
 def _work(point: dict) -> Workload:
+    if not point.keys() >= set(POINT_KEYS):
+        raise ValueError(f"points must have {', '.join(POINT_KEYS)}, as attention_points gives them; got {point!r}")
+    for side in point["sides"]:
+        if side not in BACKENDS:
+            raise ValueError(f"points must have sides of {', '.join(BACKENDS)}; got {side!r}")
     sizes = {name: point[name] for name in ("length", "heads", "head_dim", "is_causal", "dtype")}
     return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
 

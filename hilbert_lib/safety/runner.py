@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,12 +18,13 @@ from hilbert_lib.records import read_records
 from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.isolated import Ending, run_isolated
-from hilbert_lib.safety.memory import MemorySafetyChecker, host_memory
+from hilbert_lib.safety.memory import GB, MemorySafetyChecker, host_memory
 from hilbert_lib.safety.watch import Watcher
 
 # How a side can end beside "ok" and the faults of `isolated.Ending`. None of these is a fault, and none is remembered:
 # a rerun asks again.
 CANNOT_SERVE, NOT_TRIED, INTERRUPTED = "cannot serve", "not tried", "interrupted"
+KEPT = ("key", "point", "outcomes", "records")  # what a rerun needs of a point's line
 
 
 class SafeBenchmarkRunner:
@@ -67,11 +69,16 @@ class SafeBenchmarkRunner:
         for side in point["sides"]:
             if reason := self.benchmark.refusal(point, side):
                 refused[side] = _outcome(CANNOT_SERVE, reason)
-                continue
-            fits, reason = self._checker.check_memory_available(self.benchmark.estimate(point, side).total_gb)
-            if not fits:
+            elif reason := self._lack_of_memory(point, side):
                 refused[side] = _outcome(NOT_TRIED, reason)
         return refused
+
+    def _lack_of_memory(self, point: dict, side: str) -> str:
+        fits, reason = self._checker.check_memory_available(self.benchmark.inputs(point) / GB)
+        if not fits:  # an estimate takes the longer, the longer the sequence is
+            return f"{reason}; its inputs alone take so much"
+        fits, reason = self._checker.check_memory_available(self.benchmark.estimate(point, side).total_gb)
+        return "" if fits else reason
 
     def run(
         self,
@@ -92,15 +99,12 @@ class SafeBenchmarkRunner:
             `bench` writes them), "attempts" (of each process its "sides" and what `Ending` says), "key", "utc".
 
         Raises:
-            ValueError: for a point without sides.
-            OSError: if the file cannot be written.
+            ValueError: for a point without sides, or that the benchmark does not know.
+            OSError: if the file cannot be written, as far as it can be known before anything is measured.
             KeyboardInterrupt: when it is interrupted, after the running process is ended and what it had measured is
                 in the file.
         """
-        facts = environment()
-        found = read_records(self.path) if self.path and self.path.exists() else []
-        known = {line["key"]: line for line in found if line.get("kind") == "point"}
-        lines = []
+        facts, known, lines = environment(), self._known(), []
         for point in points:
             if not isinstance(point, dict) or not point.get("sides"):
                 raise ValueError(f"points must be dictionaries with the names of their sides, got {point!r}")
@@ -113,13 +117,31 @@ class SafeBenchmarkRunner:
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
                 before = [] if line is None else line["records"]
-                line = {"kind": "point", "key": key, "outcomes": refused}
-                line = known[key] = self._measure(point, tried, line, before)
+                line = known[key] = {"kind": "point", "key": key, "outcomes": refused}
+                try:
+                    self._measure(point, tried, line, before)
+                except OSError:  # who watches sees what could not be written all the same
+                    on_point(line, False)
+                    raise
             lines.append(line)
             on_point(line, reused)
         return lines
 
-    def _measure(self, point: dict, tried: list[str], line: dict, before: list[dict]) -> dict:
+    def _known(self) -> dict[str, dict]:
+        """The points of the file by key. The file is there then: what cannot be written ends the run at its start."""
+        if self.path is None:
+            return {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.open("ab").close()
+        known = {}
+        for line in read_records(self.path):
+            if line.get("kind") == "point" and line.keys() >= set(KEPT):
+                known[line["key"]] = line
+            elif line.get("kind") == "point":
+                warnings.warn(f"{self.path}: a point without {', '.join(KEPT)} is skipped", stacklevel=3)
+        return known
+
+    def _measure(self, point: dict, tried: list[str], line: dict, before: list[dict]) -> None:
         line |= {"point": point, "records": [], "attempts": []}
         endings = {}
         try:
@@ -134,7 +156,6 @@ class SafeBenchmarkRunner:
             line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings)
             line["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
             self._append(line)
-        return line
 
     def _attempt(self, point: dict, sides: list[str], line: dict) -> Ending:
         on_gpu = self.device.type == "cuda"
