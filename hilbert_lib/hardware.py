@@ -86,17 +86,19 @@ def get_gpu_info(device: torch.device | str | int | None = None) -> GpuInfo:
     """What a GPU is and can. Needs neither a GPU nor a driver: without them it says "none".
 
     Args:
-        device: a CUDA device; by default the current one. The CPU is no GPU.
+        device: a CUDA device, or its index; by default the current one. The CPU is no GPU.
 
     Returns:
         The facts.
 
     Raises:
-        ValueError: for a CUDA device that this process does not see.
+        TypeError, ValueError: for what is no device, and for a CUDA device that this process does not see.
 
     >>> get_gpu_info("cpu").architecture
     'none'
     """
+    if isinstance(device, int):  # torch makes a device of it only where it sees a GPU, and keeps 8 bits of it
+        device = torch.device("cuda", checks.integer("device", device, least=0, most=127))
     device = torch.device("cuda") if device is None else checks.device(device)
     if device.type != "cuda":
         return NO_GPU

@@ -72,16 +72,21 @@ def test_without_a_gpu_or_a_driver_there_is_none(monkeypatch, build):
     monkeypatch.setattr(torch.version, "cuda", None if build == "CPU" else "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert get_gpu_info() == get_gpu_info("cuda") == get_gpu_info("cpu") == NO_GPU
-    with pytest.raises(ValueError, match=r"device must be a GPU that this process sees, .* got cuda:0"):
-        get_gpu_info("cuda:0")
+    for device in ("cuda:3", 3):
+        with pytest.raises(ValueError, match=r"device must be a GPU that this process sees, .* got cuda:3"):
+            get_gpu_info(device)
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="device must be below cuda:2, got cuda:2"):
-        get_gpu_info("cuda:2")
+    for device in ("cuda:2", 2):
+        with pytest.raises(ValueError, match="device must be below cuda:2, got cuda:2"):
+            get_gpu_info(device)
+    for device in (-1, 300, True):
+        with pytest.raises((ValueError, TypeError), match=f"device must be an integer from 0 to 127, got {device}"):
+            get_gpu_info(device)
     with pytest.raises(ValueError, match="device must be a device that torch knows"):
         get_gpu_info("gpu")
 
@@ -104,7 +109,7 @@ def test_each_gpu_of_several_is_told_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: models[device.index or 0][0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(models[device.index or 0][1]))
     assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
-    assert get_gpu_info("cuda:1").name == "H200"
+    assert get_gpu_info("cuda:1").name == get_gpu_info(1).name == "H200"
     assert get_gpu_info() == get_gpu_info("cuda:0")
 
 

@@ -219,6 +219,17 @@ def check_dropout(name: str, share: object) -> float:
     return dropped
 
 
+def check_dtype(dtype: object) -> torch.dtype:
+    """The argument; ValueError unless attention takes tensors of it.
+
+    >>> check_dtype(torch.float16)
+    torch.float16
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+    return dtype
+
+
 def check_backend(backend: object) -> str:
     """The argument; TypeError or ValueError unless it is "auto" or the name of a backend.
 

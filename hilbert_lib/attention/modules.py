@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_backend, check_dropout, check_scale, dilated_attention
+from hilbert_lib.attention.api import (
+    LARGEST_HEAD_DIM,
+    autocast_dtype,
+    check_backend,
+    check_dropout,
+    check_dtype,
+    check_scale,
+    dilated_attention,
+)
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
@@ -85,7 +93,8 @@ class DilatedAttention(nn.Module):
         """
         ordering = self.kv_ordering
         # What else k and v may be, `dilated_attention` refuses.
-        if all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v)):
+        sequences = all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v))
+        if sequences and k.shape[1] == v.shape[1]:
             if callable(ordering):
                 ordering = ordering(k.shape[1]) if k.shape[1] else None  # no ordering has length 0
             if isinstance(ordering, Ordering):
@@ -125,11 +134,11 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         batch_first: whether tokens are (batch, seq, embed_dim) rather than (seq, batch, embed_dim).
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
-        device, dtype: of the parameters.
+        device, dtype: of the parameters; dtype is one of those that `dilated_attention` takes.
 
     Raises:
         TypeError, ValueError: if a size is no integer, out of range, or divides no other; if the pattern's mixing needs
-            more kv_heads; as `DilatedAttention`.
+            more kv_heads; for another device or dtype; as `DilatedAttention`.
 
     >>> attention = MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 2)), batch_first=True)
     >>> out, weights = attention(torch.ones(2, 8, 16))
@@ -176,6 +185,7 @@ class MultiheadDilatedAttention(nn.Module):
         pattern.check_heads(self.kv_heads)
         self.batch_first = batch_first
         device = None if device is None else checks.device(device)
+        dtype = None if dtype is None else check_dtype(dtype)
         rows = sum(self._projected())
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
         self.register_parameter(
@@ -201,8 +211,8 @@ class MultiheadDilatedAttention(nn.Module):
 
         Args:
             query: tokens, (batch, seq, embed_dim) with batch_first, otherwise (seq, batch, embed_dim), or (seq,
-                embed_dim).
-            key, value: tensors of query's shape, such as query itself, which both are by default.
+                embed_dim); on the device of the parameters and, unless autocast casts both, of their dtype.
+            key, value: tensors like query, of its shape, such as query itself, which both are by default.
             key_padding_mask: (batch, seq), or (seq,) for one sequence: bool, True = no weight; or, as torch's layers
                 give it, floating with -inf for no weight and 0 otherwise, whose values are checked: the host then waits
                 for the device, so that such a mask can be neither captured nor compiled into one graph. Tokens left
@@ -220,10 +230,13 @@ class MultiheadDilatedAttention(nn.Module):
         """
         if need_weights:
             raise ValueError(f"need_weights must be False: the weights are never all in memory; got {need_weights!r}")
-        if attn_mask is not None and not is_causal:
-            raise ValueError("attn_mask must be None unless is_causal=True: the pattern says which keys are seen")
         if attn_mask is not None and not isinstance(attn_mask, Tensor):
             raise TypeError(f"attn_mask must be the causal mask, a tensor, or None; got {type(attn_mask).__name__}")
+        if attn_mask is not None and not is_causal:
+            raise ValueError(
+                "attn_mask must be None unless is_causal=True: the pattern says which keys are seen; got a mask of "
+                f"shape {tuple(attn_mask.shape)}"
+            )
         key, value = query if key is None else key, query if value is None else value
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
@@ -235,6 +248,11 @@ class MultiheadDilatedAttention(nn.Module):
                     f"{name} must be tokens of size {self.embed_dim} in 2 or 3 dimensions, shaped like query "
                     f"{tuple(query.shape)}, got shape {tuple(x.shape)}"
                 )
+            weight = self.in_proj_weight
+            if x.device != weight.device:
+                raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")
+            if autocast_dtype(x) != autocast_dtype(weight):
+                raise TypeError(f"{name} must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")
         padding = _as_bool(key_padding_mask)
         if query.dim() == 2:
             batched = (x[None] for x in self._project(query, key, value))
