@@ -62,6 +62,29 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch):
         SafetyConfig.load()
 
 
+@pytest.mark.parametrize("value", ["0", "nan", "inf"])
+def test_a_variable_out_of_range_is_named(monkeypatch, value):
+    monkeypatch.setenv(f"{PREFIX}MAX_SECONDS", value)
+    with pytest.raises(ValueError, match=f"{PREFIX}MAX_SECONDS must be above 0 and finite, got {float(value)}"):
+        SafetyConfig.load()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"max_seconds = = 3", " must be a TOML file: Invalid value"),
+        (b"\xff\xfe\x00", " must be a TOML file: .* invalid start byte"),
+        (b'max_seconds = "5"', ": max_seconds must be a number, got '5'"),
+        (b"max_seconds = 0", ": max_seconds must be above 0 and finite, got 0"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path, content, words):
+    path = tmp_path / "limits.toml"
+    path.write_bytes(content)
+    with pytest.raises((ValueError, TypeError), match=f"^{path}{words}"):
+        SafetyConfig.load(path)
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         SafetyConfig.load(tmp_path / "none.toml")

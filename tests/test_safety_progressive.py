@@ -1,5 +1,7 @@
 """Lengths that grow: predicted before they are tried, and stopped before a limit."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -130,6 +132,12 @@ def test_a_run_without_an_estimate_is_refused():
         ProgressiveTester(CONFIG, "cpu").run_progressive_test(1, 2, run=print)
     with pytest.raises(ValueError, match="end_len must be an integer of at least 8, got 4"):
         ProgressiveTester(CONFIG, "cpu").run_progressive_test(8, 4)
+
+
+def test_outside_of_the_main_thread_it_is_refused_and_says_where_to_call_it(machine):
+    with ThreadPoolExecutor(1, "other") as threads, pytest.raises(ValueError, match=r"in the main thread, got .*other"):
+        threads.submit(progress, machine, 1, 64).result()
+    assert machine.ran == []
 
 
 @pytest.mark.gpu

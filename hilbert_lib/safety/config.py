@@ -42,13 +42,7 @@ class SafetyConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = number(field.name, getattr(self, field.name))
-            least, includes_least, most = _ALLOWED[field.name]
-            if not (least <= value <= most if includes_least else least < value <= most) or value == math.inf:
-                low = "at least" if includes_least else "above"
-                high = f" and at most {most}" if most < math.inf else " and finite"
-                raise ValueError(f"{field.name} must be {low} {least}{high}, got {value}")
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name), field.name))
 
     @classmethod
     def load(cls, path: str | Path | None = None, **overrides: float) -> "SafetyConfig":
@@ -64,17 +58,21 @@ class SafetyConfig:
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: for a key that is no attribute, naming the nearest, or a file that is no TOML.
-            TypeError, ValueError: for a value that is not allowed.
+            TypeError, ValueError: for a value that is not allowed, naming the file or the variable that it stands in.
 
         >>> SafetyConfig.load(growth_factor=4).growth_factor
         4.0
         """
-        in_file = {} if path is None else tomllib.loads(Path(path).read_text())
+        in_file = {} if path is None else _read(Path(path))
         variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
         _check_names(in_file, list(_ALLOWED), f"keys of {path}")
-        _check_names(variables, [PREFIX + name.upper() for name in _ALLOWED], "variables")
+        names = {PREFIX + name.upper(): name for name in _ALLOWED}
+        _check_names(variables, list(names), "variables")
         _check_names(overrides, list(_ALLOWED), "arguments")
-        in_environment = {name.removeprefix(PREFIX).lower(): _number(name, text) for name, text in variables.items()}
+        in_file = {name: _checked(name, value, f"{path}: {name}") for name, value in in_file.items()}
+        in_environment = {
+            names[each]: _checked(names[each], _number(each, text), each) for each, text in variables.items()
+        }
         given = {name: value for name, value in overrides.items() if value is not None}
         return cls(**in_file | in_environment | given)
 
@@ -87,6 +85,24 @@ _ALLOWED = {  # least, whether it is allowed itself, most
     "growth_factor": (1, False, math.inf),
     "max_temperature_c": (0, False, math.inf),
 }
+
+
+def _checked(name: str, value: object, called: str) -> float:
+    """The value of an attribute, which an error calls as it stands where it was given."""
+    value = number(called, value)
+    least, includes_least, most = _ALLOWED[name]
+    if not (least <= value <= most if includes_least else least < value <= most) or value == math.inf:
+        low = "at least" if includes_least else "above"
+        high = f" and at most {most}" if most < math.inf else " and finite"
+        raise ValueError(f"{called} must be {low} {least}{high}, got {value}")
+    return value
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be a TOML file: {error}") from error
 
 
 def config_or_default(config: object) -> SafetyConfig:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
 from hilbert_lib.attention import strided
-from hilbert_lib.attention.api import LARGEST_HEAD_DIM, explain_backend
+from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype, explain_backend
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.flex import FLEX_BLOCK
@@ -112,12 +112,13 @@ def estimate_memory(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
     device = device_or_default(device)
     length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
     kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads must divide heads {heads}, got {kv_heads}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
     batch = checks.integer("batch", batch, least=1)

@@ -1,5 +1,6 @@
 """Lengths that grow step by step, each predicted before it is tried, until the next one would pass a limit."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,20 +97,24 @@ class ProgressiveTester:
 
         Args:
             start_len, end_len: tokens.
-            run: does the work of a length, its inputs included; by default one forward of dilated attention.
+            run: does the work of a length, its inputs included; by default one forward of dilated attention. It runs in
+                the main thread, which alone can be interrupted at a limit.
             estimate: bytes that `run` takes at a length, its inputs included; to be given with `run`.
 
         Returns:
             The rows, and the limit.
 
         Raises:
-            TypeError, ValueError: if a length is no integer of at least 1, end_len is below start_len, or only one of
-                run and estimate is given, or one that is no function.
+            TypeError, ValueError: if a length is no integer of at least 1, end_len is below start_len, only one of run
+                and estimate is given, or one that is no function, estimate gives no number of at least 0; or outside of
+                the main thread.
 
         >>> tester = ProgressiveTester(device="cpu")
         >>> tester.run_progressive_test(64, 256, run=torch.zeros, estimate=lambda n: 4 * n).longest
         256
         """
+        if (thread := threading.current_thread()) is not threading.main_thread():
+            raise ValueError(f"run_progressive_test must be called in the main thread, got thread {thread.name!r}")
         start_len = checks.integer("start_len", start_len, least=1)
         end_len = checks.integer("end_len", end_len, least=start_len)
         if (run is None) != (estimate is None):
@@ -123,7 +128,7 @@ class ProgressiveTester:
         checker = MemorySafetyChecker(self.config, self.device)
         rows, length, seconds, before = [], start_len, 0.0, start_len
         while True:
-            predicted, room = estimate(length), checker.room()
+            predicted, room = _bytes(length, estimate(length)), checker.room()
             if reason := self._refusal(checker, predicted, seconds * (length / before) ** 2):
                 rows.append(ProgressiveRow(length, room, predicted, None, None, "not tried"))
                 return ProgressiveResult(tuple(rows), f"{length} tokens were not tried: {reason}")
@@ -176,3 +181,10 @@ class ProgressiveTester:
     @property
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+def _bytes(length: int, predicted: object) -> float:
+    size = checks.number(f"estimate({length})", predicted)
+    if not size >= 0:
+        raise ValueError(f"estimate({length}) must be at least 0, got {size}")
+    return predicted
