@@ -1,6 +1,7 @@
 """The `hilbert` command."""
 
-# torch and papermill take seconds to import: each command imports what it needs, so that --help is quick.
+# The package itself imports torch. papermill and the drawing of figures take another half second: each command imports
+# what it needs of the suite, so that --help does not wait for it.
 import logging
 import os
 import sys

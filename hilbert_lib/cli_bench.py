@@ -1,6 +1,7 @@
 """`hilbert bench`: measure attention and its backends on this machine."""
 
-# torch takes seconds to import: each command imports what it needs, so that --help is quick.
+# papermill and the drawing of figures take half a second to import: each command imports what it needs, so that --help
+# does not wait for them.
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,6 +1,7 @@
 """`hilbert claims`: what the documents claim, what was found, and measuring it again."""
 
-# torch takes seconds to import: the command imports what it needs, so that --help is quick.
+# papermill and the drawing of figures take half a second to import: the command imports what it needs, so that --help
+# does not wait for them.
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,9 +1,12 @@
 """`hilbert plan`: what a ring of ranks would send, hold and compute, without a GPU or a process group."""
 
-# torch takes seconds to import: the command imports what it needs, so that --help is quick.
 import click
+import torch
 
 from hilbert_lib.cli_bench import Numbers
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.balance import shard_lengths_for
+from hilbert_lib.ring.plan import plan_ring
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -86,12 +89,6 @@ def plan(
     Least memory:     hilbert plan --tokens 1m --ranks 4 --segment-lengths 1m --dilation-rates 4 --transport ring
     Aligned shards:   hilbert plan --tokens 1000k --ranks 3 --multiple 32k
     """
-    import torch
-
-    from hilbert_lib.pattern import DilatedPattern
-    from hilbert_lib.ring.balance import shard_lengths_for
-    from hilbert_lib.ring.plan import plan_ring
-
     try:
         pattern = DilatedPattern(segment_lengths, dilation_rates)
         work = {"pattern": pattern, "kv_heads": kv_heads or heads, "is_causal": causal} if weights else {}
