@@ -36,7 +36,8 @@ parameters_option = click.option(
     multiple=True,
     callback=_texts,
     metavar="NAME VALUE",
-    help="Set a parameter; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists '1,2;1,2,4'.",
+    help="Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
+    "'1,2;1,2,4'.",
 )
 out_option = click.option(
     "--out",

@@ -190,13 +190,15 @@ def backends(
         work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
         try:
             times, medians = measured_times(work, gradient=gradient)
-            fastest = min(times.values())
-            click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
-            click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
+        fastest = min(times.values())
+        click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
+        try:
+            click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
         except OSError as error:
-            raise click.ClickException(f"measured, but not kept: {folder()}: {error.strerror}") from error
+            told = f"measured, but not kept: {folder()}: {error.strerror or error}"
+            raise click.ClickException(told) from error
 
 
 def _points(

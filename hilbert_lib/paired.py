@@ -275,9 +275,21 @@ def _identity(sides: list[dict]) -> str:
 
 def _work(parameters: dict) -> str:
     # What tells one work of a sweep from the next.
-    told = ("pattern", "length", "side", "window", "block_size", "row_bytes", "head_dim", "dilation", "direction")
+    told = (
+        "pair",
+        "pattern",
+        "length",
+        "side",
+        "window",
+        "block_size",
+        "row_bytes",
+        "head_dim",
+        "dilation",
+        "direction",
+    )
     words = [f"{name.replace('_', ' ')} {parameters[name]}" for name in told if parameters.get(name) not in (None, "")]
-    return ", ".join([parameters.get("sweep", ""), *words, *["causal"] * bool(parameters.get("is_causal"))])
+    words += ["causal"] * bool(parameters.get("is_causal"))
+    return ", ".join([str(parameters[name]) for name in ("sweep",) if name in parameters] + words)
 
 
 def _line(record: dict) -> str:

@@ -64,7 +64,7 @@ def read_records(path: str | Path) -> list[dict]:
         if not line:
             continue  # a writer saw another's line half written, and began a new one
         if (record := _record(line)) is None:
-            warnings.warn(f"{path}, line {number}: unfinished record skipped", stacklevel=2)
+            warnings.warn(f"{path}, line {number}: unfinished or no record, skipped", stacklevel=2)
         else:
             records.append(record)
     return records

@@ -307,7 +307,7 @@ def select_attention_backend(
             try:
                 remember_times(work, times, medians, gradient=gradient)
             except OSError as error:
-                warnings.warn(f"measured, but not kept: {folder()}: {error.strerror}", stacklevel=2)
+                warnings.warn(f"measured, but not kept: {folder()}: {error.strerror or error}", stacklevel=2)
                 return next((name for name in times if explain(backend=name).chosen), explanation.chosen)
             explanation = explain()
     if not explanation.chosen:

@@ -166,9 +166,9 @@ def counted_of(kernel):
 @pytest.mark.parametrize(
     ("kernel", "dilations", "points"),
     [
-        ("decoding", [4, 16, 64], 3.0),
+        ("decoding", [4, 16, 64], 4.5),
         pytest.param("decoding", [1], 4.5, marks=pytest.mark.full),  # half a minute
-        ("forward", [4, 16, 64], 9.0),
+        ("forward", [4, 16, 64], 10.0),
     ],
 )
 def test_the_share_that_l2_finds_is_predicted_within_points_of_the_committed_counts(kernel, dilations, points):

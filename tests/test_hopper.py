@@ -139,16 +139,22 @@ def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(serve
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("level", [0.0, 100.0])
-def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(head_dim, level):
-    # Scores about a level, one block of 128 keys after the other, 2,048 of them: v is 1 in the first half, -1 in the
-    # other, and what a block takes from those before it shows in out as in lse.
-    length = 2**18
+def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, head_dim):
+    # Scores near 100, one block of 128 keys after the other, 2,048 of them: v is 1 in the first half, -1 in the other,
+    # and what a block takes from those before it shows in out as in lse.
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    from hilbert_lib.attention.triton import launch
+
+    original, answers = launch._on_hopper, []
+    monkeypatch.setattr(launch, "_on_hopper", lambda *args: answers.append(original(*args)) or answers[-1])
+    length, level = 2**18, 100.0
     q, k, v, _ = drawn(length, 1, 1, head_dim, torch.bfloat16)
     q, k = 1 + 0 * q[:1], level / head_dim**0.5 + 0.1 * k[:1]
     v = torch.ones_like(v[:1])
     v[:, length // 2 :] = -1
     out, lse = dilated_attention(q, k, v, DilatedPattern((length,), (1,)), backend="triton", return_lse=True)
+    assert answers == [True]
     scores = k[0, :, 0].double().sum(-1) * head_dim**-0.5
     weights = scores.softmax(0)
     assert (lse.double() - scores.logsumexp(0)).abs().max() < 2e-4

@@ -194,7 +194,7 @@ def test_bytes_exchanged_are_of_k_and_v():
         (lambda: count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
         (lambda: count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
         (lambda: count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
-        (lambda: count_blocks([], windows=[3], block_sizes=[4]), r"sides .* at least one"),
+        (lambda: count_blocks([], windows=[3], block_sizes=[4]), r"shapes .* at least one"),
         (lambda: count_exchange(Neighbourhood((4, 4), 3), ranks=[2, 2], row_bytes=1), r"ranks .* once"),
     ],
 )

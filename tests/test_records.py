@@ -64,11 +64,11 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
     measured = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
     append_records(measured[:2], tmp_path)
     path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
-    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
         assert [each["name"] for each in read_records(path)] == ["a"]
     assert last_record(path)["name"] == "a"
     append_records(measured[2:], tmp_path)  # resumed
-    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
         assert [each["name"] for each in read_records(path)] == ["a", "c"]
     assert last_record(path)["name"] == "c"
     path.write_text("\n{")
@@ -80,7 +80,7 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
 def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path, line):
     path = tmp_path / RESULTS
     path.write_bytes(b'{"name": "a"}\n' + line + b"\n")
-    with pytest.warns(UserWarning, match="line 2: unfinished record skipped"):
+    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
         assert read_records(path) == [{"name": "a"}]
     assert last_record(path) == {"name": "a"}
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -205,7 +206,7 @@ def test_lines_that_are_no_points_are_skipped_with_a_warning_and_the_others_foun
         runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
     assert seen == [True]
     assert [str(each.message).partition(": ")[2] for each in warned] == [
-        *["unfinished record skipped"] * 3,
+        *["unfinished or no record, skipped"] * 3,
         "a point without key, point, outcomes, records is skipped",
     ]
 
@@ -218,6 +219,25 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
         with pytest.raises(OSError, match=str(path.parent)):
             SafeBenchmarkRunner(path, benchmark=FAULTY, device="cpu").run([point("good")])
     assert not begun
+
+
+def test_a_file_is_opened_only_where_a_point_is_to_be_measured(runner, monkeypatch):
+    with pytest.raises(ValueError, match="names of their sides"):
+        runner().run([{"length": 8}])
+    assert not runner().path.exists()
+    runner().run([point("good")])
+    seen, opened = [], Path.open
+
+    def read_only(path, mode="r", *more, **options):
+        if path == runner().path and mode != "r" and mode != "rb":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
+    assert seen == [True]
+    with pytest.raises(PermissionError):
+        runner().run([point("good", length=9)])
 
 
 def test_a_rerun_measures_only_what_is_missing(runner):
@@ -328,10 +348,10 @@ def test_a_full_disk_under_the_file_loses_nothing_that_was_measured(runner):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [line["outcomes"]["good"]["status"] for line in seen] == ["ok"]
     seen = []
-    with pytest.warns(UserWarning, match="unfinished record"):
+    with pytest.warns(UserWarning, match="unfinished or no record"):
         runner().run([point("good"), point("good", length=9)], on_point=lambda line, reused: seen.append(reused))
     assert seen == [True, False]
-    with pytest.warns(UserWarning, match="unfinished record"):
+    with pytest.warns(UserWarning, match="unfinished or no record"):
         assert [line["point"]["length"] for line in read_records(path)] == [8, 9]
 
 

@@ -98,7 +98,8 @@ def _half_refusal(
 def _flash_refusal(q: Tensor, call: Call) -> str:
     if refused := _half_refusal(q, call, largest_head_dim=256):
         return refused
-    # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that.
+    # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that. A
+    # forward alone is refused with it: a call does not say whether it will be differentiated.
     major, minor = _capability(q.device)
     if 192 < q.shape[-1] <= 224 and (major == 12 or (major == 8 and minor >= 6)):
         return f"has no backward for head_dim 193 to 224 on compute capability {major}.{minor}, got {q.shape[-1]}"

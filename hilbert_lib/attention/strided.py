@@ -20,6 +20,7 @@ from hilbert_lib.environment import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
 
 # What dense kernels on CUDA take as batch, or as heads, at most: a grid has no more blocks along its second dimension.
+# Kernels on a CPU are given no more either, so that a call falls into the same steps everywhere.
 MOST_SEQUENCES = 2**16 - 1
 
 

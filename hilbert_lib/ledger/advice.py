@@ -109,8 +109,7 @@ def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tup
     head_dim, length = speeds.head_dim.iloc[0], speeds.length.iloc[0]
     package = over_packages(choices, length=length).query(f"head_dim == {head_dim}")
     others = "".join(f", {each.ratio:.2f} times {each.other} {each.direction}" for each in package.itertuples())
-    for each in behind_packages(choices).drop_duplicates("other").itertuples():
-        others += f"; elsewhere {each.other} is ahead, by up to {each.ratio:.2f} times on the device ({_work_of(each)})"
+    others += "".join(f"; elsewhere {behind}" for behind in _behind(choices))
     text = (
         f"What makes dilated attention fast is to do less, {_saved(long):.0f} times fewer FLOP than dense attention at "
         f"{long:,} tokens, in one kernel for all branches: {speeds.tflop_per_s.forward:.0f} TFLOP/s forward and "
@@ -193,23 +192,21 @@ def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
     return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
 
 
+def _behind(choices: Sequence[dict]) -> list[str]:
+    # Where each package that is ahead of the fused kernel somewhere is so the most.
+    most = behind_packages(choices).drop_duplicates("other")
+    return [
+        f"{each.other} is ahead, by up to {each.ratio:.2f} times on the device ({_work_of(each)})"
+        for each in most.itertuples()
+    ]
+
+
 def _work_of(work) -> str:
     # A work of notebook 05 in short.
     divide = all(w % r == 0 for w, r in (map(int, branch.split(":")) for branch in work.branches.split()))
     causal = ", causal" if work.is_causal else ""
     rates = "" if divide else ", rates that do not divide their segments"
     return f"{work.direction} at {work.length:,} tokens, head_dim {work.head_dim}{causal}{rates}"
-
-
-def _behind(choices: Sequence[dict]) -> list[str]:
-    # Where each package that is ahead of the fused kernel somewhere is so the most.
-    most = behind_packages(choices).drop_duplicates("other")
-    return [
-        f"on branches of {', '.join(each.branches.split())} at {each.length:,} tokens and head_dim {each.head_dim}"
-        f"{', causal,' if each.is_causal else ''} {each.other} is {each.ratio:.2f} times as fast as the kernel "
-        f"{each.direction}, by the device's time"
-        for each in most.itertuples()
-    ]
 
 
 def _backend(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
@@ -223,7 +220,7 @@ def _backend(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
     text += f"{len(ahead)} of {len(closest)} works"
     if len(behind):
         text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"
-    packages = [f"Of other packages, the most that any is ahead: {each}." for each in _behind(choices)]
+    packages = [f"Elsewhere {each}." for each in _behind(choices)]
     return "which backend", " ".join([f"{text}.", *packages]), len(ahead) > 0.8 * len(closest), f"{CHOICE}, {KERNELS}"
 
 

@@ -66,7 +66,8 @@ def kernel_trace(
         The trace; programs of a wave that share their keys ask for each unit back to back.
 
     Raises:
-        ValueError: where a size is below 1 or key_order is unknown.
+        ValueError: where a size is below 1 or key_order is unknown, or sectors are counted of a unit that is no whole
+            number of them.
 
     >>> from hilbert_lib.ordering import Ordering
     >>> storage = Storage(Ordering.linear(4), row_bytes=128)
@@ -74,11 +75,13 @@ def kernel_trace(
     >>> trace.units.tolist(), trace.requests.tolist()
     ([0, 4, 2, 6], [2, 2, 2, 2])
     """
-    joined = joined_keys or tile_keys
+    joined = tile_keys if joined_keys is None else joined_keys
     check_positive(unit_bytes=unit_bytes, tile_queries=tile_queries, concurrent=concurrent, joined_keys=joined)
     device = storage.ordering.device
     k_units = -(-storage.tensor_bytes // unit_bytes)
     tile_count = -(-storage.length // tile_keys)
+    if joined_keys is not None and unit_bytes % SECTOR_BYTES:
+        raise ValueError(f"unit_bytes must be a multiple of {SECTOR_BYTES} with joined_keys, got {unit_bytes}")
     of_unit = unit_bytes if joined_keys is None else SECTOR_BYTES  # what is told apart within a unit
     in_unit, in_tile = unit_bytes // of_unit, -(-tile_keys // joined)
     reads, programs, groups = [], [], 0  # a group is the programs of one segment, which share their keys

@@ -49,6 +49,8 @@ def count_blocks(
     >>> table.set_index("order").touched[["raster", "random"]].to_dict()
     {'raster': 48, 'random': 256}
     """
+    if not shapes:
+        raise ValueError(f"shapes must hold at least one grid, got {shapes}")
     check_windows(windows, [min(shape) for shape in shapes])
     checks.integers("block_sizes", block_sizes, least=1, distinct=True)
     rows = []

@@ -66,7 +66,8 @@ def ring_dilated_attention(
         pattern: which keys a query sees, of the whole sequence.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
         transport: "ring", "all_gather", "all_to_all", or "auto", as `plan_ring` takes it.
-        weights, memory_limit: likewise. A plan that was made with them is what runs where they are given here too.
+        weights, memory_limit: likewise. A plan that was made with them is what runs where they are given here too. One
+            rank runs `dilated_attention`, whatever the limit.
         is_causal, scale, return_lse: as in `dilated_attention`.
         dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
         key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
@@ -131,7 +132,8 @@ def _attend(
             backend=backend,
             return_lse=return_lse,
         )
-    validate = ring[-1] or group not in _agreed
+    *_, validate = ring
+    validate = validate or group not in _agreed
     request, refusal = {}, None
     try:
         planning = _planning(*ring, ranks=group.size())

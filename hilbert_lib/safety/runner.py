@@ -116,6 +116,7 @@ class SafeBenchmarkRunner:
             line = known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
+                self._check_writable()  # before minutes are spent on what could not be kept
                 before = [] if line is None else line["records"]
                 line = known[key] = {"kind": "point", "key": key, "outcomes": refused}
                 try:
@@ -128,11 +129,9 @@ class SafeBenchmarkRunner:
         return lines
 
     def _known(self) -> dict[str, dict]:
-        """The points of the file by key. The file is there then: what cannot be written ends the run at its start."""
-        if self.path is None:
+        """The points of the file by key."""
+        if self.path is None or not self.path.exists():
             return {}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.open("ab").close()
         known = {}
         for line in read_records(self.path):
             if line.get("kind") == "point" and line.keys() >= set(KEPT):
@@ -140,6 +139,11 @@ class SafeBenchmarkRunner:
             elif line.get("kind") == "point":
                 warnings.warn(f"{self.path}: a point without {', '.join(KEPT)} is skipped", stacklevel=3)
         return known
+
+    def _check_writable(self) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("ab").close()
 
     def _measure(self, point: dict, tried: list[str], line: dict, before: list[dict]) -> None:
         line |= {"point": point, "records": [], "attempts": []}
