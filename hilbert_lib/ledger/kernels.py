@@ -79,14 +79,15 @@ def places(records: Records) -> pd.DataFrame:
 
     Returns:
         `layout_ratios` of the "best" order; intensity, useful FLOP for each useful byte; and over_plain and
-        over_plain_low, what the fastest order gains over linear storage that is read without a table.
+        over_plain_low, what that order gains over linear storage that is read without a table.
     """
     sides = pd.concat([side_table(list(records), sweep).assign(work=work) for sweep, work in WORKS.items()])
     linear = sides[sides.name == "linear"].set_index(CASE)
     intensity = (linear.useful_flop / linear.useful_bytes).rename("intensity")
-    plain = over_sequence(records).groupby(CASE)[["value", "low"]].max()
-    plain = plain.rename(columns={"value": "over_plain", "low": "over_plain_low"})
-    return layout_ratios(records, order="best").join(intensity, on=CASE, how="inner").join(plain, on=CASE)
+    plain = over_sequence(records).set_index([*CASE, "order"])[["value", "low"]]
+    plain = plain.set_axis(["over_plain", "over_plain_low"], axis=1)
+    best = layout_ratios(records, order="best").join(intensity, on=CASE, how="inner")
+    return best.join(plain, on=[*CASE, "order"])
 
 
 def grid_places(records: Records) -> pd.DataFrame:
