@@ -26,7 +26,7 @@ from hilbert_lib.suite.manifest import (
     start_manifest,
 )
 from hilbert_lib.suite.points import Point, read_notebook
-from hilbert_lib.suite.run import Interrupted, run_point
+from hilbert_lib.suite.run import Interrupted, interruptible, run_point
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len}')"
 DIE = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -392,3 +392,19 @@ def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
         assert run_id(facts) != run_id({**facts, name: "9.9"})
     gpu = {**facts, "hardware": "NVIDIA H200", "gpus": [{"name": "NVIDIA H200"}], "torch": "2.11.0+cu128"}
     assert run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
+
+
+def test_an_interrupt_that_a_finalizer_swallows_comes_again():
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def work():
+        with interruptible():
+            Dying()
+            time.sleep(5)
+
+    hook = sys.unraisablehook
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        work()
+    assert sys.unraisablehook is hook

@@ -4,6 +4,8 @@ import math
 import os
 import shutil
 import signal
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,10 +40,22 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise Interrupted(signal_number)
 
+    def swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
+        # Raised in a finalizer or a callback of the garbage collector, where Python drops it: sent again, out of there.
+        if not isinstance(unraisable.exc_value, Interrupted):
+            hook(unraisable)
+            return
+        for number in handlers:
+            signal.signal(number, stop)
+        again = unraisable.exc_value.exit_status - 128
+        threading.Timer(0.01, os.kill, (os.getpid(), again)).start()
+
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
