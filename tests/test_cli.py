@@ -212,7 +212,7 @@ def test_runs_are_compared_on_the_same_hardware_alone(hilbert):
 def test_doctor_finds_this_machine_healthy(hilbert):
     output = hilbert("doctor")
     assert "BROKEN" not in output
-    for subject in ("python", "packages", "pins", "gpu", "kernel", "reports", "disk"):
+    for subject in ("python", "packages", "pins", "gpu", "kernels", "kernel", "reports", "disk"):
         assert re.search(rf"^ok +{subject} ", output, re.MULTILINE)
 
 
@@ -224,6 +224,21 @@ def test_doctor_says_how_to_mend_a_gpu_that_torch_cannot_use(hilbert, monkeypatc
     output = hilbert("doctor", status=1)
     assert re.search(r"^BROKEN +gpu +this torch cannot use the GPU", output, re.MULTILINE)
     assert "fix: install torch's CUDA build" in output
+
+
+@pytest.mark.parametrize("fault", [TypeError("only 0-dimensional arrays\nin numpy"), None], ids=["raises", "is wrong"])
+def test_doctor_runs_the_kernels_that_it_tells_of(hilbert, monkeypatch, fault):
+    attend = doctor.dilated_attention
+
+    def fail(q, k, v, pattern, *, backend):
+        if backend == "triton" and fault is not None:
+            raise fault
+        return attend(q, k, v, pattern, backend=backend) + (backend == "triton")
+
+    monkeypatch.setattr(doctor, "dilated_attention", fail)
+    output = hilbert("doctor", status=1)
+    told = "not what the reference gives" if fault is None else "TypeError: only 0-dimensional arrays$"
+    assert re.search(rf"^BROKEN +kernels +the fused ones fail on 16 tokens: {told}", output, re.MULTILINE)
 
 
 def test_doctor_says_how_to_mend_packages_disk_and_folder(hilbert, monkeypatch):

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from packaging.requirements import Requirement
 
-from hilbert_lib.environment import check_gpu, environment, prepare_kernels
+from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.environment import check_gpu, environment, kernel_mode, prepare_kernels
+from hilbert_lib.pattern import DilatedPattern
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 REINSTALL = "make setup, or: python -m pip install -c constraints.txt -e '.[dev]'"
@@ -40,7 +43,9 @@ def examine(out: Path) -> Iterator[Finding]:
     yield Finding("python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
     yield _packages()
     yield _pins()
-    yield _gpu()
+    yield (gpu := _gpu())
+    if not gpu.fix and kernel_mode() != "absent":
+        yield _kernels()
     yield _kernel()
     yield from _disk(out)
 
@@ -86,6 +91,22 @@ def _gpu() -> Finding:
     triton = f"Triton {facts['triton']}" if facts["triton"] else "no Triton for this platform"
     gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none"
     return Finding("gpu", f"{gpus}; {triton}, its kernels are {facts['kernel_mode']}")
+
+
+def _kernels() -> Finding:
+    q = torch.randn(1, 16, 1, 16, device="cuda" if kernel_mode() == "compiled" else "cpu")
+    pattern = DilatedPattern((8, 16), (1, 2))
+    asked = explain_backend(q, q, q, pattern, backend="triton")
+    if not asked.chosen:
+        return Finding("kernels", f"not for this GPU: {asked.reasons['triton']}")
+    try:
+        out, exact = (dilated_attention(q, q, q, pattern, backend=name) for name in ("triton", "reference"))
+        wrong = "" if torch.allclose(out, exact, atol=1e-4) else "not what the reference gives"
+    except Exception as error:  # of Triton, of numpy beneath its interpreter, of a driver: told, whatever it is
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    if wrong:
+        return Finding("kernels", f"the fused ones fail on 16 tokens: {wrong}", REINSTALL)
+    return Finding("kernels", "the fused ones equal the reference on 16 tokens")
 
 
 def _kernel() -> Finding:
