@@ -25,6 +25,7 @@ from hilbert_lib.paired import (
     Results,
     Side,
     identity,
+    of_sweep,
     ratio_table,
     recorded_before,
     relative_difference,
@@ -148,8 +149,7 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
         over the automatic choice's (NaN where it cannot serve).
     """
     ratios = ratio_table(records, SWEEP)
-    own = [record for record in records if "a" in record and record["a"]["parameters"]["sweep"] == SWEEP]
-    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in own]
+    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
     work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
     rows = []
     for key, group in ratios.groupby(work, sort=False):

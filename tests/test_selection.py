@@ -64,6 +64,10 @@ def test_the_tables_say_what_the_choice_gains_and_loses(records):
     assert draw_choice(choices, source="here").axes[0].get_yticklabels()[0].get_text() == "a, 64, d=8"
 
 
+def test_a_work_that_two_lists_of_parameters_hold_is_in_the_table_once(records):
+    pd.testing.assert_frame_equal(selection.choice_table(records + records[:2]), selection.choice_table(records))
+
+
 def test_a_choice_is_worth_what_its_calls_take_the_device_or_the_host(records):
     record = next(each for each in records if each["a"]["name"] == "eager")
     for side, device_ms, host_ms in (("a", 1.0, 6.0), ("b", 2.0, 0.5)):
