@@ -87,13 +87,14 @@ def run_sides(
     output_dir: str = "",
     repetitions: int = 20,
     seconds: float = 2.0,
+    on_cpu: bool = False,
 ) -> list[dict]:
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
-    On the CPU nothing is timed: the kernels run in Triton's interpreter there, whose times mean nothing, and a side of
-    several pairs that are near each other runs once. A case that the folder's results.jsonl holds from this code on
-    this hardware is not run again. A case without room in the device's memory is left out and said so; the others go
-    on.
+    On the CPU nothing is timed, unless asked: the kernels run in Triton's interpreter there, whose times mean nothing,
+    and a side of several pairs that are near each other runs once. A case that the folder's results.jsonl holds from
+    this code on this hardware is not run again. A case without room in the device's memory is left out and said so; the
+    others go on.
 
     Args:
         cases: one or two sides each; asked for one at a time, so that a generator keeps one workload in memory.
@@ -101,10 +102,11 @@ def run_sides(
         output_dir: folder of results.jsonl; empty writes nothing.
         repetitions: samples a side.
         seconds: a pair of slow calls takes fewer samples, at least 5, to stay near this time.
+        on_cpu: whether to time on the CPU too, where no side is interpreted.
 
     Returns:
-        A record a case, in order: as `bench` writes them, with peak_bytes and output_difference; on the CPU only
-        names, parameters and errors.
+        A record a case, in order: as `bench` writes them, with peak_bytes and output_difference; where nothing is timed
+        only names, parameters and errors.
 
     >>> one = Side("one", {}, lambda: (torch.ones(1),), lambda results: 0.0)
     >>> run_sides([(one, one)], device="cpu")[0]["output_difference"]
@@ -113,7 +115,8 @@ def run_sides(
     device = torch.device(device)
     facts = environment()
     done = recorded_before(output_dir)
-    checked = lru_cache(maxsize=4)(lambda run: run())  # on the CPU: interpreted calls take long, and pairs share sides
+    # What is not timed may be interpreted, which takes long, and pairs share sides.
+    checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
     records = []
     for sides in cases:
         label = f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}"
@@ -126,7 +129,7 @@ def run_sides(
                 continue
             record = {**record, "environment": facts}
         records.append(record)
-        if "calls_per_sample" in _sides(record)[0]:
+        if device.type == "cuda":
             print(f"{label}: {_line(record)}", flush=True)
     return records
 
@@ -226,17 +229,16 @@ def _run(
     output_dir: str,
     repetitions: int,
     seconds: float,
-    checked: Callable[[Callable[[], Results]], Results],
+    checked: Callable[[Callable[[], Results]], Results] | None,
 ) -> dict:
-    timed = device.type == "cuda"
-    runs = [_once(side, device) if timed else (checked(side.run), 0, 0.0) for side in sides]
+    runs = [(checked(side.run), 0, 0.0) if checked else _once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
     errors = [side.error(result) for side, result in zip(sides, results, strict=True)]
     difference = relative_difference(results[1], results[0]) if len(sides) == 2 and all(results) else None
     peaks = tuple(peak for _, peak, _ in runs)
     took = sum(each for _, _, each in runs)
     del runs, results  # they are as large as what is timed next
-    if not timed:
+    if checked:
         names = ("name", "parameters", "useful_flop", "useful_bytes")
         parts = [
             {**{name: getattr(side, name) for name in names}, "error": error}
@@ -249,7 +251,9 @@ def _run(
         for side, error in zip(sides, errors, strict=True)
     ]
     samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
-    how = {"device": device, "repetitions": samples, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
+    how = {"device": device, "repetitions": samples, "warmup": 2}
+    if device.type == "cuda":
+        how["min_sample_ms"] = MIN_SAMPLE_MS
     measured = compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
     recorded = Recorded(measured, peaks, difference)
     append_records([recorded], output_dir)
@@ -257,10 +261,13 @@ def _run(
 
 
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
-    # Results, bytes allocated at the peak and seconds of the second call; the first compiles and keeps its tables.
+    # Results, bytes allocated at a GPU's peak, and seconds of the second call; the first compiles and keeps its tables.
     side.run()
-    before, start = begin_peak(device), time.perf_counter()
+    before = begin_peak(device) if device.type == "cuda" else 0
+    start = time.perf_counter()
     results = side.run()
+    if device.type == "cpu":
+        return results, 0, time.perf_counter() - start
     torch.cuda.synchronize(device)
     return results, torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - start
 

@@ -1,6 +1,5 @@
 """Choosing a backend by measurement: each candidate beside what "auto" takes, and what the choice is worth."""
 
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -16,23 +15,11 @@ from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.remembered import ShapeClass, device_name, folder, remember
-from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.checks import boolean
-from hilbert_lib.environment import environment, kernel_mode
+from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.paired import (
-    Recorded,
-    Results,
-    Side,
-    identity,
-    of_sweep,
-    ratio_table,
-    recorded_before,
-    relative_difference,
-    run_sides,
-)
+from hilbert_lib.paired import Results, Side, of_sweep, ratio_table, run_sides
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.records import append_records
 from hilbert_lib.safety.estimate import estimate_memory
 from hilbert_lib.safety.memory import GB, MemorySafetyChecker
 from hilbert_lib.workload import Workload
@@ -118,20 +105,14 @@ def orderings(
         yield base, _ordering_side(work, "stored before", order, stored=True)
 
 
-def timed(cases: Iterable[tuple[Side, Side]], *, device: torch.device, output_dir: str = "", **how) -> list[dict]:
+def timed(cases: Iterable[tuple[Side, Side]], **how) -> list[dict]:
     """Records of `paired.run_sides`, with times also on the CPU: no kernel among the candidates is interpreted there.
 
     Args:
         cases: pairs.
-        device: where the sides compute.
-        output_dir, repetitions, seconds: as in `run_sides`.
+        **how: the other arguments of `run_sides`.
     """
-    if device.type == "cuda":
-        return run_sides(cases, device=device, output_dir=output_dir, **how)
-    facts, done = environment(), recorded_before(output_dir)
-    return [
-        done.get(identity(*case)) or {**_timed_on_cpu(case, output_dir, **how), "environment": facts} for case in cases
-    ]
+    return run_sides(cases, on_cpu=True, **how)
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
@@ -199,15 +180,12 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
     return table
 
 
-def measured_times(
-    work: Workload, *, gradient: bool, repetitions: int = 20, seconds: float = 1.0
-) -> tuple[dict[str, float], dict[str, float]]:
+def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Time all candidates on a work.
 
     Args:
         work: what to compute.
         gradient: whether to time the forward alone, or forward and backward.
-        repetitions, seconds: as in `timed`.
 
     Returns:
         Each candidate's time over that of the automatic choice, as `choice_table` takes them, the fastest first; and
@@ -220,7 +198,7 @@ def measured_times(
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     # Where the choice itself does not fit, nothing can stand beside it.
     sides = _beside_choice("", work, gradient, names) if chosen(work, gradient=gradient) in names else ()
-    records = timed(sides, device=work.device, repetitions=repetitions, seconds=seconds)
+    records = timed(sides, device=work.device, seconds=1.0)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
     times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
@@ -367,20 +345,3 @@ def _stand_in(work: Workload, *, gradient: bool) -> Tensor:
     # q without its memory.
     one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype), requires_grad=gradient)
     return one.expand(1, work.length, work.heads, work.head_dim)
-
-
-def _timed_on_cpu(sides: tuple[Side, Side], output_dir: str, repetitions: int = 20, seconds: float = 1.0) -> dict:
-    results = [side.run() for side in sides]
-    start = time.perf_counter()
-    for side in sides:
-        side.run()
-    took = time.perf_counter() - start
-    cases = [
-        Case(side.name, side.run, side.parameters, side.error(result), side.useful_flop, side.useful_bytes)
-        for side, result in zip(sides, results, strict=True)
-    ]
-    samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
-    comparison = compare_paired(*cases, device="cpu", repetitions=samples, warmup=1)
-    recorded = Recorded(comparison, (0, 0), relative_difference(results[1], results[0]))
-    append_records([recorded], output_dir)
-    return recorded.record()
