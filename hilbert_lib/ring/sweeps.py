@@ -94,17 +94,13 @@ def long_works(
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "repetitions": 2}
     works = [_work("lengths", ranks, each, first_segment, **sizes) for each in tokens]
     if longest_tokens:
-        rates = [1]
-        while longest_segment * rates[-1] < longest_tokens:
-            rates.append(rates[-1] * longest_growth)
-        segments = [longest_segment * rate for rate in rates]
-        sizes = {"heads": 1, "kv_heads": 1, "head_dim": longest_head_dim, "repetitions": 2, "backward": False}
-        works.append(Work("lengths", ranks, longest_tokens, segment_lengths=segments, dilation_rates=rates, **sizes))
+        sizes |= {"heads": 1, "kv_heads": 1, "head_dim": longest_head_dim, "backward": False}
+        works.append(_work("lengths", ranks, longest_tokens, longest_segment, longest_growth, **sizes))
     return works
 
 
-def _work(sweep: str, ranks: int, tokens: int, first_segment: int, **rest) -> Work:
-    pattern = spanning_pattern(tokens, first_segment)
+def _work(sweep: str, ranks: int, tokens: int, first_segment: int, growth: int = 2, **rest) -> Work:
+    pattern = spanning_pattern(tokens, first_segment, growth)
     branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
     return Work(sweep, ranks, tokens, **branches, **rest)
 

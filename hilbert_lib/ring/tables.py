@@ -14,15 +14,15 @@ from hilbert_lib.ring.plan import RingPlan, plan_ring
 PLANNED, DENSE_RING, DENSE_GATHER = "dilated rows, as planned", "all k and v, round a ring", "all k and v, gathered"
 
 
-def spanning_pattern(tokens: int, first_segment: int) -> DilatedPattern:
-    """Branches w = first_segment * 2^i, r = 2^i, up to the one whose segment is the whole sequence.
+def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> DilatedPattern:
+    """Branches w = first_segment * growth^i, r = growth^i, up to the first whose segment holds the sequence.
 
     >>> spanning_pattern(8192, 2048).branches
     ((2048, 1), (4096, 2), (8192, 4))
     """
     rates = [1]
     while first_segment * rates[-1] < tokens:
-        rates.append(2 * rates[-1])
+        rates.append(growth * rates[-1])
     return DilatedPattern([first_segment * rate for rate in rates], rates)
 
 
