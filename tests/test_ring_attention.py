@@ -349,11 +349,11 @@ def test_where_there_is_nothing_to_compute_out_and_gradients_are_empty():
 
 
 def test_a_layout_does_not_depend_on_the_default_device():
-    pattern, cpu = DilatedPattern(*BRANCHES["uneven"]), torch.device("cpu")
-    arguments = pattern, (9, 4), 1, cpu, torch.float32, 2, 4, 2, 8, True
-    expected = _layout.__wrapped__(*arguments, by_offset=True, transport="ring")
+    asked = {"pattern": DilatedPattern(*BRANCHES["uneven"]), "shard_lengths": (9, 4), "dtype": torch.float32}
+    asked |= {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "is_causal": True, "transport": "ring"}
+    expected = _layout.__wrapped__(1, torch.device("cpu"), True, **asked)
     with torch.device("meta"):
-        assert repr(_layout.__wrapped__(*arguments, by_offset=True, transport="ring")) == repr(expected)
+        assert repr(_layout.__wrapped__(1, torch.device("cpu"), True, **asked)) == repr(expected)
 
 
 def test_a_rank_that_leaves_at_once_does_not_fail_one_that_still_connects():

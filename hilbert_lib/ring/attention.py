@@ -91,8 +91,17 @@ def ring_dilated_attention(
     >>> dist.destroy_process_group()
     """
     attend = _uncompiled() if "torch._dynamo" in sys.modules else _attend
-    options = is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
-    return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit, validate))
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "key_padding_mask": key_padding_mask,
+        "kv_ordering": kv_ordering,
+        "backend": backend,
+        "return_lse": return_lse,
+    }
+    ring = {"transport": transport, "weights": weights, "memory_limit": memory_limit, "validate": validate}
+    return attend(q, k, v, pattern, options, group, ring)
 
 
 # Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
@@ -110,34 +119,21 @@ def _attend(
     k: Tensor,
     v: Tensor,
     pattern: DilatedPattern,
-    options: tuple,
+    options: dict,
     group: ProcessGroup | DeviceMesh | None,
-    ring: tuple,
+    ring: dict,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # `ring_dilated_attention`, its options in order: those that one process has too, and those of a ring.
+    # `ring_dilated_attention`, its options apart: those that one process has too, and those of a ring.
     group = resolved(group)
-    is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse = options
+    kv_ordering, backend = options["kv_ordering"], options["backend"]
     if group.size() == 1:
-        _planning(*ring, ranks=1)
-        return dilated_attention(
-            q,
-            k,
-            v,
-            pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            kv_ordering=_ordering(kv_ordering, k),
-            backend=backend,
-            return_lse=return_lse,
-        )
-    *_, validate = ring
-    validate = validate or group not in _agreed
+        _planning(**ring, ranks=1)
+        return dilated_attention(q, k, v, pattern, **options | {"kv_ordering": _ordering(kv_ordering, k)})
+    validate = ring["validate"] or group not in _agreed
     request, refusal = {}, None
     try:
-        planning = _planning(*ring, ranks=group.size())
-        q, k, v, call = _checked(q, k, v, pattern, *options)
+        planning = _planning(**ring, ranks=group.size())
+        q, k, v, call = _checked(q, k, v, pattern, **options)
         if validate:
             request = _request(q, k, v, call, planning, kv_ordering, backend)
     except (TypeError, ValueError) as error:
@@ -160,7 +156,7 @@ def _attend(
         out, lse = _Ring.apply(
             q, k, v, _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
         )
-    return (out, lse) if return_lse else out
+    return (out, lse) if options["return_lse"] else out
 
 
 class _Ring(torch.autograd.Function):
@@ -262,14 +258,17 @@ def _job(
     backend: str,
 ) -> Job:
     layout = _layout(
-        call.pattern,
-        lengths,
         group.rank(),
         q.device,
-        q.dtype,
-        *(q.shape[0], q.shape[2], k.shape[2], q.shape[3]),
-        call.is_causal,
         by_offset=call.key_padding_mask is not None,
+        pattern=call.pattern,
+        shard_lengths=lengths,
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        dtype=q.dtype,
+        is_causal=call.is_causal,
         **planning,
     )
     seed = None
@@ -281,30 +280,8 @@ def _job(
 
 
 @lru_cache(maxsize=64)
-def _layout(
-    pattern: DilatedPattern,
-    lengths: tuple[int, ...],
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    is_causal: bool,
-    by_offset: bool,
-    **planning,
-) -> Layout:
-    plan = plan_ring(
-        pattern,
-        lengths,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        is_causal=is_causal,
-        **planning,
-    )
+def _layout(rank: int, device: torch.device, by_offset: bool, **asked) -> Layout:
+    # The rest is what `plan_ring` is asked.
+    plan = plan_ring(**asked)
     with torch.device("cpu"):  # where it is computed, whatever torch's default device is
         return layout_of(plan, rank, device, by_offset=by_offset)
