@@ -34,10 +34,6 @@ class Rows:
         """Pairs of a position and a KV head."""
         return self.count * len(self.kv_heads)
 
-    def index(self, start: int) -> tuple[slice, slice, slice]:
-        """Selects the rows from a (batch, seq, kv_heads, ...) tensor whose first row is position `start`."""
-        return _index(self.first - start, self.count, self.step, self.kv_heads)
-
     def take(self, skip: int, count: int) -> "Rows":
         """`count` of the rows, without the first `skip`."""
         return Rows(self.first + skip * self.step, count, self.step, self.kv_heads)
@@ -133,7 +129,7 @@ def pack(wanted: list[Wanted], *, once: bool = True) -> tuple[tuple[Rows, ...], 
     >>> [(piece.first, piece.count, piece.step) for piece in pieces]
     [(0, 8, 2), (16, 4, 4)]
     >>> [(part.branch, part.piece, part.index[1]) for part in parts]
-    [(0, 0, slice(0, 8, 1)), (1, 0, slice(0, 7, 2)), (1, 1, slice(0, 4, 1))]
+    [(0, 0, slice(0, 8, 1)), (1, 0, slice(0, 8, 2)), (1, 1, slice(0, 4, 1))]
     """
     pieces: list[Rows] = []
     parts: list[Part] = []
@@ -170,12 +166,10 @@ def _found(rows: Rows, piece: Rows) -> range | None:
 def _part(want: Wanted, rows: Rows, number: int, piece: Rows) -> Part:
     heads, held = rows.kv_heads, piece.kv_heads
     distance = heads.step // held.step if len(heads) > 1 else 1
-    first = held.index(heads[0])
-    inside = range(first, first + (len(heads) - 1) * distance + 1, distance)
-    index = _index((rows.first - piece.first) // piece.step, rows.count, rows.step // piece.step, inside)
-    return Part(want.branch, want.segment, want.group, rows, number, index)
+    along = _slice((rows.first - piece.first) // piece.step, rows.count, rows.step // piece.step)
+    across = _slice(held.index(heads[0]), len(heads), distance)
+    return Part(want.branch, want.segment, want.group, rows, number, (slice(None), along, across))
 
 
-def _index(first: int, count: int, step: int, heads: range) -> tuple[slice, slice, slice]:
-    stop = first + (count - 1) * step + 1 if count else first
-    return slice(None), slice(first, stop, step), slice(heads.start, heads.stop, heads.step)
+def _slice(first: int, count: int, step: int) -> slice:
+    return slice(first, first + count * step, step)
