@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.environment import environment
 from hilbert_lib.hardware import get_gpu_info
-from hilbert_lib.locality.cache import FETCH_BYTES, SECTOR_BYTES, Storage
+from hilbert_lib.locality.cache import SECTOR_BYTES, Storage
 from hilbert_lib.locality.counters import METRICS, count_calls, found_percent
 from hilbert_lib.locality.l2 import Gpu
 from hilbert_lib.locality.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.records import append_records, measured_before
+from hilbert_lib.records import RESULTS, append_lines, measured_before
 from hilbert_lib.workload import Workload
 
 SWEEP = "counters"
@@ -92,15 +93,10 @@ class Work:
         options = {"query_start": work.call.query_start, "kv_ordering": self.ordering, "backend": "triton"}
         return lambda: dilated_attention(q, k, v, self.pattern, **options)
 
-    def predicted(self, gpu: Gpu, *, fetch_bytes: int = FETCH_BYTES) -> Predicted:
-        """What the model predicts of the kernel as it runs here, with its tiles.
-
-        Args:
-            gpu: what is modelled.
-            fetch_bytes: what a miss in L2 brings from memory.
-        """
+    def predicted(self, gpu: Gpu) -> Predicted:
+        """What the model predicts of the kernel as it runs here, with its tiles."""
         if self.kernel == "gather":
-            return gather_reads(self.storage, self.pattern, gpu=gpu, fetch_bytes=fetch_bytes)
+            return gather_reads(self.storage, self.pattern, gpu=gpu)
         from hilbert_lib.attention.triton import decode, launch  # only here: not every system has triton
 
         head_dim, pattern = self.row_bytes // 2, self.pattern
@@ -113,23 +109,7 @@ class Work:
             pattern = DilatedPattern((chunk * self.dilation,), (self.dilation,), offsets="zero")
             queries, tables = None, -(-PAIR_BYTES * self.heads // SECTOR_BYTES)
         tiles = {"tile_queries": queries, "tile_keys": keys, "table_sectors": tables}
-        return attention_reads(self.storage, pattern, **tiles, gpu=gpu, fetch_bytes=fetch_bytes)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What was counted of a work, and what was predicted of it."""
-
-    work: Work
-    counted: dict
-    predicted: Predicted
-    gpu: Gpu
-
-    def record(self) -> dict:
-        """One dictionary for JSON; None where this GPU does not count."""
-        counted = {name: None if pd.isna(value) else value for name, value in self.counted.items()}
-        named = {"kind": "counters", "name": self.work.kernel, "parameters": self.work.parameters}
-        return {**named, "counted": counted, "predicted": asdict(self.predicted), "model": asdict(self.gpu)}
+        return attention_reads(self.storage, pattern, **tiles, gpu=gpu)
 
 
 def works(
@@ -184,7 +164,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
         **options: of `works`.
 
     Returns:
-        A record a work, of kind "counters".
+        A record a work, of kind "counters"; what this GPU does not count is None.
 
     Raises:
         RuntimeError: as `counters.count_calls`, where `ncu` is missing or may not count; if a call was not one launch.
@@ -200,11 +180,15 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
         raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
     info = get_gpu_info()
     gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-    rows = table[list(METRICS)].to_dict("records")
-    records = [Counted(work, row, work.predicted(gpu), gpu) for work, row in zip(todo, rows, strict=True)]
-    append_records(records, output_dir)
-    facts = environment()
-    return [{**each.record(), "environment": facts} for each in records]
+    facts, records = environment(), []
+    for work, row in zip(todo, table[list(METRICS)].to_dict("records"), strict=True):
+        counted = {name: None if pd.isna(value) else value for name, value in row.items()}
+        record = {"kind": SWEEP, "name": kernel, "parameters": work.parameters, "counted": counted}
+        record |= {"predicted": asdict(work.predicted(gpu)), "model": asdict(gpu), "environment": facts}
+        records.append(record)
+    if output_dir:
+        append_lines(records, Path(output_dir) / RESULTS)
+    return records
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:

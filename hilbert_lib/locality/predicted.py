@@ -59,7 +59,6 @@ def attention_reads(
     tile_keys: int,
     table_sectors: int,
     gpu: Gpu,
-    fetch_bytes: int = FETCH_BYTES,
 ) -> Predicted:
     """The reads of the fused forward, or of its decoding with one query, through a table of slots.
 
@@ -72,7 +71,6 @@ def attention_reads(
         tile_keys: keys of a step.
         table_sectors: sectors that each program reads of tables that tell it its work.
         gpu: its L2, and how many programs run at once: one on each multiprocessor.
-        fetch_bytes: what a miss in L2 brings from memory.
 
     Returns:
         The prediction.
@@ -92,10 +90,10 @@ def attention_reads(
     everyone, heads = int(programs.sum()) * storage.heads, storage.heads
     row_sectors = storage.row_bytes // SECTOR_BYTES
     kv_sectors = 2 * int((programs * keys).sum()) * heads * row_sectors
-    if tile_queries is None and storage.row_bytes % fetch_bytes == 0:  # every fetch is of one row, which is read once
+    if tile_queries is None and storage.row_bytes % FETCH_BYTES == 0:  # every fetch is of one row, which is read once
         hit_rate, kv_bytes = 0.0, kv_sectors * SECTOR_BYTES
     else:
-        hit_rate, kv_bytes = _hits(storage, pattern, tile_queries, tile_keys, gpu, fetch_bytes)
+        hit_rate, kv_bytes = _hits(storage, pattern, tile_queries, tile_keys, gpu)
 
     # Of the table, each program asks once for every sector of a tile's slots; lanes that share one are joined.
     index, a_segment = INDEX_BYTES * rows.positions, int(rows.tiles.max()) + 1
@@ -108,20 +106,20 @@ def attention_reads(
     q_sectors = row_sectors * (everyone if tile_queries is None else len(tokens) * heads)
     parts = [
         _Reads(kv_sectors, kv_sectors * (1 - hit_rate), kv_bytes),
-        _once(index, INDEX_BYTES, index_sectors, fetch_bytes, fetch_bytes),
-        _once(tokens * token_bytes, token_bytes, q_sectors, storage.row_bytes, fetch_bytes),
-        _Reads(table_sectors * everyone, table_sectors, table_sectors * fetch_bytes),
+        _once(index, INDEX_BYTES, index_sectors, FETCH_BYTES),
+        _once(tokens * token_bytes, token_bytes, q_sectors, storage.row_bytes),
+        _Reads(table_sectors * everyone, table_sectors, table_sectors * FETCH_BYTES),
     ]
     return _predicted(parts)
 
 
-def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu, fetch_bytes: int = FETCH_BYTES) -> Predicted:
+def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Predicted:
     """The reads of a kernel that copies the rows of k of a branch, a warp a row, in the order of the branch.
 
     Each warp reads its row, and for its number the sector that holds it.
 
     Args:
-        storage, pattern, gpu, fetch_bytes: as in `attention_reads`.
+        storage, pattern, gpu: as in `attention_reads`.
 
     Returns:
         The prediction.
@@ -137,15 +135,15 @@ def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu, fetch_b
     positions = branch_rows(storage, pattern, key_order="position").positions
     rows, size = len(positions) * storage.heads, storage.row_bytes
     found, fetched = 0.0, size * rows  # where every fetch is of one row
-    if size % fetch_bytes:
-        units = torch.cat([storage.addresses(positions, head) for head in range(storage.heads)]) // fetch_bytes
-        result = lru_hit_rates(Trace(units, torch.ones_like(units), fetch_bytes), [gpu.l2_bytes]).iloc[0]
+    if size % FETCH_BYTES:
+        units = torch.cat([storage.addresses(positions, head) for head in range(storage.heads)]) // FETCH_BYTES
+        result = lru_hit_rates(Trace(units, torch.ones_like(units), FETCH_BYTES), [gpu.l2_bytes]).iloc[0]
         found, fetched = float(result.hit_rate), int(result.memory_bytes)
     sectors = rows * size // SECTOR_BYTES
     numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # one stretch of memory
     parts = [
         _Reads(sectors, sectors * (1 - found), fetched),
-        _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES, fetch_bytes),
+        _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES),
     ]
     return _predicted(parts)
 
@@ -194,12 +192,12 @@ def _check_sectors(storage: Storage) -> None:
         raise ValueError(f"row_bytes must be a multiple of {SECTOR_BYTES}, got {storage.row_bytes}")
 
 
-def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int, fetch_bytes: int) -> _Reads:
+def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> _Reads:
     # Rows that stay in L2 once they are there, so that only the first reads miss; together: bytes asked for at once. A
     # sector that a miss brings along for a later read is found by it.
-    fetches = _touched(addresses, row_bytes, fetch_bytes)
-    missed = fetches * max(1, min(together, fetch_bytes) // SECTOR_BYTES)
-    return _Reads(sectors, min(missed, _touched(addresses, row_bytes, SECTOR_BYTES)), fetches * fetch_bytes)
+    fetches = _touched(addresses, row_bytes, FETCH_BYTES)
+    missed = fetches * max(1, min(together, FETCH_BYTES) // SECTOR_BYTES)
+    return _Reads(sectors, min(missed, _touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
 
 
 def _touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
@@ -210,17 +208,12 @@ def _touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
 
 
 def _hits(
-    storage: Storage,
-    pattern: DilatedPattern,
-    tile_queries: int | None,
-    tile_keys: int,
-    gpu: Gpu,
-    fetch_bytes: int,
+    storage: Storage, pattern: DilatedPattern, tile_queries: int | None, tile_keys: int, gpu: Gpu
 ) -> tuple[float, int]:
     # Hit rate in L2 of the reads of k and v, and bytes fetched for them.
     size = storage.row_bytes
-    if size % fetch_bytes:
-        return _simulated(storage, pattern, tile_queries, tile_keys, gpu, fetch_bytes)
+    if size % FETCH_BYTES:
+        return _simulated(storage, pattern, tile_queries, tile_keys, gpu, FETCH_BYTES)
     # Rows of whole fetches: an ordering only gives them other names, and a row is one unit.
     linear = Storage(Ordering.linear(storage.length), size, storage.heads, storage.layout)
     return _simulated(linear, pattern, tile_queries, tile_keys, gpu, size)
