@@ -120,7 +120,6 @@ def works(
     dilations: Sequence[int],
     row_bytes: Sequence[int],
     keys: int,
-    seed: int = 0,
 ) -> Iterator[Work]:
     """The works of one kernel: every order of `compared_orderings`, dilation and row size.
 
@@ -129,7 +128,6 @@ def works(
         length: tokens. heads: heads.
         dilations: r of the one branch, offset 0. row_bytes: bytes of one head's row, multiples of a sector.
         keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
-        seed: of the random order.
 
     Raises:
         ValueError: for an unknown kernel, or a row that is not whole sectors.
@@ -143,7 +141,7 @@ def works(
     for rate, size in product(dilations, row_bytes):
         if size % SECTOR_BYTES:
             raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
-        for layout, ordering in compared_orderings(length, rate, seed=seed).items():
+        for layout, ordering in compared_orderings(length, rate).items():
             yield Work(kernel, layout, ordering, length, heads, rate, keys if kernel == "forward" else length, size)
 
 

@@ -116,7 +116,6 @@ def layouts(
     heads: int,
     device: torch.device,
     queries: int = 0,
-    seed: int = 0,
 ) -> Pairs:
     """The fused kernel on k and v stored in every order, beside linear storage read through the same kind of table.
 
@@ -129,7 +128,6 @@ def layouts(
         heads: heads.
         device: where to compute.
         queries: 0 for all of the sequence; otherwise so many, decoding, near its end.
-        seed: of the random order.
 
     Yields:
         (linear, layout); the layout "no table" is linear storage read without a table, on some GPUs by another kernel.
@@ -139,7 +137,7 @@ def layouts(
         asked = ((length - queries) // rate * rate, queries) if queries else None
         pattern = DilatedPattern((segment,), (rate,), offsets="zero")
         work = Workload(pattern, length, heads, size // 2, device, queries=asked, heads_first=True)
-        orders = compared_orderings(length, rate, seed=seed)
+        orders = compared_orderings(length, rate)
         linear = _stored_side(work, "linear", orders.pop("linear"))
         yield linear, _stored_side(work, NO_TABLE, None)
         if segment < length:

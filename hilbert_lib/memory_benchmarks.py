@@ -252,19 +252,18 @@ def pool_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()))
 
 
-def memory_table(records: list[dict], sweep: str = "memory table") -> pd.DataFrame:
+def memory_table(records: list[dict]) -> pd.DataFrame:
     """The documents' table of memory (seeds/004) beside ours: peak memory with the inputs, without and with a pool.
 
     Args:
-        records: of `pool_comparison` at 8192, 16384 and 32768 tokens with a curve.
-        sweep: their name.
+        records: of `pool_comparison` at 8192, 16384 and 32768 tokens with a curve, of the sweep "memory table".
 
     Returns:
         tokens, configuration, allocated_gib, reserved_gib (the inputs in both), claimed_gb (NaN where the documents
         have none).
     """
     rows = []
-    for row in pool_table(records, sweep).itertuples():
+    for row in pool_table(records, "memory table").itertuples():
         tokens, without = int(row.lengths), row.strategy == "caching"
         is_claimed = (row.strategy, bool(row.curve)) in (("caching", False), ("pool", True))
         claimed = SEED_MEMORY_GB[tokens][not without] if is_claimed and tokens in SEED_MEMORY_GB else float("nan")

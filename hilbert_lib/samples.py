@@ -37,13 +37,7 @@ def text_tokens(length: int) -> Tensor:
 
 
 def text_qkv(
-    length: int,
-    heads: int,
-    head_dim: int,
-    *,
-    kv_heads: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    length: int, heads: int, head_dim: int, *, kv_heads: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of real text: each byte embedded by a fixed random table, then projected at random.
 
@@ -52,11 +46,10 @@ def text_qkv(
         heads: query heads.
         head_dim: size of one head.
         kv_heads: heads of k and v; by default as many as heads.
-        dtype: of the result.
         seed: of the table and the projections.
 
     Returns:
-        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), on the CPU.
+        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), float32 on the CPU.
 
     Raises:
         ValueError: if a size is below 1, or the seed not from 0 to 2^63 - 1.
@@ -73,7 +66,7 @@ def text_qkv(
 
     def project(head_count: int) -> Tensor:
         weight = torch.randn(64, head_count * head_dim, generator=generator, device="cpu") / 8  # 8 = sqrt(64)
-        return (embedded @ weight).view(1, length, head_count, head_dim).to(dtype)
+        return (embedded @ weight).view(1, length, head_count, head_dim).float()
 
     return project(heads), project(kv_heads), project(kv_heads)
 

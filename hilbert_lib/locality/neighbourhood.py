@@ -12,23 +12,22 @@ from hilbert_lib.ordering import Ordering
 CURVES = ("raster", "snake", "tile", "morton", "hilbert")
 
 
-def neighbourhood_orderings(shape: Sequence[int], *, seed: int = 0) -> dict[str, Ordering]:
+def neighbourhood_orderings(shape: Sequence[int]) -> dict[str, Ordering]:
     """The orders of a grid's cells that are compared: five curves, and a random one as control.
 
     Args:
         shape: rows and columns.
-        seed: of the random order.
 
     >>> list(neighbourhood_orderings((4, 4)))
     ['raster', 'snake', 'tile', 'morton', 'hilbert', 'random']
     """
     rows, cols = shape
     curves = {kind: Ordering.from_curve(kind, rows * cols, grid=(rows, cols)) for kind in CURVES}
-    return curves | {"random": Ordering.random(rows * cols, seed)}
+    return curves | {"random": Ordering.random(rows * cols, seed=0)}
 
 
 def count_blocks(
-    shapes: Sequence[Sequence[int]], *, windows: Sequence[int], block_sizes: Sequence[int], seed: int = 0
+    shapes: Sequence[Sequence[int]], *, windows: Sequence[int], block_sizes: Sequence[int]
 ) -> pd.DataFrame:
     """Blocks of the mask that a kernel must compute, for every order, grid, window and block size.
 
@@ -36,7 +35,6 @@ def count_blocks(
         shapes: rows and columns of each grid.
         windows: cells along a side of the window; one wider than a grid is left out there.
         block_sizes: tokens of a block, each way.
-        seed: of the random order.
 
     Returns:
         order, grid, window, block_size, touched and full (blocks), per_query_block (touched blocks for each block of
@@ -58,7 +56,7 @@ def count_blocks(
         if window > min(shape):
             continue
         near = Neighbourhood(tuple(shape), window)
-        for name, ordering in neighbourhood_orderings(shape, seed=seed).items():
+        for name, ordering in neighbourhood_orderings(shape).items():
             blocks = mask_blocks(near, ordering, q_block=size, kv_block=size)
             full = int(blocks.full.sum())
             touched = int(blocks.partial.sum()) + full
@@ -88,13 +86,12 @@ def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
         raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
 
 
-def block_shares(neighbourhood: Neighbourhood, *, block_size: int, seed: int = 0) -> pd.DataFrame:
+def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFrame:
     """The share of each block's pairs that attend, for every order; pair by pair, for small grids.
 
     Args:
         neighbourhood: which keys a query attends to.
         block_size: tokens of a block, each way.
-        seed: of the random order.
 
     Returns:
         order, q_block, kv_block, share; one row for each block, empty ones included.
@@ -103,7 +100,7 @@ def block_shares(neighbourhood: Neighbourhood, *, block_size: int, seed: int = 0
     [0.25]
     """
     tables = []
-    for name, ordering in neighbourhood_orderings(neighbourhood.shape, seed=seed).items():
+    for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
         pairs = block_pairs(neighbourhood, ordering, q_block=block_size, kv_block=block_size)
         q_block, kv_block = (axis.flatten() for axis in pairs.new_ones(pairs.shape).nonzero().unbind(1))
         share = pairs.flatten().double() / block_size**2
@@ -111,16 +108,13 @@ def block_shares(neighbourhood: Neighbourhood, *, block_size: int, seed: int = 0
     return pd.concat(tables, ignore_index=True)
 
 
-def count_exchange(
-    neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_bytes: int, seed: int = 0
-) -> pd.DataFrame:
+def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_bytes: int) -> pd.DataFrame:
     """What ranks exchange when each holds a run of consecutive slots: exactly the rows of k and v that they need.
 
     Args:
         neighbourhood: which keys a query attends to.
         ranks: how many ranks.
         row_bytes: bytes of a token's row of k, all heads; v has as many.
-        seed: of the random order.
 
     Returns:
         order, ranks, total_bytes (received by all ranks together), most_bytes (by the rank that receives most) and
@@ -135,7 +129,7 @@ def count_exchange(
     """
     ranks = checks.integers("ranks", ranks, least=1, distinct=True)
     rows = []
-    for name, ordering in neighbourhood_orderings(neighbourhood.shape, seed=seed).items():
+    for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
         for count in ranks:
             needed = rows_exchanged(neighbourhood, ordering, count)
             received = 2 * row_bytes * needed.sum(dim=1)
