@@ -72,38 +72,43 @@ def graph_gains(
         sizes = {"length": length, "branches": branches, "heads": heads, "head_dim": head_dim, "dtype": dtype}
         parameters = {"sweep": "graphs", "module": kind, "direction": direction, **sizes}
         prepared = cache(partial(_module_and_inputs, kind, length, pattern, heads, head_dim, device, dtype))
+        yield _eager_and_replay(prepared, parameters, device)
 
-        def call(prepared=prepared, direction=direction) -> Results:
-            return _called(*prepared(), direction)
 
-        @cache
-        def graph(call=call) -> tuple[torch.cuda.CUDAGraph, Results]:
-            with torch.cuda.device(device):  # a graph is of the current one's stream
-                return captured(call)
+def _eager_and_replay(
+    prepared: Callable[[], tuple[torch.nn.Module, list[Tensor]]], parameters: dict, device: torch.device
+) -> tuple[Side, Side]:
+    def call() -> Results:
+        return _called(*prepared(), parameters["direction"])
 
-        fresh = cache(lambda prepared=prepared: [x.detach().clone() for x in prepared()[1]])
+    @cache
+    def graph() -> tuple[torch.cuda.CUDAGraph, Results]:
+        with torch.cuda.device(device):  # a graph is of the current one's stream
+            return captured(call)
 
-        def replay(graph=graph, fresh=fresh, prepared=prepared) -> Results:
-            (replayed, results), values = graph(), fresh()
-            torch.cuda.synchronize(device)
-            with torch.no_grad():
-                for x, value in zip(prepared()[1], values, strict=True):
-                    x.copy_(value)
-            replayed.replay()
-            return results
+    fresh = cache(lambda: [x.detach().clone() for x in prepared()[1]])
 
-        @cache
-        def exact(prepared=prepared, direction=direction) -> Results:
-            module, inputs = prepared()
-            wide = deepcopy(module).double()
-            getattr(wide, "attention", wide).backend = "eager"
-            return _called(wide, [x.detach().double().requires_grad_() for x in inputs], direction)
+    def replay() -> Results:
+        (replayed, results), values = graph(), fresh()
+        torch.cuda.synchronize(device)
+        with torch.no_grad():
+            for x, value in zip(prepared()[1], values, strict=True):
+                x.copy_(value)
+        replayed.replay()
+        return results
 
-        def error(results: Results, exact=exact) -> float:
-            return relative_difference(results, exact())
+    @cache
+    def exact() -> Results:
+        module, inputs = prepared()
+        wide = deepcopy(module).double()
+        getattr(wide, "attention", wide).backend = "eager"
+        return _called(wide, [x.detach().double().requires_grad_() for x in inputs], parameters["direction"])
 
-        eager = partial(from_idle, call, device)
-        yield Side("eager", parameters, eager, error), Side("replay", parameters, replay, error)
+    def error(results: Results) -> float:
+        return relative_difference(results, exact())
+
+    eager = partial(from_idle, call, device)
+    return Side("eager", parameters, eager, error), Side("replay", parameters, replay, error)
 
 
 def _module_and_inputs(

@@ -156,28 +156,29 @@ def curves(shapes: Sequence[Sequence[int]], *, device: torch.device) -> Pairs:
     Yields:
         (copy, decode) and (copy, encode). The error is the share of cells that do not come back from a round trip.
     """
-    for shape in map(tuple, shapes):
-        places = prod(shape)
-        coordinates = cache(lambda shape=shape: curve_coordinates("hilbert", shape, device=device))
+    for shape in shapes:
+        yield from _decode_and_encode(tuple(shape), device)
 
-        def decode(shape=shape) -> Results:
-            return (curve_coordinates("hilbert", shape, device=device),)
 
-        def encode(shape=shape, coordinates=coordinates) -> Results:
-            return (curve_index("hilbert", coordinates(), shape),)
+def _decode_and_encode(shape: tuple[int, ...], device: torch.device) -> Pairs:
+    places = prod(shape)
+    coordinates = cache(lambda: curve_coordinates("hilbert", shape, device=device))
 
-        def lost(results: Results, shape=shape, places=places) -> float:
-            (found,) = results
-            index = found if found.ndim == 1 else curve_index("hilbert", found, shape)
-            return (index != torch.arange(places, device=device)).double().mean().item()
+    def decode() -> Results:
+        return (curve_coordinates("hilbert", shape, device=device),)
 
-        moved = {"decode": 8 * len(shape) * places, "encode": 8 * (len(shape) + 1) * places}
-        for name, run in (("decode", decode), ("encode", encode)):
-            parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": name}
-            yield (
-                _copy(moved[name], parameters, device),
-                Side("hilbert curve", parameters, run, lost, useful_bytes=moved[name]),
-            )
+    def encode() -> Results:
+        return (curve_index("hilbert", coordinates(), shape),)
+
+    def lost(results: Results) -> float:
+        (found,) = results
+        index = found if found.ndim == 1 else curve_index("hilbert", found, shape)
+        return (index != torch.arange(places, device=device)).double().mean().item()
+
+    for name, run, axes in (("decode", decode, len(shape)), ("encode", encode, len(shape) + 1)):
+        parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": name}
+        moved = 8 * axes * places
+        yield _copy(moved, parameters, device), Side("hilbert curve", parameters, run, lost, useful_bytes=moved)
 
 
 def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> Iterator[tuple[Side]]:
