@@ -71,9 +71,6 @@ def draw_paths(data: pd.DataFrame, *, title: str, columns: int = 3) -> Figure:
         data: from `path_table`, in 2-D.
         title: what is to be seen.
         columns: panels in a row.
-
-    Returns:
-        The figure.
     """
     panels = list(data.groupby("panel", sort=False))
     columns = min(columns, len(panels))
@@ -137,9 +134,6 @@ def draw_walk(*, curve: str, order: int, shape: str, walked: int) -> Figure:
         order: n is 2^order cells.
         shape: of the grid, a key of `GRIDS`.
         walked: how far, 1 to 100 % of the cells; a part of a cell counts as one.
-
-    Returns:
-        The figure.
     """
     rows, cols = GRIDS[shape](2**order)
     points = curve_coordinates(curve, (rows, cols)).flip(1).numpy()  # column, row
@@ -164,9 +158,6 @@ def draw_on_image(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: columns row, col and grey (0 black to 1 white); one row for each pixel, in the order of the path.
         title: what is to be seen.
-
-    Returns:
-        The figure.
     """
     rows, cols = data["row"].max() + 1, data["col"].max() + 1
     picture = np.empty((rows, cols))
@@ -195,9 +186,6 @@ def draw_volumes(data: pd.DataFrame, *, title: str, columns: int = 2) -> Figure:
         data: from `path_table`, in 3-D.
         title: what is to be seen.
         columns: panels in a row.
-
-    Returns:
-        The figure.
     """
     panels = list(data.groupby("panel", sort=False))
     columns = min(columns, len(panels))
@@ -230,9 +218,6 @@ def draw_block_map(data: pd.DataFrame, *, title: str, columns: int = 4) -> Figur
         data: from `hilbert_lib.locality.grid.block_map`.
         title: what is to be seen.
         columns: panels in a row.
-
-    Returns:
-        The figure.
     """
     maps = list(data.groupby("order", sort=False))
     rows = -(-len(maps) // columns)
@@ -262,9 +247,6 @@ def draw_neighbour_distance(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: from `hilbert_lib.locality.grid.neighbour_distance`.
         title: what is to be seen.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     axis = figure.subplots()
@@ -288,9 +270,6 @@ def draw_step_distance(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: from `hilbert_lib.locality.grid.step_distance`.
         title: what is to be seen.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     figure.suptitle(title)
@@ -318,9 +297,6 @@ def draw_block_perimeter(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: from `hilbert_lib.locality.grid.block_compactness`, of a grid in 2-D.
         title: what is to be seen.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
@@ -360,9 +336,6 @@ def draw_timing(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: columns name and sample_ms, one row for each sample.
         title: what is to be seen.
-
-    Returns:
-        The figure.
     """
     names = list(data["name"].unique())
     figure = Figure(figsize=(7.5, 0.8 * len(names) + 1.3), layout="constrained")

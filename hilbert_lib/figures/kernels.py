@@ -37,9 +37,6 @@ def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
         data: `side_table` of the sweep "backends".
         length: tokens.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     shown = data[data.length == length]
     shown = shown.assign(work=shown.pattern + np.where(shown.is_causal, "\ncausal", ""))
@@ -75,9 +72,6 @@ def draw_speeds_by_length(data: pd.DataFrame, *, pattern: str, source: str) -> F
         data: `side_table` of the sweep "backends".
         pattern: which one.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     shown = data[(data.pattern == pattern) & ~data.is_causal]
     names, sizes = _triton_first(shown.name), sorted(shown.head_dim.unique(), reverse=True)
@@ -108,9 +102,6 @@ def draw_roofline(data: pd.DataFrame, *, copy_gb_per_s: float, product_tflop_per
         copy_gb_per_s: measured rate of a copy, in GB/s.
         product_tflop_per_s: measured rate of a matrix product, in TFLOP/s.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     intensity = data.useful_flop / data.useful_bytes
     rate = data.useful_flop / data.median_ms / 1e9
@@ -143,9 +134,6 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
         x: the column along the axis: "dilation" or "length".
         panel: the column that has a panel a value: "row_bytes", "dilation" or "length".
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     values = sorted(data[panel].unique())
     columns = min(3, len(values))
@@ -184,9 +172,6 @@ def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> F
         data: `side_table` of the sweep "decoding", of one length and number of queries.
         copy_gb_per_s: measured rate of a copy, which reads and writes, in GB/s.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     sizes, names = sorted(data.row_bytes.unique()), _triton_first(data.name)
     figure = Figure(figsize=(4.2 * len(sizes), 6.6), layout="constrained")
@@ -219,9 +204,6 @@ def draw_claims(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `claim_table`.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
@@ -260,9 +242,6 @@ def draw_counters(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `counter_table`.
         source: where it was counted, for the title.
-
-    Returns:
-        The figure.
     """
     panels = {
         "l1_sectors": "sectors from L2 to the L1s",

@@ -32,9 +32,6 @@ def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 12
         data: ordering, slot, read, as `storage_map` gives them.
         row_bytes: bytes a row.
         line_bytes: bytes a line.
-
-    Returns:
-        The figure.
     """
     names = list(dict.fromkeys(data.ordering))
     figure = Figure(figsize=(9, 0.5 + 0.42 * len(names)), layout="constrained")
@@ -81,9 +78,6 @@ def draw_reading(
         ordering: a name of `compared_orderings`.
         cache_kib: capacity at which the hit rate is read off [KiB].
         capacities_kib: capacities of the curve [KiB].
-
-    Returns:
-        The figure.
     """
     every = compared_orderings(length, dilation)
     chosen = {name: every[name] for name in dict.fromkeys(("linear", ordering))}
@@ -128,9 +122,6 @@ def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touche
         dilation: the rate to show.
         column: "touched" or "requested".
 
-    Returns:
-        The figure.
-
     Raises:
         ValueError: if the rate was not counted.
     """
@@ -163,9 +154,6 @@ def draw_savings(data: pd.DataFrame, *, unit: str = "line", layout: str = "bhsd"
         data: table of `saving_against_linear`.
         unit: "sector", "fetch", "line" or "page".
         layout: "bshd" or "bhsd".
-
-    Returns:
-        The figure.
     """
     shown = data[(data.unit == unit) & (data.layout == layout)].assign(percent=lambda table: 100 * table.saving)
     names = list(dict.fromkeys(shown.ordering))
@@ -191,9 +179,6 @@ def draw_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: table of `hit_rates`.
         title: what was simulated.
-
-    Returns:
-        The figure.
     """
     sizes = sorted(data.row_bytes.unique())
     names = list(dict.fromkeys(data.ordering))
@@ -224,9 +209,6 @@ def draw_l2_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: table of `l2_hit_rates`.
         title: what was simulated.
-
-    Returns:
-        The figure.
     """
     shown = data.assign(percent=100 * data.hit_rate, gpu=data.gpu.str.replace(", ", "\n"))
     sizes = sorted(shown.row_bytes.unique())
@@ -247,9 +229,6 @@ def draw_l2_by_keys(data: pd.DataFrame, *, row_bytes: int) -> Figure:
     Args:
         data: table of `l2_hit_rates_of_whole_rows`.
         row_bytes: bytes a row.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -276,9 +255,6 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
         data: table of `ordering_reach`.
         heads: KV heads that were stored, for the title.
         dilations: which rates the best was taken over, for the title.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(LAYOUT_TITLES), sharey=True)

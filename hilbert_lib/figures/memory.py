@@ -23,9 +23,6 @@ def draw_graph_gains(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `graph_benchmarks.pair_table` of the sweep "graphs".
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     modules = list(dict.fromkeys(data.module))
     figure = Figure(figsize=(5 * len(modules), 6.5), layout="constrained")
@@ -58,9 +55,6 @@ def draw_pools(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `memory_benchmarks.pool_table` of one direction.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     workloads = list(dict.fromkeys(map(str, data.lengths)))
     figure = Figure(figsize=(max(9, 2.6 * len(workloads)), 8), layout="constrained")
@@ -96,9 +90,6 @@ def draw_memory_table(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `memory_benchmarks.memory_table`.
         source: where ours was measured, for the title.
-
-    Returns:
-        The figure.
     """
     tokens, names = sorted(data.tokens.unique()), list(dict.fromkeys(data.configuration))
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -127,9 +118,6 @@ def draw_pattern_cache(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `graph_benchmarks.pair_table` of the sweep "pattern cache".
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     tables = list(dict.fromkeys(data.what))
     figure = Figure(figsize=(5 * len(tables), 4.2), layout="constrained")

@@ -16,9 +16,6 @@ def draw_blocks(data: pd.DataFrame, *, grid: str) -> Figure:
     Args:
         data: `count_blocks`.
         grid: which grid, as its column names it.
-
-    Returns:
-        The figure.
     """
     shown = data[data.grid == grid]
     sizes = sorted(shown.block_size.unique())
@@ -42,9 +39,6 @@ def draw_block_maps(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: `block_shares`.
         title: what was counted.
-
-    Returns:
-        The figure.
     """
     names = list(dict.fromkeys(data.order))
     columns = -(-len(names) // 2)
@@ -71,9 +65,6 @@ def draw_exchange(data: pd.DataFrame, *, title: str) -> Figure:
     Args:
         data: `count_exchange`.
         title: of which work.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -97,9 +88,6 @@ def draw_speedups(data: pd.DataFrame, *, block_size: int, source: str) -> Figure
         data: `ratio_table` of the sweep, the pairs with raster.
         block_size: tokens of a block.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     shown = data[data.block_size == block_size]
     directions, sides = list(dict.fromkeys(shown.direction)), sorted(shown.side.unique())
@@ -133,9 +121,6 @@ def draw_time_by_blocks(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `side_table` of the sweep, the sides that have a mask.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     cases = list(data.groupby(["direction", "block_size"], sort=False))
     figure = Figure(figsize=(4.2 * len(cases), 4.4), layout="constrained")

@@ -70,9 +70,6 @@ def draw_query(
         branch: the branch that is drawn in colour.
         head: the KV head.
         position: of the query.
-
-    Returns:
-        The figure.
     """
     every = torch.arange(length)
     heads = {"kv_head": head, "kv_heads": kv_heads, "is_causal": is_causal}

@@ -27,9 +27,6 @@ def draw_scaling(data: pd.DataFrame) -> Figure:
     Args:
         data: `ring.tables.scaling_table` of several numbers of ranks and of tokens. A panel by ranks shows the most
             tokens, the panel by tokens the most ranks.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     by_ranks, by_tokens, memory = figure.subplots(1, 3)
@@ -55,9 +52,6 @@ def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: st
         ranks: how many.
         transport: "auto", "ring", "all_gather" or "all_to_all".
         **options: the other arguments of `plan_ring`.
-
-    Returns:
-        The figure.
 
     Raises:
         ValueError: where `plan_ring` finds no such plan.

@@ -15,9 +15,6 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `ring.sweeps.ring_table` of works that many sides computed.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     works = list(data.groupby(["sweep", "tokens", "is_causal"], sort=False))
     columns = min(2, len(works))
@@ -67,9 +64,6 @@ def draw_efficiency(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `ring.sweeps.efficiency`.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

@@ -18,9 +18,6 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, source: str) -> Figure:
     Args:
         data: `ledger.claim.ratio_cases`.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     claims = list(dict.fromkeys(data.id))
     figure = Figure(figsize=(11, 0.42 * len(claims) + 1.6), layout="constrained")
@@ -67,9 +64,6 @@ def draw_map(data: pd.DataFrame, *, bound: float, line_bytes: int, source: str) 
         bound: useful FLOP for each byte above which arithmetic binds, by the ceilings of the same run.
         line_bytes: of a cache line.
         source: where it was measured, for the title.
-
-    Returns:
-        The figure.
     """
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -68,9 +68,6 @@ def check_value(name: str, value: object, annotation: str) -> Value:
         value: as Python or YAML gives it.
         annotation: one of `ANNOTATIONS`.
 
-    Returns:
-        The value.
-
     Raises:
         TypeError: naming parameter, value and type.
 
@@ -93,9 +90,6 @@ def parse_value(name: str, text: str, annotation: str) -> Value:
         name: of the parameter, for the message.
         text: `4`, `1e-3`, `true`, `any text`; for lists `1,2,4` or `[1, 2, 4]` (YAML, so that quotes work).
         annotation: one of `ANNOTATIONS`.
-
-    Returns:
-        The value.
 
     Raises:
         TypeError: naming parameter, text and type.

@@ -75,9 +75,6 @@ def _digest(value: object) -> str:
 def notebooks_folder() -> Path:
     """The notebooks of the checkout that this library belongs to, else those of the current folder.
 
-    Returns:
-        The folder.
-
     Raises:
         ValueError: if neither is there.
     """
@@ -117,9 +114,6 @@ def read_notebook(path: Path) -> Notebook:
 
     Args:
         path: of the notebook.
-
-    Returns:
-        The notebook.
 
     Raises:
         ValueError: naming the file, if it or its parameters cannot be read.
