@@ -96,7 +96,7 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
 
 def test_options_that_cannot_be_saved_leave_no_files(tmp_path):
     with pytest.raises(AttributeError):
-        show(draw_pattern, SEEN, output_dir=str(tmp_path), length=4, title={1})
+        show(draw_pattern, SEEN, output_dir=str(tmp_path), length={4})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -25,40 +25,39 @@ GPU_STYLES = [("#009E73", "o", "-"), ("#0072B2", "s", "-"), ("#D55E00", "^", "-"
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 
 
-def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, line_bytes: int = 128) -> Figure:
-    """The first slots of storage as boxes, filled where the row is read, with a frame a line.
+def draw_storage_map(data: pd.DataFrame, *, row_bytes: int) -> Figure:
+    """The first slots of storage as boxes, filled where the row is read, with a frame a line of 128 bytes.
 
     Args:
         data: ordering, slot, read, as `storage_map` gives them.
         row_bytes: bytes a row.
-        line_bytes: bytes a line.
     """
     names = list(dict.fromkeys(data.ordering))
     figure = Figure(figsize=(9, 0.5 + 0.42 * len(names)), layout="constrained")
-    _storage_strips(figure.subplots(), data, names, row_bytes, line_bytes)
+    _storage_strips(figure.subplots(), data, names, row_bytes)
     return figure
 
 
-def _storage_strips(axes: Axes, data: pd.DataFrame, names: list[str], row_bytes: int, line_bytes: int) -> None:
+def _storage_strips(axes: Axes, data: pd.DataFrame, names: list[str], row_bytes: int) -> None:
     end = (data.slot.max() + 1) * row_bytes
-    step = -(-end // (8 * line_bytes)) * line_bytes  # nine ticks at most
+    step = -(-end // (8 * LINE_BYTES)) * LINE_BYTES  # nine ticks at most
     for place, name in enumerate(names):
         rows = data[data.ordering == name]
         read = rows[rows.read]
-        spans = ((slot * row_bytes // line_bytes, -(-(slot + 1) * row_bytes // line_bytes)) for slot in read.slot)
+        spans = ((slot * row_bytes // LINE_BYTES, -(-(slot + 1) * row_bytes // LINE_BYTES)) for slot in read.slot)
         lines = sorted({line for span in spans for line in range(*span)})
         axes.broken_barh(
             [(slot * row_bytes, row_bytes) for slot in rows.slot], (place - 0.3, 0.6), fc="white", ec="0.8"
         )
         axes.broken_barh([(slot * row_bytes, row_bytes) for slot in read.slot], (place - 0.3, 0.6), fc=COLOURS[name])
         axes.broken_barh(
-            [(n * line_bytes, line_bytes) for n in lines], (place - 0.38, 0.76), fc="none", ec="black", lw=1.3
+            [(n * LINE_BYTES, LINE_BYTES) for n in lines], (place - 0.38, 0.76), fc="none", ec="black", lw=1.3
         )
         axes.text(end * 1.01, place, f"{len(read)} rows in {len(lines)} lines", va="center")
     axes.set(
         xlim=(0, end), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=_labels(names),
         xticks=range(0, end + 1, step), xlabel="address in the storage of one head [bytes]",
-        title=f"Rows of {row_bytes} B that are read (filled), and the {line_bytes}-byte lines they pull in (framed)",
+        title=f"Rows of {row_bytes} B that are read (filled), and the {LINE_BYTES}-byte lines they pull in (framed)",
     )  # fmt: skip
     axes.tick_params(left=False)
 
@@ -86,7 +85,7 @@ def draw_reading(
     figure.subplots_adjust(left=0.09, right=0.84, bottom=0.08, top=0.95, hspace=0.5, wspace=0.25)
     panels = figure.subplot_mosaic([["strips", "strips"], ["units", "hits"]], height_ratios=(1, 2.4))
     slots = storage_map(chosen, pattern, slots=max(16, 1024 // row_bytes))
-    _storage_strips(panels["strips"], slots, list(chosen), row_bytes, LINE_BYTES)
+    _storage_strips(panels["strips"], slots, list(chosen), row_bytes)
     shift = np.linspace(-0.2, 0.2, 2) if len(chosen) == 2 else [0]
     found = []
     for place, (name, order) in enumerate(chosen.items()):
@@ -114,13 +113,12 @@ def draw_reading(
     return figure
 
 
-def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touched") -> Figure:
+def draw_unit_counts(data: pd.DataFrame, *, dilation: int) -> Figure:
     """Units touched over the fewest possible, by ordering and row size, a panel a layout and unit.
 
     Args:
         data: table of `count_units`.
         dilation: the rate to show.
-        column: "touched" or "requested".
 
     Raises:
         ValueError: if the rate was not counted.
@@ -128,7 +126,7 @@ def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touche
     if dilation not in set(data.dilation):
         counted = ", ".join(map(str, sorted(data.dilation.unique())))
         raise ValueError(f"dilation must be one that was counted ({counted}), got {dilation}")
-    shown = data[data.dilation == dilation].assign(excess=lambda table: table[column] / table.fewest)
+    shown = data[data.dilation == dilation].assign(excess=lambda table: table.touched / table.fewest)
     figure = Figure(figsize=(9, 12), layout="constrained")
     panels = figure.subplots(len(UNIT_STYLES), len(LAYOUT_TITLES), sharex=True, sharey=True)
     scale = LogNorm(1, max(2, shown.excess.max()))
@@ -140,10 +138,10 @@ def draw_unit_counts(data: pd.DataFrame, *, dilation: int, column: str = "touche
     for axes in panels[-1]:
         axes.set_xlabel("row of one head [bytes]")
     bar = figure.colorbar(shades, ax=panels, location="bottom", shrink=0.6, aspect=40, format="{x:g}")
-    bar.set_label(f"units {column} for each unit's worth of bytes that is read (1 is the fewest)")
+    bar.set_label("units touched for each unit's worth of bytes that is read (1 is the fewest)")
     bar.ax.xaxis.set_ticks([2**k for k in range(int(np.log2(scale.vmax)) + 1)])
     bar.ax.minorticks_off()
-    figure.suptitle(f"Units {column} at dilation {dilation}, as multiples of the fewest possible")
+    figure.suptitle(f"Units touched at dilation {dilation}, as multiples of the fewest possible")
     return figure
 
 

@@ -20,16 +20,13 @@ _MARKERS = "os^DPvX*<>"
 _LINES = ("-", "--", ":", "-.")
 
 
-def draw_pattern(
-    data: pd.DataFrame, *, length: int, heads: int | None = None, title: str = "Which keys each query sees"
-) -> Figure:
+def draw_pattern(data: pd.DataFrame, *, length: int, heads: int | None = None) -> Figure:
     """One grid a head: rows are queries, columns keys; shade says how many branches find the key.
 
     Args:
         data: columns head, query, key, count, as `multiplicities` gives them.
         length: tokens.
         heads: how many heads to draw, from head 0; by default up to the last one that sees a key.
-        title: over all grids.
     """
     heads = max(data["head"], default=0) + 1 if heads is None else heads
     most = max(data["count"], default=1)
@@ -46,7 +43,7 @@ def draw_pattern(
     figure.axes[0].set_ylabel("query (position)")
     patches = [Patch(facecolor=c, edgecolor="#888888", label=f"{n}") for n, c in enumerate(colours(range(most + 1)))]
     figure.legend(handles=patches, title="branches that\nfind the key", loc="outside right center")
-    figure.suptitle(title)
+    figure.suptitle("Which keys each query sees")
     return figure
 
 

@@ -108,10 +108,6 @@ class Answer:
     hardware: str = ""
 
     @property
-    def is_waiting(self) -> bool:
-        return self.verdict.startswith("waits for")
-
-    @property
     def evidence(self) -> str:
         """Where the answer comes from: a file, tests, or "computed"."""
         if self.record is not None:

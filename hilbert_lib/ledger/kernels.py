@@ -192,20 +192,20 @@ def claimed_pairs(records: Records, *, where: str) -> pd.DataFrame:
     return cases[cases.pair.isin([FUNCTIONS, LAYOUTS])].query(where)[["pair", "length", "dilation", *INTERVAL]]
 
 
-def growth(records: Records, *, order: str = "hilbert") -> pd.DataFrame:
-    """How an order's ratio changes from the smallest to the largest dilation, and from the shortest to the longest.
+def growth(records: Records) -> pd.DataFrame:
+    """How the Hilbert order's ratio changes from the smallest to the largest dilation, and from the shortest
+    length to the longest.
 
     The interval is that of two independent ratios: the widest that theirs allow.
 
     Args:
         records: of notebook 06.
-        order: kind of the order.
 
     Returns:
         grows_with ("dilation" or "length"), row_bytes, at (the other of the two) and the interval.
     """
     # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
-    ratios = _ratios(records, "layouts").query("b == @order")[["length", "row_bytes", "dilation", *INTERVAL]]
+    ratios = _ratios(records, "layouts").query("b == 'hilbert'")[["length", "row_bytes", "dilation", *INTERVAL]]
     tables = []
     for along, other in (("dilation", "length"), ("length", "dilation")):
         for (size, fixed), series in ratios.groupby(["row_bytes", other]):
@@ -235,19 +235,19 @@ def over_dense(records: Records) -> pd.DataFrame:
     return cases.loc[cases.pair == DENSE, ["length", "head_dim", "direction", *INTERVAL]]
 
 
-def over_manual(records: Records, *, backend: str, manual: str = "eager") -> pd.DataFrame:
+def over_manual(records: Records, *, backend: str) -> pd.DataFrame:
     """Time of plain matrix products over that of a dense kernel.
 
     Both were timed beside the first backend of their point; the interval is the widest that the two ratios allow.
 
     Args:
         records: lines of the points of notebook 04.
-        backend, manual: the two.
+        backend: of the dense kernel.
     """
     case = ["length", "direction"]
     table = outcome_table(records).dropna(subset=["ratio"])
-    sides = {name: table[table.backend == name].set_index(case) for name in (backend, manual)}
-    both = sides[backend].join(sides[manual].add_suffix("_manual"), how="inner")
+    sides = {name: table[table.backend == name].set_index(case) for name in (backend, "eager")}
+    both = sides[backend].join(sides["eager"].add_suffix("_manual"), how="inner")
     values = {
         "value": both.ratio / both.ratio_manual,
         "low": both.low / both.high_manual,

@@ -54,15 +54,11 @@ def hit_rate_gained(*, dilation: int) -> pd.DataFrame:
     return counted(gain.assign(cache_kib=gain.pop("capacity_bytes") // 1024))
 
 
-def saved_by_restarting(*, unit: str = "line") -> pd.DataFrame:
-    """The share of units that a Hilbert curve which restarts in every segment saves against one over the sequence.
-
-    Args:
-        unit: "sector" or "line".
-    """
+def saved_by_restarting() -> pd.DataFrame:
+    """The share of lines that a Hilbert curve which restarts in every segment saves against one over the sequence."""
     case = ["layout", "row_bytes", "dilation"]
     once, restarted = (
-        counts[(counts.ordering == "hilbert") & (counts.unit == unit)].set_index(case).touched
+        counts[(counts.ordering == "hilbert") & (counts.unit == "line")].set_index(case).touched
         for counts in (_counts("storage", None), _counts("storage", SEGMENT))
     )
     return counted((1 - restarted / once).rename("value").reset_index())
@@ -89,12 +85,9 @@ def lines_shared_by_branches() -> pd.DataFrame:
     return counted(pd.DataFrame(cases))
 
 
-def plain_kernel_on_reordered_keys(*, length: int = 256) -> pd.DataFrame:
-    """How far a dense kernel's output moves where k and v are reordered along the Hilbert curve and it is not told.
-
-    Args:
-        length: tokens.
-    """
+def plain_kernel_on_reordered_keys() -> pd.DataFrame:
+    """How far a dense kernel's output moves where k and v are reordered along the Hilbert curve and it is not told."""
+    length = 256
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 32, generator=generator, dtype=torch.float64) for _ in range(3))
     order, attend = Ordering.from_curve("hilbert", length), torch.nn.functional.scaled_dot_product_attention

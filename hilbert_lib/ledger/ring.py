@@ -7,7 +7,6 @@ import pandas as pd
 import torch
 
 from hilbert_lib.ledger.claim import counted
-from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.balance import shard_lengths_for
 from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.tables import scaling_table, spanning_pattern, split_table
@@ -45,18 +44,16 @@ def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
     return counted(pd.DataFrame(cases))
 
 
-def split_rows(*, tokens: int, ranks: int, kinds: Sequence[str], segment_length: int = 0) -> pd.DataFrame:
+def split_rows(*, tokens: int, ranks: int, kinds: Sequence[str]) -> pd.DataFrame:
     """(position, KV head) rows that a rank lacks where an order is laid over the sequence, and where over each shard.
 
     Args:
         tokens: in the sequence. ranks: equal shards. kinds: of orders.
-        segment_length: of one dilated branch in place of the spanning pattern, with rate 4.
 
     Returns:
         kind, before, after.
     """
-    pattern = DilatedPattern((segment_length,), (4,)) if segment_length else spanning_pattern(tokens, FIRST_SEGMENT)
-    return split_table(pattern, tokens, ranks, kinds, kv_heads=4)
+    return split_table(spanning_pattern(tokens, FIRST_SEGMENT), tokens, ranks, kinds, kv_heads=4)
 
 
 def kept_by_order_of_shards(**sizes) -> pd.DataFrame:
