@@ -14,6 +14,7 @@ from mpl_toolkits.mplot3d.art3d import Line3DCollection
 from torch import Tensor
 
 from hilbert_lib.curves import curve_coordinates
+from hilbert_lib.figures.axes import panel_grid
 from hilbert_lib.figures.record import COLOURS, MARKERS
 
 # Dark to bright in grey print; its brightest end, which paper swallows, is left out.
@@ -61,7 +62,7 @@ def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataF
     return pd.concat(tables, ignore_index=True)
 
 
-def draw_paths(data: pd.DataFrame, *, title: str, columns: int = 3) -> Figure:
+def draw_paths(data: pd.DataFrame, *, title: str) -> Figure:
     """Paths through grids, side by side: dark at the start, bright at the end.
 
     A step to a cell that does not touch the last one is a dotted line, a cell never visited a cross, and a visit
@@ -70,21 +71,15 @@ def draw_paths(data: pd.DataFrame, *, title: str, columns: int = 3) -> Figure:
     Args:
         data: from `path_table`, in 2-D.
         title: what is to be seen.
-        columns: panels in a row.
     """
     panels = list(data.groupby("panel", sort=False))
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.1 * columns + 0.9, 3.3 * rows + 0.5), layout="constrained")
+    figure, axes = panel_grid(len(panels), 3, (3.1, 3.3), (0.9, 0.5))
     figure.suptitle(title)
-    axes = np.atleast_1d(figure.subplots(rows, columns)).flatten()
-    for axis, (panel, path) in zip(axes, panels, strict=False):
+    for axis, (panel, path) in zip(axes, panels, strict=True):
         _draw_path(axis, path)
         axis.set_title(panel)
         axis.set_ylabel("row (cells)")
         axis.set_xlabel("column (cells)")
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
     _bar_along(figure, axes)
     return figure
 
@@ -120,7 +115,7 @@ def _draw_steps(axis: Axes, points: np.ndarray, along: np.ndarray, *, width: flo
         axis.add_collection(lines)
 
 
-def _bar_along(figure: Figure, axes: np.ndarray) -> None:
+def _bar_along(figure: Figure, axes: list[Axes]) -> None:
     mappable = LineCollection([], cmap=ALONG)
     mappable.set_clim(0, 100)
     figure.colorbar(mappable, ax=axes, label="place along the path (% of its cells)", shrink=0.8, aspect=30)
@@ -179,21 +174,17 @@ def draw_on_image(data: pd.DataFrame, *, title: str) -> Figure:
     return figure
 
 
-def draw_volumes(data: pd.DataFrame, *, title: str, columns: int = 2) -> Figure:
+def draw_volumes(data: pd.DataFrame, *, title: str) -> Figure:
     """Paths through boxes, side by side: dark at the start, bright at the end.
 
     Args:
         data: from `path_table`, in 3-D.
         title: what is to be seen.
-        columns: panels in a row.
     """
     panels = list(data.groupby("panel", sort=False))
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.9 * columns + 1, 4 * rows + 0.4), layout="constrained")
+    figure, axes = panel_grid(len(panels), 2, (3.9, 4), (1, 0.4), subplot_kw={"projection": "3d"})
     figure.suptitle(title)
-    axes = np.atleast_1d(figure.subplots(rows, columns, subplot_kw={"projection": "3d"})).flatten()
-    for axis, (panel, path) in zip(axes, panels, strict=False):
+    for axis, (panel, path) in zip(axes, panels, strict=True):
         points = path[["a", "b", "c"]].to_numpy()
         sides = path[["as", "bs", "cs"]].iloc[0].to_numpy()
         segments = np.stack([points[:-1], points[1:]], axis=1)
@@ -205,26 +196,21 @@ def draw_volumes(data: pd.DataFrame, *, title: str, columns: int = 2) -> Figure:
         axis.set(title=panel, xlabel="a (cells)", ylabel="b (cells)", zlabel="c (cells)")
         axis.locator_params(integer=True, nbins=4)
         axis.view_init(elev=22, azim=-58)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
     _bar_along(figure, axes)
     return figure
 
 
-def draw_block_map(data: pd.DataFrame, *, title: str, columns: int = 4) -> Figure:
+def draw_block_map(data: pd.DataFrame, *, title: str) -> Figure:
     """Which cells share a block of consecutive tokens: a line wherever two neighbours do not.
 
     Args:
         data: from `hilbert_lib.locality.grid.block_map`.
         title: what is to be seen.
-        columns: panels in a row.
     """
     maps = list(data.groupby("order", sort=False))
-    rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2.3 * columns, 2.6 * rows + 0.5), layout="constrained")
+    figure, axes = panel_grid(len(maps), 4, (2.3, 2.6), (0, 0.5))
     figure.suptitle(title)
-    axes = np.atleast_1d(figure.subplots(rows, columns)).flatten()
-    for axis, (order, cells) in zip(axes, maps, strict=False):
+    for axis, (order, cells) in zip(axes, maps, strict=True):
         block = cells.pivot(index="row", columns="col", values="block").to_numpy()
         # 5 greys in turn and one block in colour, so that the eye can follow one.
         axis.imshow(0.72 + 0.06 * (block * 3 % 5), cmap="gray", vmin=0, vmax=1)
@@ -236,8 +222,6 @@ def draw_block_map(data: pd.DataFrame, *, title: str, columns: int = 4) -> Figur
         axis.add_collection(LineCollection(borders, colors="black", linewidths=0.5, rasterized=True))
         axis.set(title=order, xlabel="column (cells)", ylabel="row (cells)")
         axis.locator_params(integer=True, nbins=5)
-    for axis in axes[len(maps) :]:
-        axis.set_axis_off()
     return figure
 
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
+from hilbert_lib.figures.axes import panel_grid, powers_of_two
 from hilbert_lib.figures.record import COLOURS, MARKERS
 from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.locality.predicted import model_errors
@@ -85,7 +84,7 @@ def draw_speeds_by_length(data: pd.DataFrame, *, pattern: str, source: str) -> F
                 style = {"label": name, "color": colour, "marker": marker, "capsize": 2}
                 axes.errorbar(rows.length, rows.tflop_per_s, _rate_spread(rows), **style)
             axes.set(title=f"{direction}, head_dim {size}", ylim=(0, None))
-            _powers_of_two(axes, panel.length)
+            powers_of_two(axes, panel.length)
         axes_row[0].set_ylabel("useful work [TFLOP/s]")
     for axes in panels[-1]:
         axes.set_xlabel("tokens")
@@ -136,14 +135,10 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
         source: where it was measured, for the title.
     """
     values = sorted(data[panel].unique())
-    columns = min(3, len(values))
-    figure = Figure(figsize=(4.2 * columns, 3.4 * -(-len(values) // columns) + 0.8), layout="constrained")
-    panels = figure.subplots(-(-len(values) // columns), columns, squeeze=False, sharey=True)
-    for spare in panels.flat[len(values) :]:
-        spare.remove()
+    figure, panels = panel_grid(len(values), 3, (4.2, 3.4), (0, 0.8), sharey=True)
     orders = data[data.b != NO_TABLE]
     names = _triton_first(orders.b)
-    for axes, value in zip(panels.flat, values, strict=False):
+    for axes, value in zip(panels, values, strict=True):
         part, without = (table[table[panel] == value] for table in (orders, data[data.b == NO_TABLE]))
         for place, name in enumerate(names):
             rows = part[part.b == name].sort_values(x)
@@ -157,10 +152,10 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
         if len(without):
             title += f"\n({NO_TABLE}: {without.ratio.min():.2f} to {without.ratio.max():.2f})"
         axes.set(title=title, xlabel=_LABELS[x])
-        _powers_of_two(axes, part[x])
-    for axes in panels[:, 0]:
-        axes.set_ylabel("time, linear over layout")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)))
+        powers_of_two(axes, part[x])
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel("time, linear over layout")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(names)))
     figure.suptitle(f"Above 1 a layout is faster than linear storage read through the same kind of table, {source}")
     return figure
 
@@ -189,7 +184,7 @@ def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> F
         above.set(title=f"rows of {size} B")
         below.set(xlabel=_LABELS["dilation"])
         for axes in (above, below):
-            _powers_of_two(axes, data.dilation)
+            powers_of_two(axes, data.dilation)
     panels[0, 0].set_ylim(bottom=0)  # of all panels of the row, once all is drawn
     panels[0, 0].set_ylabel("rows that are needed [TB/s]")
     panels[1, 0].set_ylabel(f"the same, over that of {NO_TABLE}")
@@ -228,8 +223,8 @@ def draw_claims(data: pd.DataFrame, *, source: str) -> Figure:
     ]
     axes.axhline(1, color="black", lw=0.8)
     axes.set(xticks=at, xticklabels=labels, yscale="log", ylabel="time, standard over Hilbert")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.minorticks_off()
     axes.set_yticks([0.5, 1, 2, 4, 8])
     axes.legend()
     axes.set_title(f"Above 1 the Hilbert side is faster: claimed and seen, {source}")
@@ -286,19 +281,3 @@ def _rate_spread(rows: pd.DataFrame) -> list[pd.Series]:
         rows.tflop_per_s * (1 - rows.median_ms / rows.high_ms),
         rows.tflop_per_s * (rows.median_ms / rows.low_ms - 1),
     ]
-
-
-def _powers_of_two(axes: Axes, values: pd.Series) -> None:
-    """A logarithmic axis with a tick at every value that was measured."""
-    ticks = sorted(values.unique())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [_short(int(n)) for n in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(color="#DDDDDD")
-
-
-def _short(number: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if number % size == 0:
-            return f"{number // size}{unit}"
-    return str(number)

@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter
 
+from hilbert_lib.figures.axes import panel_grid
 from hilbert_lib.figures.record import COLOURS, MARKERS
 from hilbert_lib.locality.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, units_touched
 from hilbert_lib.locality.lru import kernel_trace, lru_hit_rates
@@ -107,7 +107,7 @@ def draw_reading(
     panels["units"].legend(loc="upper left", ncols=2)
     panels["hits"].axvline(cache_kib, color="black", linewidth=0.8, linestyle=":")
     panels["hits"].set_xscale("log", base=2)
-    panels["hits"].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels["hits"].xaxis.set_major_formatter("{x:g}")
     panels["hits"].set(xlabel="cache [KiB]", ylabel="hit rate [%]", ylim=(-3, 103))
     panels["hits"].set_title(f"LRU model, {cache_kib} KiB: {', '.join(found)}")
     return figure
@@ -180,7 +180,7 @@ def draw_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     """
     sizes = sorted(data.row_bytes.unique())
     names = list(dict.fromkeys(data.ordering))
-    figure, panels = _panels(len(sizes))
+    figure, panels = panel_grid(len(sizes), 2, (9 / min(2, len(sizes)), 3.3), (0, 0.8), sharey=True)
     for axes, size in zip(panels, sizes, strict=True):
         panel = data[data.row_bytes == size].pivot(index="capacity_bytes", columns="ordering", values="hit_rate")
         panel *= 100
@@ -195,7 +195,7 @@ def draw_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
         if axes.get_subplotspec().is_first_col():
             axes.set_ylabel("hit rate [%]")
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     figure.suptitle(title)
     return figure
@@ -210,7 +210,7 @@ def draw_l2_hit_rates(data: pd.DataFrame, *, title: str) -> Figure:
     """
     shown = data.assign(percent=100 * data.hit_rate, gpu=data.gpu.str.replace(", ", "\n"))
     sizes = sorted(shown.row_bytes.unique())
-    figure, panels = _panels(len(sizes))
+    figure, panels = panel_grid(len(sizes), 2, (9 / min(2, len(sizes)), 3.3), (0, 0.8), sharey=True)
     scale = Normalize(shown.percent.min() - 1, 100)
     for axes, size in zip(panels, sizes, strict=True):
         panel = shown[shown.row_bytes == size]
@@ -236,7 +236,7 @@ def draw_l2_by_keys(data: pd.DataFrame, *, row_bytes: int) -> Figure:
         right.plot(rows["keys"], rows.memory_ratio, **style)
     left.set(title="L2 hit rate", ylabel="hit rate [%]")
     right.set(title="traffic (1 is the fewest)", ylabel="bytes from memory / bytes of k and v", yscale="log")
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    right.yaxis.set_major_formatter("{x:g}")
     for axes in (left, right):
         axes.set_xlabel("keys of one head in one segment [rows]")
         axes.set_xscale("log", base=2)
@@ -294,17 +294,6 @@ def _unit_title(rows: pd.DataFrame) -> str:
 def _labels(names: list[str]) -> list[str]:
     """Names as a reader should see them: residue-major is another storage at every rate, the others are one for all."""
     return [f"{name}\n(of this rate)" if name == "residue" else name for name in names]
-
-
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """So many panels, two in a row, as wide as a page."""
-    columns = min(2, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(9, 3.3 * rows + 0.8), layout="constrained")
-    panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
-    for spare in panels[count:]:
-        spare.remove()
-    return figure, panels[:count]
 
 
 def _heat(

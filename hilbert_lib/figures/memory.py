@@ -4,8 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from hilbert_lib.figures.kernels import _powers_of_two, _short
-from hilbert_lib.figures.safety import _plain_ticks
+from hilbert_lib.figures.axes import plain_ticks, powers_of_two, short
 
 # Okabe and Ito's colours and a marker each.
 STRATEGIES = {
@@ -36,11 +35,11 @@ def draw_graph_gains(data: pd.DataFrame, *, source: str) -> Figure:
             spread = [rows.ratio - rows.low, rows.high - rows.ratio]
             ratios.errorbar(rows.length, rows.ratio, spread, label=direction, capsize=3, **style)
         times.set(title=module, yscale="log")
-        _plain_ticks(times, pd.concat([data.a_ms, data.b_ms]))
+        plain_ticks(times, pd.concat([data.a_ms, data.b_ms]))
         ratios.axhline(1, color="black", lw=0.8)
         ratios.set_xlabel("tokens")
         for axes in (times, ratios):
-            _powers_of_two(axes, data.length)
+            powers_of_two(axes, data.length)
     panels[0, 0].set_ylabel("from call to result [ms]")
     panels[1, 0].set_ylim(bottom=0)  # of all panels, once all is drawn: it ends the search for the top
     panels[1, 0].set_ylabel("time, called over replayed")
@@ -130,8 +129,8 @@ def draw_pattern_cache(data: pd.DataFrame, *, source: str) -> Figure:
             beside = rows[rows.b == name]
             axes.plot(beside.length, beside.b_ms, color=colour, marker=marker, ls="--", label=_BESIDE[name])
         axes.set(title=what, xlabel="tokens", yscale="log")
-        _plain_ticks(axes, pd.concat([data.a_ms, data.b_ms]))
-        _powers_of_two(axes, rows.length)
+        plain_ticks(axes, pd.concat([data.a_ms, data.b_ms]))
+        powers_of_two(axes, rows.length)
     panels[0].set_ylabel("time on the host [ms]")
     handles, labels = panels[0].get_legend_handles_labels()
     drawn = [n for n, handle in enumerate(handles) if len(handle.get_xdata())]
@@ -144,5 +143,5 @@ _BESIDE = {"look-up": "look-up in the cache", "call": "one forward of attention"
 
 
 def _sequence(lengths: str) -> str:
-    numbers = [_short(int(n)) for n in lengths.split()]
+    numbers = [short(int(n)) for n in lengths.split()]
     return "\n".join(" ".join(numbers[n : n + 4]) for n in range(0, len(numbers), 4))

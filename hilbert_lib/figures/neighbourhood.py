@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from hilbert_lib.figures.record import COLOURS, MARKERS
 
@@ -53,7 +52,7 @@ def draw_block_maps(data: pd.DataFrame, *, title: str) -> Figure:
         axes.set_xlabel("block of keys")
     for axes in panels[:, 0]:
         axes.set_ylabel("block of queries")
-    bar = figure.colorbar(image, ax=panels, shrink=0.6, format=FuncFormatter(lambda share, _: f"{share:.0%}"))
+    bar = figure.colorbar(image, ax=panels, shrink=0.6, format="{x:.0%}")
     bar.set_label("pairs of the block that attend")
     figure.suptitle(title)
     return figure
@@ -74,7 +73,7 @@ def draw_exchange(data: pd.DataFrame, *, title: str) -> Figure:
         axes.set(title=label, xlabel="ranks", yscale="log")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(data.ranks.unique()), sorted(data.ranks.unique()))
-        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.minorticks_off()
     panels[0].set_ylabel("k and v received [MiB]")
     _legend(figure, panels[0])
     figure.suptitle(f"Prediction: {title}")
@@ -145,7 +144,7 @@ def _lines(axes: Axes, data: pd.DataFrame, name: str, x: str, y: str) -> None:
 
 def _plain_log(axes: Axes) -> None:
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(color="#DDDDDD")
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
+from hilbert_lib.figures.axes import short
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.balance import shard_lengths_for
 from hilbert_lib.ring.plan import RingPlan, plan_ring
@@ -117,18 +117,6 @@ def _curves(axes: Axes, data: pd.DataFrame, x: str, y: str, unit: float) -> None
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(data[x].unique()))
     axes.minorticks_off()
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(round(value))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axes.xaxis.set_major_formatter(lambda value, _: short(round(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.grid(axis="y", color="#DDDDDD")
-
-
-def short(number: int) -> str:
-    """A number of tokens as K, M and G of 2^10, 2^20 and 2^30, where it is whole.
-
-    >>> short(3 * 2**20)
-    '3M'
-    """
-    for power, unit in ((30, "G"), (20, "M"), (10, "K")):
-        if number >= 2**power and number % 2**power == 0:
-            return f"{number >> power}{unit}"
-    return str(number)

@@ -3,10 +3,9 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
+from hilbert_lib.figures.axes import panel_grid, short
 from hilbert_lib.figures.kernels import STYLES
-from hilbert_lib.figures.ring import short
 
 
 def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
@@ -17,13 +16,8 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
         source: where it was measured, for the title.
     """
     works = list(data.groupby(["sweep", "tokens", "is_causal"], sort=False))
-    columns = min(2, len(works))
-    rows = -(-len(works) // columns)
-    figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in panels[len(works) :]:
-        unused.set_axis_off()
-    for axes, ((_, tokens, is_causal), work) in zip(panels, works, strict=False):
+    figure, panels = panel_grid(len(works), 2, (6.5, 3.6), (0, 0))
+    for axes, ((_, tokens, is_causal), work) in zip(panels, works, strict=True):
         place = np.arange(len(work))
         for name, at, (colour, hatch, _) in (("forward", -0.2, STYLES[0]), ("backward", 0.2, STYLES[1])):
             times = work[f"{name}_ms"]
@@ -48,7 +42,7 @@ def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:
         axes.set(xlabel="slowest rank [ms]", xlim=(0, 1.6 * most))
         if most > 20 * fewest:
             axes.set(xscale="log", xlim=(fewest / 2, most * (most / fewest) ** 0.45))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(f"{short(tokens)} tokens on {ranks} GPUs{', causal' if is_causal else ''}")
         axes.grid(axis="x", color="#DDDDDD")
         axes.set_axisbelow(True)

@@ -5,6 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hilbert_lib.figures.axes import plain_ticks
+
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
 BACKEND_STYLES = (("#D55E00", "o"), ("#0072B2", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v"))
 MIB = 2**20
@@ -35,7 +37,7 @@ def draw_samples(data: pd.DataFrame, *, warmup: int, source: str) -> Figure:
     low, high = kept.quantile([0.25, 0.75])
     series.axhspan(low, high, color=GREEN, alpha=0.15, label=f"interquartile range {high - low:.2g} ms")
     series.set_yscale("log")
-    _plain_ticks(series, data.ms)
+    plain_ticks(series, data.ms)
     series.set(xlabel="call", ylabel="time of one call (ms)", xlim=(0.5, len(data) + 0.5))
     counts.set(xlabel="calls")
     series.set_title("Each call in turn")
@@ -94,7 +96,7 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
         axes.set_title(direction)
         axes.grid(axis="y", color="#DDDDDD")
     panels[0].set_ylabel("memory of a call, inputs apart (MiB)")
-    _plain_ticks(panels[0], pd.concat([data.peak_bytes, data.predicted_bytes]) / MIB)
+    plain_ticks(panels[0], pd.concat([data.peak_bytes, data.predicted_bytes]) / MIB)
     handles = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, title="measured (markers)\npredicted (lines)", loc="outside right center")
     figure.suptitle(f"Memory, predicted before the call and measured: {source}")
@@ -120,7 +122,7 @@ def draw_progressive(data: pd.DataFrame, *, limit: str, source: str) -> Figure:
     axes.plot(data.length, data.room_bytes / MIB, "_--", color=ORANGE, markersize=12, label="allowed at that moment")
     _length_axis(axes, data.length)
     axes.set_yscale("log")
-    _plain_ticks(axes, pd.concat([data.predicted_bytes, data.room_bytes]) / MIB)
+    plain_ticks(axes, pd.concat([data.predicted_bytes, data.room_bytes]) / MIB)
     axes.set(ylabel="memory with inputs (MiB)", title=f"Longer until the next would not fit: {source}")
     axes.text(0.5, -0.24, limit, transform=axes.transAxes, ha="center", va="top", fontsize=8, wrap=True)
     axes.legend()
@@ -134,15 +136,3 @@ def _length_axis(axes: Axes, lengths: pd.Series) -> None:
     axes.set_xticks(ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks], minor=False)
     axes.minorticks_off()
     axes.set_xlabel("tokens")
-
-
-def _plain_ticks(axes: Axes, values: pd.Series) -> None:
-    """Few ticks of a logarithmic y axis, written out."""
-    values = values[values > 0]  # where a limit is passed already, less than nothing is allowed
-    low, high = np.log10(values.min()), np.log10(values.max())
-    steps = (1, 1.5, 2, 3, 4, 6, 8) if high - low < 0.8 else (1, 2, 5) if high - low < 2 else (1,)
-    powers = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(10 ** (low - 0.05 * (high - low + 1)), 10 ** (high + 0.05 * (high - low + 1)))

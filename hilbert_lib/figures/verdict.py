@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from hilbert_lib.figures.record import MARKERS
 
@@ -126,5 +125,5 @@ def _shortened(text: str, width: int = 72) -> str:
 
 def _plain_ticks(axis, values: list[float]) -> None:
     axis.set_ticks(values)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
