@@ -232,7 +232,8 @@ def doctor(out: Path) -> None:
     """
     from hilbert_lib.suite.doctor import examine
 
-    findings = list(examine(out))
+    with _usage_errors():
+        findings = list(examine(out))
     for finding in findings:
         click.echo(f"{'BROKEN' if finding.fix else 'ok':<7} {finding.subject:<9} {finding.found}")
         if finding.fix:
@@ -294,8 +295,9 @@ def _run_points(
         return None, 0
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
     try:
-        prepare_kernels()
-        facts = environment()
+        with _usage_errors():  # a HILBERT_DIRTY that is neither 0 nor 1
+            prepare_kernels()
+            facts = environment()
     except RuntimeError as error:  # a GPU that torch cannot use
         raise click.ClickException(str(error)) from error
     run_folder = out / run_id(facts)

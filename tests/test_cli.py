@@ -264,6 +264,17 @@ def test_doctor_tells_an_environment_from_another_one_of_the_same_interpreter(mo
         assert found in doctor._kernel().found
 
 
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hilbert, monkeypatch, command):
+    def refuse():
+        raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
+
+    write_notebook(Path("notebooks"), "00_a")
+    for module in ("environment", "suite.doctor"):
+        monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
+    assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
+
+
 def test_an_axis_without_a_value_is_refused(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     assert "seq_len must have at least one value" in hilbert("sweep", "00_a", "-p", "seq_len", "", status=2)
