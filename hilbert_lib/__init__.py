@@ -34,7 +34,7 @@ ring        exact dilated attention over several ranks
 ledger      every claim, its evidence and verdict; the answer in three sentences
 figures     every plot
 suite       papermill runs, manifests and reports
-cli         the `hilbert` command; cli_bench, cli_plan and cli_claims its subcommands
+cli         the `hilbert` command; cli_bench, cli_plan and cli_claims its subcommands, cli_options what they share
 """
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend

@@ -6,14 +6,14 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
 
 from hilbert_lib.cli_bench import bench
 from hilbert_lib.cli_claims import claims
+from hilbert_lib.cli_options import disk_errors, out_option, usage_errors
 from hilbert_lib.cli_plan import plan
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -39,13 +39,6 @@ parameters_option = click.option(
     help="Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
     "'1,2;1,2,4'.",
 )
-out_option = click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("reports/local"),
-    show_default=True,
-    help="Folder of the runs.",
-)
 notebooks_option = click.option(
     "--notebooks",
     "folder",
@@ -65,7 +58,7 @@ def running_options(command: Callable) -> Callable:
             help="Flat YAML file of parameters, or a folder of such files, NAME.yaml for the notebook of that name; "
             "-p goes before it.",
         ),
-        out_option,
+        out_option(help="Folder of the runs."),
         notebooks_option,
         click.option(
             "--timeout",
@@ -136,11 +129,11 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
     from hilbert_lib.suite.report import write_report
 
     notebooks = _notebooks(folder, names)
-    with _usage_errors():
+    with usage_errors():
         points = make_points(notebooks, texts, *_values(source, folder))
     run_folder, status = _run_points(points, len(points), **how)
     if run_folder:
-        with _disk_errors():
+        with disk_errors():
             click.echo(str(write_report(run_folder)))
     sys.exit(status)
 
@@ -161,7 +154,7 @@ def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, fol
     from hilbert_lib.suite.points import make_grid, take_shard
 
     (notebook,) = _notebooks(folder, [name])
-    with _usage_errors():
+    with usage_errors():
         values, own = _values(source, folder)
         points = make_grid(notebook, texts, values | own.get(notebook.name, {}))
         share = take_shard(points, shard)
@@ -189,14 +182,14 @@ def report(folder: Path, redraw: bool) -> None:
     from hilbert_lib.ledger.evidence import write_evidence
     from hilbert_lib.suite.report import find_runs, write_report
 
-    with _usage_errors():
+    with usage_errors():
         runs = find_runs(folder)
-    with _disk_errors():
+    with disk_errors():
         if redraw:
             click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
         for each in runs:
             click.echo(str(write_report(each, rebuild=True)))
-        with _usage_errors():
+        with usage_errors():
             for path in write_evidence(folder):
                 click.echo(os.path.relpath(path))
 
@@ -214,13 +207,13 @@ def compare(a: Path, b: Path) -> None:
     """
     from hilbert_lib.records import compare_runs
 
-    with _usage_errors():
+    with usage_errors():
         table = compare_runs(a, b)
     click.echo(table.to_string(index=False, float_format="{:.4g}".format))
 
 
 @main.command()
-@out_option
+@out_option(help="Folder of the runs.")
 def doctor(out: Path) -> None:
     """Look whether this machine can run the suite, and say in one line what mends what is broken.
 
@@ -232,7 +225,7 @@ def doctor(out: Path) -> None:
     """
     from hilbert_lib.suite.doctor import examine
 
-    with _usage_errors():
+    with usage_errors():
         findings = list(examine(out))
     for finding in findings:
         click.echo(f"{'BROKEN' if finding.fix else 'ok':<7} {finding.subject:<9} {finding.found}")
@@ -241,28 +234,10 @@ def doctor(out: Path) -> None:
     sys.exit(any(finding.fix for finding in findings))
 
 
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """A wrong argument, found before anything ran, is told without a traceback."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise click.UsageError(str(error)) from error
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """A full or read-only disk is told without a traceback."""
-    try:
-        yield
-    except OSError as error:
-        raise click.ClickException(f"the results cannot be written: {error}") from error
-
-
 def _notebooks(folder: Path | None, names: Iterable[str] = ()) -> list:
     from hilbert_lib.suite.points import find_notebooks, notebooks_folder
 
-    with _usage_errors():
+    with usage_errors():
         return find_notebooks(folder or notebooks_folder(), names)
 
 
@@ -294,15 +269,12 @@ def _run_points(
         click.echo(f"{len(points)} of {of} to run")
         return None, 0
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
-    try:
-        with _usage_errors():  # a HILBERT_DIRTY that is neither 0 nor 1
-            prepare_kernels()
-            facts = environment()
-    except RuntimeError as error:  # a GPU that torch cannot use
-        raise click.ClickException(str(error)) from error
+    with usage_errors():
+        prepare_kernels()
+        facts = environment()
     run_folder = out / run_id(facts)
     try:
-        with _disk_errors():
+        with disk_errors():
             outcomes = run_points(points, run_folder, facts, timeout=timeout, force=force)
     except Interrupted as stop:
         click.echo(f"{stop}: what is finished stands in {run_folder}", err=True)

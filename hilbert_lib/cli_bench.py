@@ -8,36 +8,9 @@ from pathlib import Path
 
 import click
 
-UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
-MOST = 2**40  # more tokens than a machine holds; torch and Python count what has them in 64 bits
+from hilbert_lib.cli_options import Numbers, usage_errors
+
 FINE = ("ok", "cannot serve", "not tried")  # what may become of a side without a failure
-
-
-class Numbers(click.ParamType):
-    """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576; `1k,4k,3000` is a list."""
-
-    name = "numbers"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Of a text; the defaults are texts too."""
-        numbers = []
-        for part in value.split(","):
-            first, *last = (self.number(text, param, ctx) for text in part.split(":", 1))
-            if last and last[0] < first:
-                self.fail(f"{part!r} ends below its start", param, ctx)
-            numbers.append(first)
-            while last and numbers[-1] * 2 <= last[0]:
-                numbers.append(numbers[-1] * 2)
-        return numbers
-
-    def number(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """One number, with or without its unit."""
-        digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
-        if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g", param, ctx)
-        if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
-            self.fail(f"{text!r} is above {MOST // UNITS['g']}g", param, ctx)
-        return found
 
 
 def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
@@ -105,13 +78,9 @@ def attention(
     from hilbert_lib.safety.runner import SafeBenchmarkRunner
     from hilbert_lib.suite.run import Interrupted, interruptible
 
-    try:
+    with usage_errors():
         config = SafetyConfig.load(max_memory_share=memory_share, max_seconds=timeout)
         points = _points(**asked)
-    except (ValueError, TypeError) as error:
-        raise click.UsageError(str(error)) from error
-    except RuntimeError as error:  # a GPU that torch cannot use
-        raise click.ClickException(str(error)) from error
     runner = SafeBenchmarkRunner(path, config=config, device=points[0]["device"])
     if dry_run:
         for point in points:
@@ -176,15 +145,11 @@ def backends(
     from hilbert_lib.selection import measured_times, remember_times
     from hilbert_lib.workload import Workload
 
-    try:
+    with usage_errors():
         check_gpu()
         SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
         device = device_or_default(None)
         pattern = DilatedPattern(segment_lengths, dilation_rates)
-    except (ValueError, TypeError) as error:
-        raise click.UsageError(str(error)) from error
-    except RuntimeError as error:  # a GPU that torch cannot use
-        raise click.ClickException(str(error)) from error
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     for length in lengths:
         work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from hilbert_lib.cli_options import out_option, usage_errors
+
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
@@ -18,13 +20,7 @@ import click
     show_default=True,
     help="Tokens of a segment in K3 and K4; the documents do not say.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("reports/local"),
-    show_default=True,
-    help="Folder of the runs that --rerun makes.",
-)
+@out_option(help="Folder of the runs that --rerun makes.")
 @click.option("--dry-run", is_flag=True, help="Only show what --rerun would run.")
 def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, out: Path, dry_run: bool) -> None:
     """Show every claim of the documents with its answer; those named by ID with all their cases.
@@ -52,15 +48,11 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
         answers = [answer(ledger[name]) for name in ids or ledger]
         _print_entries(answers) if ids else _print_table(answers)
     for name in again:
-        try:
+        with usage_errors():
             if dry_run:
                 click.echo("\n".join(dry_run_of(ledger[name], out=out, segment_length=segment_length)))
             else:
                 _print_entries([rerun(ledger[name], out=out, segment_length=segment_length)])
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
 
 
 def _print_table(answers: Sequence) -> None:

@@ -3,22 +3,12 @@
 import click
 import torch
 
-from hilbert_lib.cli_bench import Numbers
+from hilbert_lib.cli_options import Number, Numbers, usage_errors
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.balance import shard_lengths_for
 from hilbert_lib.ring.plan import plan_ring
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-class Number(Numbers):
-    """A whole number as `hilbert bench` takes them: 1g is 1,073,741,824."""
-
-    name = "number"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Of a text; the defaults are texts too."""
-        return self.number(value, param, ctx)
 
 
 def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[float] | None:
@@ -89,7 +79,7 @@ def plan(
     Least memory:     hilbert plan --tokens 1m --ranks 4 --segment-lengths 1m --dilation-rates 4 --transport ring
     Aligned shards:   hilbert plan --tokens 1000k --ranks 3 --multiple 32k
     """
-    try:
+    with usage_errors():
         pattern = DilatedPattern(segment_lengths, dilation_rates)
         work = {"pattern": pattern, "kv_heads": kv_heads or heads, "is_causal": causal} if weights else {}
         found = plan_ring(
@@ -103,6 +93,4 @@ def plan(
             weights=weights,
             **sizes,
         )
-    except (ValueError, TypeError) as error:
-        raise click.UsageError(str(error)) from error
     click.echo(str(found))

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from hilbert_lib.cli import main
-from hilbert_lib.cli_bench import Numbers
+from hilbert_lib.cli_options import Numbers
 from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.suite.run import Interrupted
 
