@@ -197,19 +197,16 @@ def _points(
 
 
 def _run_with_progress(runner, points: list[dict], lines: list[dict], retry_failed: bool) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from hilbert_lib.suite.batch import progress_bar
 
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("", total=len(points))
 
         def show(line: dict, reused: bool) -> None:
             lines.append(line)
             counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
             found = ", ".join(f"{count} {status}" for status, count in counts.items())
-            console.print(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
+            progress.console.print(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
             progress.advance(task)
 
         runner.run(points, retry_failed=retry_failed, on_point=show)

@@ -10,6 +10,13 @@ from hilbert_lib.suite.points import Point
 from hilbert_lib.suite.run import interruptible, run_point
 
 
+def progress_bar() -> Progress:
+    """A bar on a terminal, and none elsewhere; what its console prints is whole lines, taken literally."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
 def run_points(
     points: list[Point], run_folder: Path, facts: dict, *, timeout: float | None = None, force: bool = False
 ) -> dict[str, str]:
@@ -30,15 +37,12 @@ def run_points(
         OSError: if not even a manifest can be written.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    progress = progress_bar()
+    console = progress.console
     for name in close_abandoned(run_folder):
         console.print(f"interrupted {name}: the process of an earlier run was killed; see {name}.failed")
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     outcomes = {}
-    with (
-        interruptible(),
-        Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress,
-    ):
+    with interruptible(), progress:
         task = progress.add_task("", total=len(points))
 
         def show_cell(name: str, cell: int) -> None:
