@@ -93,7 +93,7 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     records = {name: read_records(run / RESULTS) for name, run in found.items()}
     try:
         answer = short_answer(records[KERNELS], records[GRIDS], records[CHOICE])
-        numbers = key_numbers(*(records[name] for name in (KERNELS, GRIDS, RING, CHOICE)))
+        numbers = key_numbers(records[KERNELS], records[GRIDS], records[RING], records[CHOICE])
     except (LookupError, AttributeError, ValueError) as error:
         runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
         raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error
@@ -109,11 +109,7 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
         "answer": [{"text": row.answer, "notebooks": row.rests_on.split(", ")} for row in answer.itertuples()],
-        "numbers": [
-            {"what": row.what, "measured": row.measured, "on": on[row.record], "notebook": row.record}
-            | {"run": at[row.record]}
-            for row in numbers.itertuples()
-        ],
+        "numbers": [{**row, "on": on[row["record"]], "run": at[row["record"]]} for row in numbers.to_dict("records")],
         "figure": f"{at[GRIDS]}/{figure.name}",
         "alt": "Times as fast as storage row by row, of every order on grids",
         "caption": CAPTION.format(block=block),

@@ -51,14 +51,7 @@ def _speeds(records: Records) -> list[tuple[str, str]]:
 
 def _packages(records: Records, choices: Records) -> list[tuple[str, str]]:
     pairs = over_packages(choices, length=fused_speeds(records).length.iloc[0])
-    if pairs.empty:
-        return []
-    ratios = ", ".join(
-        f"{direction} {' / '.join(f'{ratio:.2f}' for ratio in table.ratio)}"
-        for direction, table in pairs.groupby("direction", sort=False)
-    )
-    names = " or ".join(pairs.other.unique())
-    return [(f"The same beside {names}, head_dim {_dims(pairs)}", f"{ratios} times as fast")]
+    return _beside(" or ".join(pairs.other.unique()), pairs, ".2f")
 
 
 def _public(records: Records) -> list[tuple[str, str]]:
@@ -66,14 +59,19 @@ def _public(records: Records) -> list[tuple[str, str]]:
     pairs = ratio_table(list(records), "backends")
     here = pairs.length == fused_speeds(records).length.iloc[0]
     pairs = pairs[here & (pairs.a == "torchscale") & (pairs.pattern == "reference") & ~pairs.is_causal]
+    pairs = pairs.sort_values(["direction", "head_dim"], ascending=False)
+    return _beside("torchscale's dilated attention", pairs, ".1f")
+
+
+def _beside(other: str, pairs: pd.DataFrame, form: str) -> list[tuple[str, str]]:
+    # Nothing where the other was not timed.
     if pairs.empty:
         return []
-    pairs = pairs.sort_values(["direction", "head_dim"], ascending=False)
     times = ", ".join(
-        f"{direction} {' / '.join(f'{ratio:.1f}' for ratio in table.ratio)}"
+        f"{direction} {' / '.join(f'{ratio:{form}}' for ratio in table.ratio)}"
         for direction, table in pairs.groupby("direction", sort=False)
     )
-    return [(f"The same beside torchscale's dilated attention, head_dim {_dims(pairs)}", f"{times} times as fast")]
+    return [(f"The same beside {other}, head_dim {_dims(pairs)}", f"{times} times as fast")]
 
 
 def _orders(records: Records) -> list[tuple[str, str]]:

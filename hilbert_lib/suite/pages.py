@@ -109,7 +109,7 @@ EVIDENCE = (
 <h2>In numbers</h2>
 <table class="small"><thead><tr><th>Work</th><th>Measured</th><th>On</th><th>Record</th></tr></thead><tbody>
 {% for row in told.numbers %}<tr><td>{{ row.what }}</td><td>{{ row.measured }}</td><td>{{ row.on }}</td>
-<td><a href="{{ row.run }}/results.jsonl">{{ row.notebook[:2] }}</a></td></tr>
+<td><a href="{{ row.run }}/results.jsonl">{{ row.record[:2] }}</a></td></tr>
 {% endfor %}</tbody></table>
 {% else %}<p>The answer waits for records of {{ waiting | join(", ") }}.</p>{% endif %}
 <h2>Notebook by notebook</h2>
@@ -185,7 +185,7 @@ NUMBERS_MARKDOWN = """{% autoescape false -%}
 | work | measured | on | record |
 | --- | --- | --- | --- |
 {%- for row in told.numbers %}
-| {{ row.what }} | {{ row.measured }} | {{ row.on }} | [{{ row.notebook[:2] }}]({{ base }}{{ row.run }}) |
+| {{ row.what }} | {{ row.measured }} | {{ row.on }} | [{{ row.record[:2] }}]({{ base }}{{ row.run }}) |
 {%- endfor %}
 {%- endautoescape %}"""
 
