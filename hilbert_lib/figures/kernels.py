@@ -26,7 +26,8 @@ STYLES = [
     ("#AA4499", "\\\\", "X"),
     ("#661100", "xx", "d"),
 ]
-EXTRA_LAYOUTS = {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
+LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
+LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
 
 
 def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
@@ -142,7 +143,7 @@ def draw_layouts(data: pd.DataFrame, *, x: str, panel: str, source: str) -> Figu
         part, without = (table[table[panel] == value] for table in (orders, data[data.b == NO_TABLE]))
         for place, name in enumerate(names):
             rows = part[part.b == name].sort_values(x)
-            colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
+            colour, marker = LAYOUT_STYLES[name]
             spread = [rows.ratio - rows.low, rows.high - rows.ratio]
             # A little apart, so that markers on one value do not hide each other.
             at = rows[x] * 2 ** (0.08 * (place - len(names) / 2))
@@ -176,7 +177,7 @@ def draw_decoding(data: pd.DataFrame, *, copy_gb_per_s: float, source: str) -> F
         plain = of_size.gb_per_s[of_size.name == NO_TABLE]
         for name in names:
             rate = of_size.gb_per_s[of_size.name == name]
-            colour, marker = EXTRA_LAYOUTS[name] if name in EXTRA_LAYOUTS else (COLOURS[name], MARKERS[name])
+            colour, marker = LAYOUT_STYLES[name]
             style = {"color": colour, "marker": marker, "label": name, "fillstyle": "none"}
             above.plot(rate.index, rate / 1e3, **style)
             below.plot(rate.index, rate / plain.reindex(rate.index), **style)

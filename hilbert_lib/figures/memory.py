@@ -14,6 +14,10 @@ STRATEGIES = {
     "graph": ("#D55E00", "D", "CUDA graph a length"),
 }
 DIRECTIONS = {"forward": ("#0072B2", "o"), "training": ("#D55E00", "s")}
+BESIDE_BUILDS = {
+    "look-up": ("#0072B2", "s", "look-up in the cache"),
+    "call": ("#000000", "x", "one forward of attention"),
+}
 
 
 def draw_graph_gains(data: pd.DataFrame, *, source: str) -> Figure:
@@ -125,21 +129,17 @@ def draw_pattern_cache(data: pd.DataFrame, *, source: str) -> Figure:
         rows = data[data.what == what].sort_values("length")
         built = rows[rows.b == "look-up"]
         axes.plot(built.length, built.a_ms, color="#D55E00", marker="o", label="build")
-        for name, colour, marker in (("look-up", "#0072B2", "s"), ("call", "#000000", "x")):
+        for name, (colour, marker, label) in BESIDE_BUILDS.items():
             beside = rows[rows.b == name]
-            axes.plot(beside.length, beside.b_ms, color=colour, marker=marker, ls="--", label=_BESIDE[name])
+            if len(beside):
+                axes.plot(beside.length, beside.b_ms, color=colour, marker=marker, ls="--", label=label)
         axes.set(title=what, xlabel="tokens", yscale="log")
         plain_ticks(axes, pd.concat([data.a_ms, data.b_ms]))
         powers_of_two(axes, rows.length)
     panels[0].set_ylabel("time on the host [ms]")
-    handles, labels = panels[0].get_legend_handles_labels()
-    drawn = [n for n, handle in enumerate(handles) if len(handle.get_xdata())]
-    figure.legend([handles[n] for n in drawn], [labels[n] for n in drawn], loc="outside lower center", ncols=3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(f"What a cache saves: the time to build, {source}")
     return figure
-
-
-_BESIDE = {"look-up": "look-up in the cache", "call": "one forward of attention"}
 
 
 def _sequence(lengths: str) -> str:

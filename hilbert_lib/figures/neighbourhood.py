@@ -22,7 +22,7 @@ def draw_blocks(data: pd.DataFrame, *, grid: str) -> Figure:
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
         panel = shown[shown.block_size == size]
-        _lines(axes, panel, "order", "window", "per_query_block")
+        _lines(axes, panel, "window", "per_query_block")
         fewest = panel.assign(fewest=panel.per_query_block * panel.used).drop_duplicates("window")
         axes.plot(fewest.window, fewest.fewest, color="black", ls="--", label="if no pair were wasted")
         axes.set(title=f"blocks of {size}", xlabel="window [cells a side]", yscale="log")
@@ -69,7 +69,7 @@ def draw_exchange(data: pd.DataFrame, *, title: str) -> Figure:
     panels = figure.subplots(1, 2)
     titles = {"total_bytes": "all ranks together", "most_bytes": "the rank that receives most"}
     for axes, (column, label) in zip(panels, titles.items(), strict=True):
-        _lines(axes, data.assign(mib=data[column] / 2**20), "order", "ranks", "mib")
+        _lines(axes, data.assign(mib=data[column] / 2**20), "ranks", "mib")
         axes.set(title=label, xlabel="ranks", yscale="log")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(data.ranks.unique()), sorted(data.ranks.unique()))
@@ -105,7 +105,9 @@ def draw_speedups(data: pd.DataFrame, *, block_size: int, source: str) -> Figure
             axes.set_xticks(range(len(windows)), windows)
             axes.axhline(1, color="black", lw=0.8)
             axes.set(title=f"{direction}, {side} x {side}")
-            _plain_log(axes)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.grid(color="#DDDDDD")
         axes_row[0].set_ylabel("time, raster over order")
     for axes in panels[-1]:
         axes.set_xlabel("window [cells a side]")
@@ -136,15 +138,9 @@ def draw_time_by_blocks(data: pd.DataFrame, *, source: str) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, data: pd.DataFrame, name: str, x: str, y: str) -> None:
-    for label, rows in data.groupby(name, sort=False):
-        axes.plot(rows[x], rows[y], color=COLOURS[label], marker=MARKERS[label], label=label, fillstyle="none")
-    axes.grid(color="#DDDDDD")
-
-
-def _plain_log(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
+def _lines(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
+    for order, rows in data.groupby("order", sort=False):
+        axes.plot(rows[x], rows[y], color=COLOURS[order], marker=MARKERS[order], label=order, fillstyle="none")
     axes.grid(color="#DDDDDD")
 
 
