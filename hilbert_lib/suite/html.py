@@ -38,10 +38,6 @@ main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
 PageOf = Callable[[str], str | None]  # where the page of a notebook lies, by its name; None where there is none
 
 
-def _no_page(_name: str) -> None:
-    return None
-
-
 class _Renderer(IPythonRenderer):
     """Markdown with formulas as MathML, and with links between notebooks led to their HTML, or to nothing."""
 
@@ -69,7 +65,7 @@ class _Renderer(IPythonRenderer):
 
 
 class _OfflineExporter(HTMLExporter):
-    page_of: PageOf = staticmethod(_no_page)
+    page_of: PageOf
 
     @pass_context
     def markdown2html(self, context, source: str) -> str:
@@ -77,7 +73,7 @@ class _OfflineExporter(HTMLExporter):
         return markdown_html(source, self.page_of, attachments)
 
 
-def markdown_html(source: str, page_of: PageOf = _no_page, attachments: dict | None = None) -> str:
+def markdown_html(source: str, page_of: PageOf = lambda _name: None, attachments: dict | None = None) -> str:
     """Markdown as HTML, its formulas as MathML.
 
     Args:

@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,18 +152,3 @@ def read_parameter_file(path: Path) -> dict[str, object]:
     if sections:
         raise ValueError(f"{path} must be flat (`name: value`), got sections: {', '.join(map(str, sections))}")
     return {str(name): value for name, value in values.items()}
-
-
-def expand_grid(axes: dict[str, list[Value]]) -> list[dict[str, Value]]:
-    """Every combination of the values, the last name turning fastest.
-
-    Args:
-        axes: name to values.
-
-    Returns:
-        One dictionary a point; a single empty one without axes.
-
-    >>> expand_grid({"rate": [1, 2], "seed": [0]})
-    [{'rate': 1, 'seed': 0}, {'rate': 2, 'seed': 0}]
-    """
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

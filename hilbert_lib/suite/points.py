@@ -1,6 +1,7 @@
 """Notebooks, and points: a notebook with values for its parameters, known by a key."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,6 @@ from hilbert_lib.suite.parameters import (
     Value,
     check_name,
     check_value,
-    expand_grid,
     parse_value,
     read_parameter_file,
     read_parameters,
@@ -207,7 +207,8 @@ def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, objec
             axes[name] = parse_value(name, text, f"list[{annotation}]")
         except TypeError as error:
             raise TypeError(f"each value of {name} must be {annotation}, got {text!r}") from error
-    points = [_make_point(notebook, {}, {**values, **choice}) for choice in expand_grid(axes)]
+    choices = (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values()))
+    points = [_make_point(notebook, {}, values | choice) for choice in choices]
     return list({point.name: point for point in points}.values())
 
 
