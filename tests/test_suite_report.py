@@ -171,6 +171,18 @@ def test_a_notebook_that_was_cut_off_does_not_stop_the_report(tmp_path):
     assert "cut off" in write_report(run_folder).read_text()
 
 
+def test_a_manifest_that_was_cut_off_does_not_stop_the_report_of_the_others(tmp_path):
+    run_folder = tmp_path / "local" / "cpu-1"
+    (make_run(run_folder) / "manifest.json").write_text("")
+    with pytest.raises(ValueError, match="no runs in"):
+        find_runs(tmp_path)
+    make_run(run_folder, "01_b")
+    assert find_runs(tmp_path) == [run_folder]
+    page = write_report(run_folder).read_text()
+    assert "1 of 1 finished" in page
+    assert "00_a" not in page
+
+
 def test_an_earlier_result_is_pointed_to_beside_a_failure(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
     make_run(run_folder)

@@ -51,7 +51,7 @@ def find_runs(folder: Path) -> list[Path]:
     """
     runs = sorted({manifest.parent.parent for manifest in folder.rglob(MANIFEST) if _is_shown(manifest.parent)})
     if not runs:
-        raise ValueError(f"no runs in {folder}: no folder there holds a {MANIFEST}")
+        raise ValueError(f"no runs in {folder}: no folder there holds a {MANIFEST} that can be read")
     return runs
 
 
@@ -113,7 +113,8 @@ def render(template: str, **content) -> str:
 
 
 def _is_shown(folder: Path) -> bool:
-    return not folder.name.startswith(".")  # hidden ones are still running
+    # Hidden ones are still running; what a loss of power left of a manifest tells nothing.
+    return not folder.name.startswith(".") and read_manifest(folder) is not None
 
 
 def _page_of(run_folder: Path, base: str, name: str) -> str | None:
