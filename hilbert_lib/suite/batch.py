@@ -18,7 +18,7 @@ def progress_bar() -> Progress:
 
 
 def run_points(
-    points: list[Point], run_folder: Path, facts: dict, *, timeout: float | None = None, force: bool = False
+    points: list[Point], run_folder: Path, facts: dict, *, timeout: float = 3600, force: bool = False
 ) -> dict[str, str]:
     """Run every point that is not finished; one that fails does not end the others.
 
@@ -26,7 +26,7 @@ def run_points(
         points: in the order of the run.
         run_folder: folder of the run-id; made where missing.
         facts: as `hilbert_lib.environment.environment` gives them.
-        timeout: seconds for each notebook; None waits for ever.
+        timeout: seconds for each notebook.
         force: run finished ones again, and begin unfinished ones anew.
 
     Returns:

@@ -65,7 +65,7 @@ def run_point(
     run_folder: Path,
     facts: dict,
     *,
-    timeout: float | None = None,
+    timeout: float = 3600,
     resume: bool = True,
     on_cell: Callable[[str, int], None] = lambda name, cell: None,
 ) -> dict:
@@ -79,7 +79,7 @@ def run_point(
         point: what to run.
         run_folder: folder of the run-id; made where missing.
         facts: as `hilbert_lib.environment.environment` gives them.
-        timeout: seconds for the whole notebook, and so for each of its cells; None waits for ever.
+        timeout: seconds for the whole notebook, and so for each of its cells.
         resume: whether to begin with the records of an attempt that did not finish.
         on_cell: called with the point's name and the number of each code cell when it starts.
 
@@ -123,8 +123,8 @@ def run_point(
     return manifest
 
 
-def _execute(point: Point, work: Path, timeout: float | None, on_cell: Callable[[], None]) -> None:
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
+def _execute(point: Point, work: Path, timeout: float, on_cell: Callable[[], None]) -> None:
+    deadline = time.monotonic() + timeout
 
     def check_time() -> None:
         if time.monotonic() >= deadline:
@@ -134,8 +134,8 @@ def _execute(point: Point, work: Path, timeout: float | None, on_cell: Callable[
         check_time()
         on_cell()
 
-    def seconds_left(_cell: NotebookNode) -> int | None:  # whole seconds: what nbclient counts in
-        return None if timeout is None else max(1, math.ceil(deadline - time.monotonic()))
+    def seconds_left(_cell: NotebookNode) -> int:  # whole seconds: what nbclient counts in
+        return max(1, math.ceil(deadline - time.monotonic()))
 
     parameters = dict(point.changes)
     if OUTPUT_DIR in point.notebook.parameters:
