@@ -176,11 +176,11 @@ def test_a_manifest_that_was_cut_off_does_not_stop_the_report_of_the_others(tmp_
     (make_run(run_folder) / "manifest.json").write_text("")
     with pytest.raises(ValueError, match="no runs in"):
         find_runs(tmp_path)
-    make_run(run_folder, "01_b")
+    point = make_run(run_folder, "01_b", prose="# Title\n\nSee [it](00_a.ipynb).")
     assert find_runs(tmp_path) == [run_folder]
-    page = write_report(run_folder).read_text()
-    assert "1 of 1 finished" in page
-    assert "00_a" not in page
+    pages = [path.read_text() for path in (write_report(run_folder), point / "01_b.html")]
+    assert "1 of 1 finished" in pages[0]
+    assert not any("00_a/" in page for page in pages)  # it has no page to lead to
 
 
 def test_an_earlier_result_is_pointed_to_beside_a_failure(tmp_path):

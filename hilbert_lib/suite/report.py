@@ -120,7 +120,7 @@ def _is_shown(folder: Path) -> bool:
 def _page_of(run_folder: Path, base: str, name: str) -> str | None:
     """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
     points = [run_folder / name, *sorted(run_folder.glob(f"{name}-" + "[0-9a-f]" * 8))]
-    return next((f"{base}{each.name}/{name}.html" for each in points if (each / MANIFEST).exists()), None)
+    return next((f"{base}{each.name}/{name}.html" for each in points if _is_shown(each)), None)
 
 
 def _runs_beside(run_folder: Path) -> list[Path]:
