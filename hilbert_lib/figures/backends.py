@@ -50,15 +50,12 @@ def _draw_ratios(axes: Axes, group: pd.DataFrame, names: list[str]) -> None:
             style = {"ha": "center", "va": "center", "color": "black" if pale else "white"}
             axes.text(column, row, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", **style)
         if names[column] == group.automatic.iloc[row]:
-            axes.add_patch(_frame(column, row))
+            corner = column - 0.48, row - 0.46
+            axes.add_patch(Rectangle(corner, 0.96, 0.92, fill=False, edgecolor="black", linewidth=1.8))
     axes.set_xticks(range(len(names)), names, rotation=45, ha="left")
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _frame(column: int, row: int) -> Rectangle:
-    return Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, fill=False, edgecolor="black", linewidth=1.8)
 
 
 def draw_ordering(data: pd.DataFrame, *, source: str) -> Figure:
