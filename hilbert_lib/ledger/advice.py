@@ -82,7 +82,7 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
 
 
 def _gain_on_grids(grids: Sequence[dict]) -> tuple:
-    gains = grid_gains(grids).query("direction == 'forward'")
+    gains = grid_gains(grids)
     most = gains.groupby("order").value.max()
     hilbert = gains[gains.order == "hilbert"].sort_values("value")
     worst, least = "", hilbert.iloc[0]

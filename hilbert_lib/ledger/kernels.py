@@ -98,26 +98,27 @@ def grid_places(records: Records) -> pd.DataFrame:
     """
     if not records:
         return pd.DataFrame()
-    ratios = _ratios(records, "neighbourhood").query("a == 'raster' and direction == 'forward'")
-    best = ratios.loc[ratios.groupby(["side", "window", "block_size"]).value.idxmax()]
+    gains = grid_gains(records)
+    best = gains.loc[gains.groupby(["side", "window", "block_size"]).value.idxmax()]
     # q, k, v and the output once, two bytes an element; two products of window**2 keys for each row of q.
     where = {"work": "window on a grid", "queries": 0, "dilation": 1, "intensity": best.window**2 / 2}
     where |= {"over_plain": best.value, "over_plain_low": best.low}  # raster order has no table
-    table = best.assign(length=best.side**2, row_bytes=2 * best.head_dim, order=best.b, **where)
+    table = best.assign(length=best.side**2, row_bytes=2 * best.head_dim, **where)
     return table[[*CASE, *INTERVAL, "order", "intensity", "over_plain", "over_plain_low"]]
 
 
 def grid_gains(records: Records) -> pd.DataFrame:
-    """Time of raster order over that of every other order of the tokens of a grid, forward and backward.
+    """Time of raster order over that of every other order of the tokens of a grid, forward.
 
     Args:
         records: of notebook 08.
 
     Returns:
-        order, side, window, block_size, direction and the interval.
+        order, side, window, block_size, head_dim and the interval.
     """
-    ratios = _ratios(records, "neighbourhood").query("a == 'raster'")
-    return ratios[["b", "side", "window", "block_size", "direction", *INTERVAL]].rename(columns={"b": "order"})
+    ratios = _ratios(records, "neighbourhood").query("a == 'raster' and direction == 'forward'")
+    columns = ["order", "side", "window", "block_size", "head_dim", *INTERVAL]
+    return ratios.rename(columns={"b": "order"})[columns]
 
 
 def fused_speeds(records: Records) -> pd.DataFrame:

@@ -95,7 +95,7 @@ def _orders(records: Records) -> list[tuple[str, str]]:
 
 
 def _grid(grids: Records) -> tuple[str, str]:
-    gains = grid_gains(grids).query("direction == 'forward'")
+    gains = grid_gains(grids)
     best = gains[gains.order == "hilbert"].sort_values("value").iloc[-1]
     work = ["side", "window", "block_size"]
     there = gains[(gains[work] == best[work]).all(axis=1)].set_index("order").value
