@@ -1,6 +1,6 @@
 """What follows for a reader: plain sentences, each with its numbers from the records, and the premise below it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import floor
 
 import pandas as pd
@@ -9,6 +9,7 @@ from hilbert_lib.claims import LAYOUTS, REFERENCE, reference_pattern
 from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.ledger.claim import Answer, read_ledger
 from hilbert_lib.ledger.kernels import (
+    Records,
     behind_packages,
     claimed_pairs,
     fused_speeds,
@@ -31,9 +32,7 @@ CHOICE, KERNELS, GRIDS = "05_backend_selection", "06_kernel_benchmarks", "08_whe
 WHOLE_LINES = f"row_bytes % {LINE_BYTES} == 0 and work == 'whole sequence'"
 
 
-def advice(
-    records: Sequence[dict], grids: Sequence[dict], choices: Sequence[dict], answers: Mapping[str, Answer]
-) -> pd.DataFrame:
+def advice(records: Records, grids: Records, choices: Records, answers: Mapping[str, Answer]) -> pd.DataFrame:
     """When to use dilated attention, in which order to store, which backend to take, and how many GPUs.
 
     Args:
@@ -51,7 +50,7 @@ def advice(
     return pd.DataFrame(rows, columns=["about", "advice", "premise", "rests_on"])
 
 
-def short_answer(records: Sequence[dict], grids: Sequence[dict], choices: Sequence[dict]) -> pd.DataFrame:
+def short_answer(records: Records, grids: Records, choices: Records) -> pd.DataFrame:
     """When a Hilbert order makes attention faster, in three sentences.
 
     Args:
@@ -66,11 +65,11 @@ def short_answer(records: Sequence[dict], grids: Sequence[dict], choices: Sequen
     return pd.DataFrame(rows, columns=["answer", "premise", "rests_on"])
 
 
-def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
+def _nothing_in_sequences(records: Records) -> tuple:
     hilbert, best = _whole_lines(records)
     printed = read_ledger()["K3"]
     left = claimed_pairs(records, **printed.options).set_index("pair").loc[LAYOUTS]
-    plain = ratio_table(list(records), "layouts").query(f"b == '{NO_TABLE}' and row_bytes % {LINE_BYTES} == 0").ratio
+    plain = ratio_table(records, "layouts").query(f"b == '{NO_TABLE}' and row_bytes % {LINE_BYTES} == 0").ratio
     text = (
         f"Not in dilated attention over a sequence: with rows of whole cache lines ({_head_dims(hilbert)}) storage "
         f"along a Hilbert curve gave {hilbert.value.min():.2f} to {hilbert.value.max():.2f} times the speed of "
@@ -81,7 +80,7 @@ def _nothing_in_sequences(records: Sequence[dict]) -> tuple:
     return text, _is_nothing(hilbert, best) and left.low < 1.05, KERNELS
 
 
-def _gain_on_grids(grids: Sequence[dict]) -> tuple:
+def _gain_on_grids(grids: Records) -> tuple:
     gains = grid_gains(grids)
     most = gains.groupby("order").value.max()
     hilbert = gains[gains.order == "hilbert"].sort_values("value")
@@ -102,7 +101,7 @@ def _gain_on_grids(grids: Sequence[dict]) -> tuple:
     return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
 
 
-def _what_makes_it_fast(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
+def _what_makes_it_fast(records: Records, choices: Records) -> tuple:
     long, speeds = 131072, fused_speeds(records)
     speeds = speeds[speeds.head_dim == speeds.head_dim.max()].set_index("direction")
     over, gpu = speeds.times_as_fast, records[-1]["environment"]["gpus"][0]["name"]
@@ -134,7 +133,7 @@ def _pattern(timed: Answer) -> tuple:
     return "when", text, 1 < saved[short] < saved[long], f"counts of the pattern; {timed.source or timed.verdict}"
 
 
-def _order(records: Sequence[dict]) -> tuple:
+def _order(records: Records) -> tuple:
     hilbert, best = _whole_lines(records)
     text = (
         f"Leave k and v in the order of the sequence. With rows of whole cache lines ({_head_dims(hilbert)}) "
@@ -145,7 +144,7 @@ def _order(records: Sequence[dict]) -> tuple:
     return "which order", text, _is_nothing(hilbert, best), KERNELS
 
 
-def _whole_lines(records: Sequence[dict]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _whole_lines(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     # What the Hilbert order gains, and the best of all orders, where an order can save neither sectors nor lines.
     return layout_ratios(records, where=WHOLE_LINES), layout_ratios(records, order="best", where=WHOLE_LINES)
 
@@ -159,7 +158,7 @@ def _is_nothing(hilbert: pd.DataFrame, best: pd.DataFrame) -> bool:
     return not (hilbert.low > FASTER).any() and best.value.max() < 1.05
 
 
-def _order_of_small_rows(records: Sequence[dict]) -> tuple:
+def _order_of_small_rows(records: Records) -> tuple:
     one = over_sequence(records, where="work == 'decoding' and dilation > 1")
     one = one[one.queries == one.queries.min()]
     residue = one[one.order == "residue"]
@@ -179,7 +178,7 @@ def _order_of_small_rows(records: Sequence[dict]) -> tuple:
     return "which order", text, bool(gains) and ahead, KERNELS
 
 
-def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
+def _order_of_a_grid(grids: Records) -> tuple:
     best = grid_places(grids)
     widest = best.loc[best.value.idxmax()]
     orders = best.order.value_counts()
@@ -192,7 +191,7 @@ def _order_of_a_grid(grids: Sequence[dict]) -> tuple:
     return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
 
 
-def _behind(choices: Sequence[dict]) -> list[str]:
+def _behind(choices: Records) -> list[str]:
     # Where each package that is ahead of the fused kernel somewhere is so the most.
     most = behind_packages(choices).drop_duplicates("other")
     return [
@@ -209,8 +208,8 @@ def _work_of(work) -> str:
     return f"{work.direction} at {work.length:,} tokens, head_dim {work.head_dim}{causal}{rates}"
 
 
-def _backend(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
-    pairs = ratio_table(list(records), "backends")
+def _backend(records: Records, choices: Records) -> tuple:
+    pairs = ratio_table(records, "backends")
     work = ["length", "pattern", "head_dim", "is_causal", "direction"]
     closest = pairs.loc[pairs.groupby(work).ratio.idxmin()]
     ahead, behind = closest[closest.low > 1], closest[closest.high < 1]
@@ -224,7 +223,7 @@ def _backend(records: Sequence[dict], choices: Sequence[dict]) -> tuple:
     return "which backend", " ".join([f"{text}.", *packages]), len(ahead) > 0.8 * len(closest), f"{CHOICE}, {KERNELS}"
 
 
-def _gpus(records: Sequence[dict], timed: Answer) -> tuple:
+def _gpus(records: Records, timed: Answer) -> tuple:
     gpu = records[-1]["environment"]["gpus"][0]
     tokens, ranks = 2**20, 8
     pattern = spanning_pattern(tokens, REFERENCE[0][0])

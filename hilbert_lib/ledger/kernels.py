@@ -19,7 +19,7 @@ from hilbert_lib.memory_benchmarks import pool_table
 from hilbert_lib.paired import ratio_table, side_table
 from hilbert_lib.safety.benchmarks import outcome_table
 
-Records = Sequence[dict]
+Records = list[dict]  # of a results.jsonl
 INTERVAL = ["value", "low", "high"]
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
 CASE = ["work", "length", "queries", "row_bytes", "dilation"]
@@ -81,7 +81,7 @@ def places(records: Records) -> pd.DataFrame:
         `layout_ratios` of the "best" order; intensity, useful FLOP for each useful byte; and over_plain and
         over_plain_low, what that order gains over linear storage that is read without a table.
     """
-    sides = pd.concat([side_table(list(records), sweep).assign(work=work) for sweep, work in WORKS.items()])
+    sides = pd.concat([side_table(records, sweep).assign(work=work) for sweep, work in WORKS.items()])
     linear = sides[sides.name == "linear"].set_index(CASE)
     intensity = (linear.useful_flop / linear.useful_bytes).rename("intensity")
     plain = over_sequence(records).set_index([*CASE, "order"])[["value", "low"]]
@@ -133,11 +133,11 @@ def fused_speeds(records: Records) -> pd.DataFrame:
         others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
-    sides = side_table(list(records), "backends").query(reference)
+    sides = side_table(records, "backends").query(reference)
     timed = sides.groupby("length").name.nunique()
     sides = sides[sides.length == max(timed.index, key=lambda n: (timed[n], n))].sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
-    pairs = ratio_table(list(records), "backends").query(reference)
+    pairs = ratio_table(records, "backends").query(reference)
     least = pairs[pairs.length == sides.length.iloc[0]].groupby(case).ratio.min().rename("times_as_fast")
     others = sides[sides.name != "triton"]
     names = ", ".join(sorted(others.name.unique()))
@@ -157,7 +157,7 @@ def over_packages(choices: Records, *, length: int) -> pd.DataFrame:
     Returns:
         direction, head_dim, other (its name) and ratio, the largest head first; empty where there was none.
     """
-    pairs = ratio_table(list(choices), "selection").query("pattern == 'reference' and not is_causal")
+    pairs = ratio_table(choices, "selection").query("pattern == 'reference' and not is_causal")
     pairs = pairs[(pairs.length == length) & pairs.a.map(lambda name: bool(backends.BACKENDS[name].package))]
     closest = pairs.sort_values("ratio").drop_duplicates(["direction", "head_dim"]).rename(columns={"a": "other"})
     closest = closest.sort_values(["head_dim", "direction"], ascending=[False, True])
@@ -174,7 +174,7 @@ def behind_packages(choices: Records) -> pd.DataFrame:
         other (its name), pattern, branches, length, head_dim, is_causal, direction and ratio (the fused kernel's time
         over its own), the largest ratio first; empty where there is none.
     """
-    pairs = ratio_table(list(choices), "selection")
+    pairs = ratio_table(choices, "selection")
     first, second = pairs[pairs.b == "triton"], pairs[pairs.a == "triton"]
     both = pd.concat([first.assign(other=first.a, ratio=1 / first.ratio), second.assign(other=second.b)])
     both = both[both.other.map(lambda name: bool(backends.BACKENDS[name].package)) & (both.ratio > 1)]
@@ -359,7 +359,7 @@ def _counted_in(values: pd.Series) -> pd.DataFrame:
 
 
 def _ratios(records: Records, sweep: str) -> pd.DataFrame:
-    return _intervals(ratio_table(list(records), sweep))
+    return _intervals(ratio_table(records, sweep))
 
 
 def _intervals(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,17 +1,21 @@
 """The numbers that a stranger reads first, a line each, from the newest records."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, WHOLE_LINES
-from hilbert_lib.ledger.kernels import CASE, fused_speeds, grid_gains, layout_ratios, over_packages, over_sequence
+from hilbert_lib.ledger.kernels import (
+    CASE,
+    Records,
+    fused_speeds,
+    grid_gains,
+    layout_ratios,
+    over_packages,
+    over_sequence,
+)
 from hilbert_lib.paired import ratio_table
 
 RING = "07_ring_attention"
 ORDERS = ("hilbert", "morton", "tile")  # the compact ones
-
-Records = Sequence[dict]
 
 
 def key_numbers(records: Records, grids: Records, rings: Records, choices: Records) -> pd.DataFrame:
@@ -56,7 +60,7 @@ def _packages(records: Records, choices: Records) -> list[tuple[str, str]]:
 
 def _public(records: Records) -> list[tuple[str, str]]:
     # torchscale is the implementation that LongNet's authors published.
-    pairs = ratio_table(list(records), "backends")
+    pairs = ratio_table(records, "backends")
     here = pairs.length == fused_speeds(records).length.iloc[0]
     pairs = pairs[here & (pairs.a == "torchscale") & (pairs.pattern == "reference") & ~pairs.is_causal]
     pairs = pairs.sort_values(["direction", "head_dim"], ascending=False)
