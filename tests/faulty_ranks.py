@@ -17,11 +17,23 @@ from hilbert_lib.ring.attention import ring_dilated_attention
 
 def sum_of_ranks(arguments: dict) -> dict:
     """What a rank of a sound group knows: the sum of all ranks and of a number that it was given."""
-    print("printed by a rank", flush=True)
+    print(f"printed by rank {dist.get_rank()}")
     total = torch.tensor([dist.get_rank() + arguments.get("start", 0)], device=device())
     dist.all_reduce(total)
     facts = {"rank": dist.get_rank(), "threads": torch.get_num_threads(), "backend": dist.get_backend()}
     return {**facts, "total": total.item(), "device": total.device.index}
+
+
+def is_heard(arguments: dict) -> bool:
+    """Whether what this rank prints is seen while it runs: whoever sees it makes a file."""
+    print(f"rank {dist.get_rank()} has begun")
+    print("half a line", end="")
+    if dist.get_rank() == 0:
+        for _ in range(100):
+            if Path(arguments["file"]).exists():
+                return True
+            time.sleep(0.1)
+    return False
 
 
 def last_rank_breaks(arguments: dict) -> object:

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hilbert_lib.ring.workers import run_ranks
+from hilbert_lib.ring.workers import RankError, run_ranks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", README, re.S | re.M)
@@ -30,7 +31,27 @@ def test_every_rank_is_called_with_the_arguments_and_its_value_comes_back_in_ord
     results = run_ranks("faulty_ranks:sum_of_ranks", 2, {"start": 5}, backend="gloo")
     shared = {"total": 11, "threads": 1, "backend": "gloo", "device": None}
     assert results == [{"rank": rank, **shared} for rank in range(2)]
-    assert capfd.readouterr() == ("", ""), "what ranks print is theirs"
+    assert capfd.readouterr() == ("printed by rank 0\n", ""), "what the others print is theirs"
+
+
+def test_what_rank_0_prints_is_seen_while_it_runs(tmp_path, monkeypatch):
+    seen = []
+
+    def write(text):
+        seen.append(text)
+        (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
+    assert run_ranks("faulty_ranks:is_heard", 2, {"file": str(tmp_path / "seen")}, backend="gloo") == [True, False]
+    assert "".join(seen) == "rank 0 has begun\nhalf a line"
+
+
+def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, monkeypatch):
+    call = "from hilbert_lib.ring.workers import run_ranks\nrun_ranks('without_guard:attend', 1, backend='gloo')\n"
+    (tmp_path / "without_guard.py").write_text(f"{call}\ndef attend(arguments):\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankError, match=r"rank 0 failed: RuntimeError: run_ranks was called while a rank imports"):
+        import without_guard  # noqa: F401
 
 
 @pytest.mark.parametrize(

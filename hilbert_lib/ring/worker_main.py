@@ -24,6 +24,7 @@ from hilbert_lib.environment import prepare_kernels
 from hilbert_lib.files import write_whole
 
 AGENT = "HILBERT_AGENT"  # environment variable with the number of the process whose end ends the ranks
+IMPORTING = "HILBERT_IMPORTING"  # environment variable that is set while a rank imports its target
 BEAT_SECONDS = 0.25
 TELL_SECONDS = 0.5  # in which others that fail too, by the same cause, can tell: torchrun ends all once one has gone
 START_SECONDS = 300.0  # in which all ranks have to be there: machines start at different times
@@ -105,7 +106,9 @@ def beat_file(folder: Path, rank: int) -> Path:
 def _call(target: str, arguments: Path | None, results: Path, backend: str | None, stall_seconds: float) -> None:
     prepare_kernels()
     module, function = target.split(":")
+    os.environ[IMPORTING] = target
     function = getattr(importlib.import_module(module), function)
+    del os.environ[IMPORTING]
     order = {} if arguments is None else json.loads(arguments.read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -18,7 +18,7 @@ from torch.distributed.run import parse_args, run
 
 from hilbert_lib.checks import integer, positive
 from hilbert_lib.ring.header import REFUSED
-from hilbert_lib.ring.worker_main import AGENT, BACKENDS, STALL_SECONDS, beat_file, result_file
+from hilbert_lib.ring.worker_main import AGENT, BACKENDS, IMPORTING, STALL_SECONDS, beat_file, result_file
 from hilbert_lib.safety.isolated import LAST_LINES, diagnosis, run_isolated
 from hilbert_lib.safety.watch import Peaks
 
@@ -60,9 +60,12 @@ def run_ranks(
 ) -> list:
     """Call a function on every rank of a process group, each a process of its own started by torchrun.
 
+    What rank 0 prints appears here line by line, as it comes; of the others' output the last lines stand in an error.
+
     Args:
         target: "module:function", importable from here. It finds the process group initialised, and with nccl its GPU
-            made the current device.
+            made the current device. Each rank imports the module: where that calls `run_ranks` itself, it must do so
+            under `if __name__ == "__main__":`.
         ranks: how many, at least 1.
         arguments: what it is called with, a dictionary that JSON can hold; by default an empty one.
         seconds: all ranks are ended after this time.
@@ -78,10 +81,15 @@ def run_ranks(
         RankError: when a rank fails, dies, stalls, takes too long or returns while another one waits for it; all ranks
             are ended then.
         TypeError, ValueError: naming the argument, its value and what is allowed.
+        RuntimeError: in a rank that imports its target.
 
     >>> run_ranks("builtins:dict", 2, {"tokens": 8}, backend="gloo")
     [{'tokens': 8}, {'tokens': 8}]
     """
+    if importing := os.environ.get(IMPORTING):  # each rank would start as many, and so on
+        raise RuntimeError(
+            f"run_ranks was called while a rank imports {importing!r}: put the call under if __name__ == '__main__'"
+        )
     ranks = integer("ranks", ranks, least=1)
     backend = _backend(backend, ranks)
     if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
@@ -108,6 +116,7 @@ def run_ranks(
             on_record=lambda record: exits.update({int(rank): code for rank, code in record["exits"].items()}),
             watch=lambda pid: supervisor,
         )
+        supervisor.tell(is_over=True)
         if found := supervisor.error():
             raise found
         if ending.status != "ok":
@@ -136,13 +145,15 @@ def launch(options: list[str]) -> Iterator[dict]:
 
 
 class _Supervisor:
-    """Finds the ranks that stall or take too long; `run_isolated` asks it as it asks a `Watcher`."""
+    """Finds the ranks that stall or take too long; `run_isolated` asks it as it asks a `Watcher`. Tells what rank 0
+    prints."""
 
     def __init__(self, folder: Path, ranks: int, seconds: float, stall_seconds: float):
         self.peaks = Peaks()
         self._folder, self._ranks = folder, ranks
         self._seconds, self._stall_seconds = seconds, stall_seconds
         self._found = None
+        self._told_bytes = 0
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
@@ -156,8 +167,20 @@ class _Supervisor:
                 os.kill(int(beat_file(self._folder, rank).read_text()), signal.SIGTERM)
         time.sleep(DUMP_SECONDS)
 
+    def tell(self, *, is_over: bool = False) -> None:
+        """Print the whole lines that rank 0 has printed since the last time, and in the end what is left."""
+        for path in self._folder.glob("*/attempt_0/0/stdout.log"):
+            with path.open("rb") as file:
+                file.seek(self._told_bytes)
+                printed = file.read()
+            told = printed if is_over else printed[: printed.rfind(b"\n") + 1]
+            self._told_bytes += len(told)
+            if told:
+                print(told.decode(errors="replace"), end="", flush=True)
+
     @property
     def cause(self) -> str:
+        self.tell()
         running = tuple(rank for rank in range(self._ranks) if not result_file(self._folder, rank).exists())
         silent = tuple(rank for rank in running if _silence(self._folder, rank) > self._stall_seconds)
         silent = tuple(rank for rank in silent if _lives(self._folder, rank))  # how others end, torchrun tells
