@@ -329,6 +329,42 @@ def test_torchs_encoder_of_dense_layers_gives_the_same_with_ours():
     torch.testing.assert_close(out[~PADDED], expected[~PADDED])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torchs_leaves_padding_out_in_evaluation():
+    # Built of dense layers, it then makes lists of padded sequences, and gives its layers no mask.
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True), 2).eval()
+    for layer in encoder.layers:
+        layer.self_attn = multihead()
+    x = tokens(2, LENGTH)
+    expected = encoder(x, src_key_padding_mask=PADDED)
+    with torch.no_grad():
+        out = encoder(x, src_key_padding_mask=PADDED)
+    torch.testing.assert_close(out[~PADDED], expected[~PADDED])
+    assert not out[PADDED].any(), "it was no list"
+
+
+@pytest.mark.parametrize("how", ["compile", "export"])
+def test_a_program_asserts_the_values_of_a_floating_mask(how):
+    ours, x, mask = multihead(), tokens(2, LENGTH), MASKS["float"]
+    if how == "compile":
+        program = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    else:
+        program = torch.export.export(ours, (x,), {"key_padding_mask": mask}).module()
+    torch.testing.assert_close(program(x, key_padding_mask=mask)[0], ours(x, key_padding_mask=mask)[0])
+    with pytest.raises(RuntimeError, match="key_padding_mask must be bool, or hold 0 and -inf alone"):
+        program(x, key_padding_mask=mask - 1)
+
+
+def test_parameters_made_on_the_meta_device_are_drawn_as_others_are():
+    ours = multihead(device="meta").to_empty(device="cpu")
+    for parameter in ours.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(0)
+    ours.reset_parameters()
+    for name, parameter in multihead().named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+
+
 class ByteModel(nn.Module):
     """Predicts the next byte: an embedding, one layer of torch's with our attention, and a head."""
 
@@ -376,8 +412,11 @@ BAD = {
         tokens(1, LENGTH), tokens(1, 9), tokens(1, 9)
     ),
     r"query must be tokens of size 16 in 2 or 3 dimensions": lambda: multihead()(torch.ones(1, LENGTH, 8)),
-    r"query must be a dense \(strided\) tensor, got a nested one": lambda: multihead()(
+    r"query must be a dense \(strided\) tensor, got a nested one": lambda: multihead(batch_first=False)(
         torch.nested.nested_tensor([tokens(3), tokens(4)])
+    ),
+    r"key must be a dense \(strided\) tensor, got a nested one": lambda: multihead()(
+        tokens(2, 4), *[torch.nested.nested_tensor([tokens(3), tokens(4)])] * 2
     ),
     r"q must be a dense \(strided\) tensor, got a nested one": lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(
         *[torch.nested.nested_tensor([tokens(3, HEADS), tokens(4, HEADS)])] * 3

@@ -121,7 +121,8 @@ class DilatedAttention(nn.Module):
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Self-attention with projections, to put where a `torch.nn.MultiheadAttention` stands, layers of torch included.
+    """Self-attention with projections, to put where a `torch.nn.MultiheadAttention` stands, layers of torch included:
+    `layer.self_attn = MultiheadDilatedAttention(...)`.
 
     Parameters have the names, shapes and first values of nn.MultiheadAttention's, so that each loads the other's state
     dict; with one branch (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
@@ -189,11 +190,21 @@ class MultiheadDilatedAttention(nn.Module):
         rows = sum(self._projected())
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
         self.register_parameter(
-            "in_proj_bias", nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
+            "in_proj_bias", nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         )
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+        self._reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
+        self.out_proj.reset_parameters()
+        self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        # By nn.MultiheadAttention's name; there as here `out_proj` has drawn its weight before.
         nn.init.xavier_uniform_(self.in_proj_weight)
-        if bias:
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
 
     def forward(
@@ -211,12 +222,14 @@ class MultiheadDilatedAttention(nn.Module):
 
         Args:
             query: tokens, (batch, seq, embed_dim) with batch_first, otherwise (seq, batch, embed_dim), or (seq,
-                embed_dim); on the device of the parameters and, unless autocast casts both, of their dtype.
+                embed_dim); on the device of the parameters and, unless autocast casts both, of their dtype. With
+                batch_first also a strided nested tensor, which nn.TransformerEncoder makes of padded sequences in
+                evaluation; the output is one too.
             key, value: tensors like query, of its shape, such as query itself, which both are by default.
             key_padding_mask: (batch, seq), or (seq,) for one sequence: bool, True = no weight; or, as torch's layers
-                give it, floating with -inf for no weight and 0 otherwise, whose values are checked: the host then waits
-                for the device, so that such a mask can be neither captured nor compiled into one graph. Tokens left
-                without keys give the output projection's bias.
+                give it, floating with -inf for no weight and 0 otherwise. Its values are checked: the host then waits
+                for the device, so that such a mask cannot be captured by a CUDA graph; where it is compiled or
+                exported, the program asserts them. Tokens left without keys give the output projection's bias.
             need_weights: False; the weights are never all in memory.
             attn_mask: None, or with is_causal the causal mask: trusted to be it, as nn.MultiheadAttention does.
             average_attn_weights: of no effect, as no weights are returned.
@@ -238,10 +251,12 @@ class MultiheadDilatedAttention(nn.Module):
                 f"shape {tuple(attn_mask.shape)}"
             )
         key, value = query if key is None else key, query if value is None else value
+        if key is query and value is query and key_padding_mask is None and self._is_list(query):
+            return self._of_list(query, attn_mask, is_causal), None
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            if x.is_nested:  # of nn.TransformerEncoder, unless it was built with enable_nested_tensor=False
+            if x.is_nested:
                 raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one: pad it and pass a mask")
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
                 raise ValueError(
@@ -264,6 +279,18 @@ class MultiheadDilatedAttention(nn.Module):
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
+
+    def _is_list(self, query: Tensor) -> bool:
+        # What nn.TransformerEncoder makes of padded sequences in evaluation, whose layers are then given no mask.
+        return isinstance(query, Tensor) and query.is_nested and query.layout is torch.strided and self.batch_first
+
+    def _of_list(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        lengths = [len(tokens) for tokens in query.unbind()]
+        padded = query.to_padded_tensor(0.0)
+        ends = torch.tensor(lengths, device=query.device)
+        is_padding = torch.arange(padded.shape[1], device=query.device) >= ends[:, None]
+        out, _ = self(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
+        return torch.nested.as_nested_tensor([tokens[:end] for tokens, end in zip(out, lengths, strict=True)])
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         sizes = self._projected()
@@ -291,6 +318,9 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
         return mask
     padded = mask == -torch.inf
     allowed = padded | (mask == 0)
-    if not torch.all(allowed):
-        raise ValueError(f"key_padding_mask must be bool, or hold 0 and -inf alone; got {mask[~allowed][0].item()}")
+    told = "key_padding_mask must be bool, or hold 0 and -inf alone"
+    if torch.compiler.is_compiling():  # a program cannot branch on values, but asserts them where it runs
+        torch._assert_async(torch.all(allowed), told)
+    elif not torch.all(allowed):
+        raise ValueError(f"{told}; got {mask[~allowed][0].item()}")
     return padded
