@@ -5,6 +5,7 @@
 all of these. They check nothing: `api.py` does.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
@@ -119,7 +120,7 @@ def _fake_backward(
 
 
 # Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
-# bookkeeping in every forward as all the rest of a call. Without setup_context torch.func refuses them.
+# bookkeeping in every forward as all the rest of a call.
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
@@ -153,6 +154,18 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
 
 
+def _differentiable(function: type[torch.autograd.Function]) -> Callable:
+    def apply(*args):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "dilated_attention has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it "
+                "by backward() or torch.autograd.grad"
+            )
+        return function.apply(*args)
+
+    return apply
+
+
 def _refuse_vmap(*_args) -> None:
     raise RuntimeError("dilated_attention has no rule for torch.func.vmap: put what it maps over into the batch")
 
@@ -179,11 +192,11 @@ def _as_given(device: torch.device) -> AbstractContextManager:
     return nullcontext()
 
 
-for _name, _run, _fake, _differentiable in (
+for _name, _run, _fake, _function in (
     ("dilated_attention", _run_forward, _fake_forward, _Differentiable),
     ("dilated_attention_backward", _run_backward, _fake_backward, _Once),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _differentiable.apply, "Autograd")
+    _LIBRARY.impl(_name, _differentiable(_function), "Autograd")
     _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")
     torch.library.register_fake(f"hilbert_lib::{_name}", _fake, lib=_LIBRARY)
