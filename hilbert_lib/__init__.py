@@ -27,7 +27,7 @@ seed_kernel the documents' pair of kernels, restated
 kernel_benchmarks the sweeps of notebook 06
 graph_benchmarks modules called and replayed as CUDA graphs
 memory_benchmarks memory pools and caches of patterns, measured
-neighbourhood windows on grids: which blocks of which order they touch; neighbourhood_benchmarks times them
+neighbourhood windows on grids: which blocks of which order they touch; attention/neighbourhood.py computes them
 counter_benchmarks hardware counters beside the model of caches
 claims      the documents' claims, and what measures them again
 ring        exact dilated attention over several ranks
@@ -39,7 +39,9 @@ cli         the `hilbert` command; cli_bench, cli_plan and cli_claims its subcom
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.attention.neighbourhood import neighbourhood_attention
 from hilbert_lib.hardware import GpuInfo, get_gpu_info
+from hilbert_lib.neighbourhood import Neighbourhood
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
@@ -59,6 +61,7 @@ __all__ = [
     "GpuInfo",
     "MemorySafetyChecker",
     "MultiheadDilatedAttention",
+    "Neighbourhood",
     "Ordering",
     "OrderingSpec",
     "ProgressiveTester",
@@ -70,6 +73,7 @@ __all__ = [
     "estimate_memory",
     "explain_backend",
     "get_gpu_info",
+    "neighbourhood_attention",
     "plan_ring",
     "ring_dilated_attention",
     "select_attention_backend",

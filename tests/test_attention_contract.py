@@ -219,7 +219,7 @@ def test_second_derivatives_and_torch_func_raise(backend):
     (grad,) = torch.autograd.grad(run(leaves[0]), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         grad.sum().backward()
-    with pytest.raises(RuntimeError, match="no rule for torch.func's grad"):
+    with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
         torch.func.grad(run)(leaves[0])
 
 

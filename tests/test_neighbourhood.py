@@ -252,6 +252,28 @@ def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ordering": "hilbert"}, "ordering must be of class Ordering, got 'hilbert'"),
+        ({"ordering": Ordering.linear(30)}, "ordering must have the 12 tokens of the grid, got 30"),
+        ({"neighbourhood": (3, 4)}, r"neighbourhood must be of class Neighbourhood, got \(3, 4\)"),
+        (
+            {"neighbourhood": Neighbourhood((3, 3), 1)},
+            r"q must have the 9 tokens of the grid, got .*12, 2, 8\)",
+        ),
+        ({"k": torch.ones(1, 12, 2, 8)}, r"k must have the dtype of q \(torch.float64\), got torch.float32"),
+        ({name: torch.ones(1, 12, 1, 8, dtype=torch.float64) for name in "kv"}, r"k must have the shape of q .*1, 8\)"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changed, message):
+    near = Neighbourhood((3, 4), 2)
+    call = dict(zip("qkv", tensors(near), strict=True)) | {"neighbourhood": near, "ordering": Ordering.linear(12)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        neighbourhood_attention(**call | changed)
+
+
 def test_nothing_depends_on_the_default_device():
     near = Neighbourhood((5, 8), 5)
     own = ordering(near, "hilbert")

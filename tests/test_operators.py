@@ -198,7 +198,7 @@ def test_what_is_not_implemented_raises(backend):
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="has no rule for torch"):
         torch.func.vmap(attend)(*(x.detach()[None] for x in tensors))
-    with pytest.raises(RuntimeError, match="no rule for torch.func's grad"):
+    with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
         torch.func.jvp(attend, tuple(tensors), tuple(tensors))
 
 

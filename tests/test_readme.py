@@ -20,10 +20,14 @@ SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", README.split("## From the doc
 HELP = re.findall(r"Example: hilbert ((?:run|sweep).*)$", (ROOT / "hilbert_lib/cli.py").read_text(), re.M)
 
 
-def test_the_library_example_runs_and_an_ordering_changes_nothing():
+def test_the_library_examples_run_and_an_ordering_changes_nothing():
+    first, grid = re.findall(r"```python\n(.*?)```", README, re.S)[:2]
     names = {}
-    exec(re.search(r"```python\n(.*?)```", README, re.S).group(1), names)
+    exec(first, names)
     assert names["out"].equal(names["same"])
+    exec(grid.replace("torch.randn", "torch.ones"), names)
+    assert names["out"].shape == (1, 1024, 8, 64)
+    torch.testing.assert_close(names["out"], torch.ones(1, 1024, 8, 64))
 
 
 @pytest.fixture

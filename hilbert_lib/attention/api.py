@@ -34,10 +34,12 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
 
-    Differentiable once in q, k and v. A query that sees no key has output 0, lse -inf and gradient 0.
+    Differentiable once in q, k and v, by autograd and not by torch.func. A query that sees no key has output 0, lse
+    -inf and gradient 0.
 
     Args:
-        q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64.
+        q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64. Heads come after
+            the sequence, unlike in `scaled_dot_product_attention`.
         k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides;
             where the last one is not 1, or on CUDA rows begin off a 16-byte address, the forward copies the tensor
             once, and the backward once more.
@@ -48,7 +50,8 @@ def dilated_attention(
             that of the undropped probabilities.
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
-            by default q, k and v cover the same positions and their lengths match.
+            by default q, k and v cover the same positions and their lengths match. Of a cache that is not full yet,
+            give the rows that are, or fill the rest with zeros: some backends multiply a NaN in it by a weight of 0.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always. With
             "auto" they come in sequence order, and the call stores them in another where measurements say that this
             is faster; `explain_backend` says what it chose.
@@ -138,7 +141,7 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 def _validated(
     q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
 ) -> tuple[Tensor, Tensor, Tensor, Call]:
-    q, k, v = _check_tensors(q, k, v)
+    q, k, v = check_tensors(q, k, v)
     check_pattern(pattern)
     pattern.check_heads(k.shape[2])
     boolean("is_causal", is_causal)
@@ -159,7 +162,13 @@ def _validated(
     return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts them; TypeError or ValueError unless their shapes, dtypes and devices fit together.
+
+    >>> q = torch.ones(1, 8, 2, 4)
+    >>> check_tensors(q, q, q)[0].dtype
+    torch.float32
+    """
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from hilbert_lib.attention.api import check_tensors
 from hilbert_lib.attention.flex import FLEX_BLOCK
 from hilbert_lib.attention.flex_compiled import compiled_flex_attention
+from hilbert_lib.checks import integer
 from hilbert_lib.neighbourhood import Neighbourhood, mask_blocks
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.shared_tables import cached_for_graphs
@@ -32,7 +34,7 @@ def neighbourhood_attention(
     differentiable on CUDA; on the CPU it runs in eager mode, with memory for length squared and without a gradient.
 
     Args:
-        q, k, v: (batch, seq, heads, head_dim), stored in `ordering` (`ordering.apply(x, dim=1)`).
+        q, k, v: (batch, seq, heads, head_dim), stored in `ordering` (`ordering.apply(x, dim=1)`), of one shape.
         neighbourhood: of a grid of seq cells.
         ordering: of the cells.
         block_size: tokens of a block of FlexAttention's mask, each way.
@@ -41,7 +43,7 @@ def neighbourhood_attention(
         The output, shaped and stored like q.
 
     Raises:
-        ValueError: if seq is not the number of cells, or the ordering has another length.
+        TypeError, ValueError: naming the argument, its value and what is allowed.
 
     FlexAttention: Dong et al., arXiv 2412.05496.
 
@@ -49,8 +51,16 @@ def neighbourhood_attention(
     >>> neighbourhood_attention(x, x, x, Neighbourhood((2, 2), 1), ordering=Ordering.linear(4)).flatten(2).tolist()
     [[[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]]
     """
-    if q.shape[1] != neighbourhood.length:
-        raise ValueError(f"q must have the {neighbourhood.length} tokens of the grid, got shape {tuple(q.shape)}")
+    q, k, v = check_tensors(q, k, v)
+    for name, x, kind in (("neighbourhood", neighbourhood, Neighbourhood), ("ordering", ordering, Ordering)):
+        if not isinstance(x, kind):
+            raise TypeError(f"{name} must be of class {kind.__name__}, got {x!r}")
+    block_size = integer("block_size", block_size, least=1)
+    _check_length(q, neighbourhood)
+    if ordering.length != neighbourhood.length:
+        raise ValueError(f"ordering must have the {neighbourhood.length} tokens of the grid, got {ordering.length}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
     mask = neighbourhood_mask(neighbourhood, ordering, block_size, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not q.is_cuda:
@@ -108,12 +118,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood) -> 
     >>> reference(0 * x, x, x, Neighbourhood((2, 2), 2)).flatten().tolist()
     [1.5, 1.5, 1.5, 1.5]
     """
-    if q.shape[1] != neighbourhood.length:
-        raise ValueError(f"q must have the {neighbourhood.length} tokens of the grid, got shape {tuple(q.shape)}")
+    _check_length(q, neighbourhood)
     position = torch.arange(neighbourhood.length, device=q.device)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[3] ** -0.5
     weights = scores.masked_fill(~neighbourhood.attends(position[:, None], position), -torch.inf).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v.double())
+
+
+def _check_length(q: Tensor, neighbourhood: Neighbourhood) -> None:
+    if q.shape[1] != neighbourhood.length:
+        raise ValueError(f"q must have the {neighbourhood.length} tokens of the grid, got shape {tuple(q.shape)}")
 
 
 def exact_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
