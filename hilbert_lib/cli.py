@@ -75,7 +75,8 @@ def running_options(command: Callable) -> Callable:
     return command
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hilbert-lib")
 def main() -> None:
     """Run the notebooks, build their reports, compare their records, look at this machine.
 

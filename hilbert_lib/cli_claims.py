@@ -38,7 +38,8 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
     from hilbert_lib.ledger.rerun import dry_run as dry_run_of
     from hilbert_lib.ledger.rerun import rerun
 
-    ledger = read_ledger()
+    with usage_errors():
+        ledger = read_ledger()
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
     for name in (*ids, *again):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from tiny_notebooks import write_notebook
 
 from hilbert_lib.bench import Case, measure
 from hilbert_lib.cli import main
+from hilbert_lib.ledger import claim
 from hilbert_lib.records import append_records
 from hilbert_lib.suite import doctor
 
@@ -182,6 +184,17 @@ def test_every_command_says_what_it_is_for_with_an_example():
         output = CliRunner().invoke(main, [name, "--help"]).output
         assert f"Example: hilbert {name}" in output
         assert len(command.help.split("Example")[0].split()) > 15
+
+
+def test_short_help_and_the_version_are_there():
+    short, long = (CliRunner().invoke(main, ["bench", "attention", word]).output for word in ("-h", "--help"))
+    assert short == long != ""
+    assert CliRunner().invoke(main, ["--version"]).output.endswith(f" {version('hilbert-lib')}\n")
+
+
+def test_claims_without_a_checkout_are_told_of_in_a_line(hilbert, monkeypatch):
+    monkeypatch.setattr(claim.read_ledger, "__defaults__", (Path("elsewhere/claims.yml"),))
+    assert "no ledger of claims at elsewhere/claims.yml" in hilbert("claims", status=2)
 
 
 def test_a_report_of_nothing_is_refused(hilbert):

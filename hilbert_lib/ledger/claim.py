@@ -131,12 +131,16 @@ def read_ledger(path: str | Path = LEDGER) -> dict[str, Claim]:
         Id to claim, in the order of the file.
 
     Raises:
-        ValueError: for an entry with an unknown or missing field, or without exactly one way to be answered.
+        ValueError: for an entry with an unknown or missing field, or without exactly one way to be answered; if the
+            file is not there, as where the library is installed without its checkout.
 
     >>> read_ledger()["K3"].source
     '000'
     """
-    entries = yaml.safe_load(Path(path).read_text())
+    try:
+        entries = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"no ledger of claims at {path}: it is part of the checkout, with its records") from None
     return {name: _claim(name, entry) for name, entry in entries.items()}
 
 
