@@ -105,23 +105,13 @@ def orderings(
         yield base, _ordering_side(work, "stored before", order, stored=True)
 
 
-def timed(cases: Iterable[tuple[Side, Side]], **how) -> list[dict]:
-    """Records of `paired.run_sides`, with times also on the CPU: no kernel among the candidates is interpreted there.
-
-    Args:
-        cases: pairs.
-        **how: the other arguments of `run_sides`.
-    """
-    return run_sides(cases, on_cpu=True, **how)
-
-
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
     """What the automatic choice was worth, work by work, in calls that follow each other.
 
     Such a call takes the device's time or the host's to queue it, whichever is longer.
 
     Args:
-        records: of `timed` on `pairs`.
+        records: of `run_sides` on `pairs`.
         on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
 
     Returns:
@@ -165,7 +155,7 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
     """After how many calls on the same k and v the copy that stores them in another order is repaid.
 
     Args:
-        records: of `timed` on `orderings`.
+        records: of `run_sides` on `orderings`.
 
     Returns:
         length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
@@ -198,7 +188,7 @@ def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float],
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     # Where the choice itself does not fit, nothing can stand beside it.
     sides = _beside_choice("", work, gradient, names) if chosen(work, gradient=gradient) in names else ()
-    records = timed(sides, device=work.device, seconds=1.0)
+    records = run_sides(sides, device=work.device, seconds=1.0, on_cpu=True)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
     times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}

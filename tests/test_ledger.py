@@ -31,6 +31,7 @@ from hilbert_lib.ledger.claim import (
     ratio_cases,
     read_ledger,
 )
+from hilbert_lib.paired import run_sides
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.records import REPORTS, read_records
 from hilbert_lib.safety.benchmarks import attention_points, measure_attention
@@ -255,7 +256,7 @@ def test_records_that_are_still_to_be_made_will_answer(ledger, tmp_path, name, m
 def test_the_fields_of_the_choice_of_backends_are_as_the_ledger_reads_them(ledger, tmp_path):
     works = selection.works({"p": DilatedPattern((16,), (2,))}, lengths=[32], heads=1, head_dims=[8], dtype="float32",
                             device=torch.device("cpu"))  # fmt: skip
-    made = selection.timed(selection.pairs(works, ["eager"]), device=torch.device("cpu"), repetitions=3, seconds=0.01)
+    made = run_sides(selection.pairs(works, ["eager"]), device="cpu", repetitions=3, seconds=0.01, on_cpu=True)
     claim = replace(ledger["B1"], options={"least_length": 0})
     assert set(answered_by(claim, made, tmp_path).cases.backend) == {"eager"}
 

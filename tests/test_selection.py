@@ -34,7 +34,7 @@ def place(tmp_path, monkeypatch):
 def records(tmp_path):
     grid = selection.works({"a": PATTERN}, lengths=[64], heads=2, head_dims=[8], dtype="float32", device=CPU)
     sides = selection.pairs(grid, ["eager", "cudnn", "reference", "sdpa"])
-    return selection.timed(sides, device=CPU, output_dir=str(tmp_path), repetitions=5, seconds=0.01)
+    return run_sides(sides, device=CPU, output_dir=str(tmp_path), repetitions=5, seconds=0.01, on_cpu=True)
 
 
 def test_every_backend_that_serves_is_timed_beside_the_automatic_choice_in_both_directions(records, tmp_path):
@@ -90,10 +90,10 @@ def test_a_sweep_keeps_the_tensors_of_one_work_and_measures_none_again(tmp_path)
             seen.append(weakref.ref(work))
             yield "a", work
 
-    how = {"device": CPU, "output_dir": str(tmp_path), "repetitions": 5, "seconds": 0.01}
-    records = selection.timed(selection.pairs(grid(), ["eager"]), **how)
+    how = {"device": CPU, "output_dir": str(tmp_path), "repetitions": 5, "seconds": 0.01, "on_cpu": True}
+    records = run_sides(selection.pairs(grid(), ["eager"]), **how)
     assert max(alive) == 1  # the loop's own, until it has the next
-    again = selection.timed(selection.pairs(grid(), ["eager"]), **how)
+    again = run_sides(selection.pairs(grid(), ["eager"]), **how)
     assert [each["a"]["samples_ms"] for each in again] == [list(each["a"]["samples_ms"]) for each in records]
     assert len(read_records(tmp_path / RESULTS)) == len(records) == 6
 
@@ -107,7 +107,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
         return MemoryEstimate({}, 0, 2**60 if backend == "sdpa" else 0, 0)
 
     monkeypatch.setattr(selection, "estimate_memory", estimate)
-    monkeypatch.setattr(selection, "timed", lambda sides, **_: list(sides))
+    monkeypatch.setattr(selection, "run_sides", lambda sides, **_: list(sides))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
         selection.measured_times(work, gradient=True)
     assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
