@@ -5,6 +5,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -84,6 +85,8 @@ def main() -> None:
     All of them, with a report to read:  hilbert run
     What there is to turn:               hilbert list
     """
+    # Whoever calls a command has no use for the line of the library that warned.
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 
 main.add_command(bench)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
@@ -190,6 +191,12 @@ def test_short_help_and_the_version_are_there():
     short, long = (CliRunner().invoke(main, ["bench", "attention", word]).output for word in ("-h", "--help"))
     assert short == long != ""
     assert CliRunner().invoke(main, ["--version"]).output.endswith(f" {version('hilbert-lib')}\n")
+
+
+def test_a_warning_is_told_in_a_line_without_the_code_that_gave_it(hilbert, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    hilbert("claims", "K3")
+    assert warnings.formatwarning("o.jsonl, line 2", UserWarning, "records.py", 67) == "UserWarning: o.jsonl, line 2\n"
 
 
 def test_claims_without_a_checkout_are_told_of_in_a_line(hilbert, monkeypatch):
