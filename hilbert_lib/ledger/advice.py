@@ -73,9 +73,9 @@ def _nothing_in_sequences(records: Records) -> tuple:
     text = (
         f"Not in dilated attention over a sequence: with rows of whole cache lines ({_head_dims(hilbert)}) storage "
         f"along a Hilbert curve gave {hilbert.value.min():.2f} to {hilbert.value.max():.2f} times the speed of "
-        f"sequence order, both read through a table, and the {printed.claimed[0].least} times that the documents print "
-        f"are {left.value:.3f} once both sides compute one function; sequence order needs no table, and without one it "
-        f"ran at {plain.min():.2f} to {plain.max():.2f} times that speed."
+        "sequence order, both read through a table of where each row lies; read directly, as one would, sequence "
+        f"order ran at {plain.min():.2f} to {plain.max():.2f} times that speed; and the {printed.claimed[0].least} "
+        f"times that the documents print are {left.value:.3f} once both sides compute one function."
     )
     return text, _is_nothing(hilbert, best) and left.low < 1.05, KERNELS
 
@@ -93,10 +93,10 @@ def _gain_on_grids(grids: Records) -> tuple:
     (window, side, _, order), factor = ahead.idxmax(), ahead.max()
     text = (
         "It pays where tokens lie on a grid and attend to a window around them, as compact blocks let a kernel skip "
-        f"more: stored along a Hilbert curve, {(hilbert.low > FASTER).sum()} of {len(hilbert)} works were faster than "
-        f"stored row by row, the best {most.hilbert:.1f} times as fast{worst}; tiles and Morton order do as well "
-        f"({most.tile:.1f} and {most.morton:.1f} times at best), {order.capitalize()} up to {factor:.2f} times as fast "
-        f"as Hilbert ({window} x {window} on {side} x {side})."
+        f"more: stored along a Hilbert curve, {(hilbert.low > FASTER).sum()} of {len(hilbert)} works were faster "
+        f"forward than stored row by row, the best {most.hilbert:.1f} times as fast{worst}; tiles and Morton order do "
+        f"as well ({most.tile:.1f} and {most.morton:.1f} times at best), {order.capitalize()} up to {factor:.2f} times "
+        f"as fast as Hilbert ({window} x {window} on {side} x {side})."
     )
     return text, most.hilbert > 1.5 and min(most.tile, most.morton) > 0.9 * most.hilbert, GRIDS
 

@@ -9,6 +9,7 @@ from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
 from hilbert_lib.files import write_whole
 from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
+from hilbert_lib.ledger.kernels import grid_gains
 from hilbert_lib.ledger.numbers import RING, key_numbers
 from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
@@ -23,7 +24,7 @@ NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\(([\w-]+)\.ipynb(?:#[^)]*)?\)")
 CAPTION = (
     "Attention to a window of cells on a grid, the same function in every order, in blocks of {block}: how many times "
     "as fast as storage row by row (raster) an order is, by the size of the window; the grids grow from left to right, "
-    "and random order is a control on the first alone."
+    "and random order, the control, was timed on the first alone."
 )
 HOW = (
     "Of each notebook the newest run on each kind of machine. `hilbert run -f notebooks/configs/h200 --out "
@@ -100,17 +101,17 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     if not answer.premise.all():
         raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
     at = {name: run.relative_to(folder).as_posix() for name, run in found.items()}
-    for run, figures in ((found[GRIDS], "speedups_*.png"), (found[KERNELS], "speeds.png")):
-        if not any(run.glob(figures)):
-            raise ValueError(f"{run} holds no {figures}; hilbert report {run.parent} --redraw draws what has a table")
-    # There is one for each size of a block; that of the largest is shown.
-    sizes = {int(path.stem.rpartition("_")[2]): path for path in found[GRIDS].glob("speedups_*.png")}
-    block, figure = max(sizes.items())
+    # There is one for each size of a block; that with the best of the answer is shown.
+    gains = grid_gains(records[GRIDS])
+    block = gains.block_size[gains[gains.order == "hilbert"].value.idxmax()]
+    for run, figure in ((found[GRIDS], f"speedups_{block}.png"), (found[KERNELS], "speeds.png")):
+        if not (run / figure).exists():
+            raise ValueError(f"{run} holds no {figure}; hilbert report {run.parent} --redraw draws what has a table")
     on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
         "answer": [{"text": row.answer, "notebooks": row.rests_on.split(", ")} for row in answer.itertuples()],
         "numbers": [{**row, "on": on[row["record"]], "run": at[row["record"]]} for row in numbers.to_dict("records")],
-        "figure": f"{at[GRIDS]}/{figure.name}",
+        "figure": f"{at[GRIDS]}/speedups_{block}.png",
         "alt": "Times as fast as storage row by row, of every order on grids",
         "caption": CAPTION.format(block=block),
         "speeds": f"{at[KERNELS]}/speeds.png",
@@ -140,7 +141,7 @@ def _notebooks(folder: Path, machines: list[Path]) -> list[dict]:
             "answer": _linked(said["answer"], in_markdown),
             "question_html": markdown_html(said["question"], in_html),
             "answer_html": markdown_html(said["answer"], in_html),
-            "runs": [_run(*run, folder) for run in runs[name]],
+            "runs": [_run(*run, folder, said) for run in runs[name]],
         }
         for name in sorted(runs)
         for said in [_said(folder.parent / "notebooks" / f"{name}.ipynb", runs[name][0][0])]
@@ -158,7 +159,7 @@ def _said(notebook: Path, newest: dict) -> dict:
     return vars(read_notebook(notebook)) if notebook.exists() else newest
 
 
-def _run(manifest: dict, point: Path, folder: Path) -> dict:
+def _run(manifest: dict, point: Path, folder: Path, said: dict) -> dict:
     facts, at = manifest["environment"], point.relative_to(folder).as_posix()
     clean = facts["commit"] and not facts["dirty"]
     return {
@@ -169,6 +170,8 @@ def _run(manifest: dict, point: Path, folder: Path) -> dict:
         "hardware": say_hardware(facts),
         "end": say_moment(manifest["end"]),
         "code": f"commit {facts['commit'][:7]}" if clean else f"library {facts['code_hash']}",
+        # What it concludes may have been written before it ran, or of records since replaced.
+        "is_revised": manifest["answer"] != said["answer"],
     }
 
 

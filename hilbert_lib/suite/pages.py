@@ -123,7 +123,8 @@ EVIDENCE = (
 {% for run in notebook.runs %}<p class="small">
 <span class="links"><a href="{{ run.html }}">Read the notebook</a> <a href="{{ run.ipynb }}">.ipynb</a>
 <a href="{{ run.all }}">data and figures</a></span>
-<span class="soft">{{ run.hardware }} &middot; {{ run.end }} &middot; {{ run.code }}</span></p>
+<span class="soft">{{ run.hardware }} &middot; {{ run.end }} &middot; {{ run.code }}
+{%- if run.is_revised %} &middot; with the text of its time; the answer above is newer{% endif %}</span></p>
 {% endfor %}</section>
 {% endfor %}
 <h2>Further</h2>
@@ -169,7 +170,8 @@ The answer waits for records of {{ waiting | join(", ") }}.
 **Answer.** {{ notebook.answer }}
 {% for run in notebook.runs %}
 - {{ run.hardware }}, {{ run.end }}, {{ run.code }}: [notebook]({{ run.ipynb }}), [HTML]({{ run.html }}), \
-[data and figures]({{ run.folder }})
+[data and figures]({{ run.folder }})\
+{%- if run.is_revised %}; with the text of its time, the answer above is newer{% endif %}
 {%- endfor %}
 {% endfor %}
 ## Further
