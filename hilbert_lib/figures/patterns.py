@@ -95,12 +95,12 @@ def draw_query(
     return figure
 
 
-def draw_mixing(data: pd.DataFrame, *, query: int) -> Figure:
+def draw_mixing(data: pd.DataFrame, *, query: int, head: int = 0) -> Figure:
     """Weights of one query: bars stack the branches' shares of every key, dots are one softmax over the multiset.
 
     Args:
         data: columns branch, key, mixed, one_softmax, as `mixing` gives them.
-        query: the query's position, for the title.
+        query, head: the query's position and its head, for the title.
     """
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -124,7 +124,11 @@ def draw_mixing(data: pd.DataFrame, *, query: int) -> Figure:
     axes.plot(range(len(keys)), total[keys], "ko", markersize=4, label="one softmax over the multiset")
     step = max(1, len(keys) // 20)
     axes.set_xticks(range(0, len(keys), step), keys[::step])
-    axes.set(xlabel="key (position)", ylabel="attention weight (1)", title=f"Query {query}: two ways, the same weights")
+    axes.set(
+        xlabel="key (position)",
+        ylabel="attention weight (1)",
+        title=f"Query {query} of head {head}: two ways, the same weights",
+    )
     figure.legend(loc="outside right center")
     return figure
 
@@ -152,7 +156,7 @@ def draw_errors(data: pd.DataFrame) -> Figure:
         axes.grid(axis="y", color="#DDDDDD")
     figure.axes[0].set_ylabel("largest absolute error (1)")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), title="backend", loc="outside right center")
-    figure.suptitle("Every backend equals the oracle to rounding")
+    figure.suptitle("Every backend that serves equals the oracle to rounding")
     return figure
 
 

@@ -30,7 +30,8 @@ def draw_key_sets(data: pd.DataFrame, *, length: int, dilation_rate: int) -> Fig
     names = ("no kernel", "standard only", '"Hilbert" only', "both")
     patches = [Patch(facecolor=c, edgecolor="#888888", label=name) for c, name in zip(shades, names, strict=True)]
     figure.legend(handles=patches, title="key read by", loc="outside right center")
-    figure.suptitle(f"Two functions: the keys that the documents' kernels read at dilation {dilation_rate}")
+    what = "One function here" if data["standard"].equals(data["hilbert"]) else "Two functions"
+    figure.suptitle(f"{what}: the keys that the documents' kernels read at dilation {dilation_rate}")
     return figure
 
 
