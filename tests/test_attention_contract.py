@@ -1,5 +1,7 @@
 """What dilated_attention promises beyond its numbers: no copies, masks, decoding, odd input, autograd, choice."""
 
+import tracemalloc
+
 import oracle
 import pytest
 import torch
@@ -145,6 +147,18 @@ def test_no_dense_kernel_is_given_more_sequences_or_heads_than_it_takes(monkeypa
     grads = (torch.autograd.grad(each.square().sum(), leaves) for each in (out, expected))
     torch.testing.assert_close(*grads)
     assert 5 < max(map(max, shapes)) <= 7
+
+
+def test_the_steps_of_many_short_segments_take_no_memory_for_each_segment():
+    q = torch.empty(1, 2**22, 1, 8, device="meta")
+    tracemalloc.start()
+    try:
+        steps = sum(1 for _ in strided.steps(Call(DilatedPattern((2,), (1,))), [q], [q, q]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert steps == 2**21 // strided.MOST_SEQUENCES + 1
+    assert peak < 2**20
 
 
 def test_more_sequences_than_dense_kernels_on_cuda_take_are_refused_there():

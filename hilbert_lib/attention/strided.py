@@ -122,7 +122,7 @@ def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Blo
     for branch, (w, r) in enumerate(call.pattern.branches):
         # Whole segments with all their queries are one block, of as many as kernels take; what is cut is one each.
         whole = range(-(-first // w), max(-(-first // w), end // w))
-        cut = {first // w, (end - 1) // w} - set(whole)
+        cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
         runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
         for offset, heads in call.pattern.offset_heads(branch, kv_heads).items():
             for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
