@@ -68,6 +68,11 @@ def test_a_small_factor_still_grows(machine):
     assert machine.ran == [1, 2, 3]
 
 
+def test_a_factor_beyond_all_numbers_goes_to_the_end(machine):
+    progress(machine, 16, 64, config=SafetyConfig(growth_factor=1e308, min_free_host_gb=0))
+    assert machine.ran == [16, 64]
+
+
 def no_gpu_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
 

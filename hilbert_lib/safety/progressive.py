@@ -139,7 +139,7 @@ class ProgressiveTester:
             if length == end_len:
                 return ProgressiveResult(tuple(rows), f"none was met up to {end_len} tokens, where the test ends")
             seconds, before = row.seconds, length
-            length = min(end_len, ceil(length * self.config.growth_factor))
+            length = ceil(min(end_len, length * self.config.growth_factor))
 
     def _refusal(self, checker: MemorySafetyChecker, predicted: int, seconds: float) -> str:
         fits, reason = checker.check_memory_available(predicted / GB)
