@@ -110,6 +110,15 @@ def test_a_limit_passed_before_the_block_begins_is_told_and_no_interrupt_is_left
     assert signal.getsignal(signal.SIGINT) == handler
 
 
+def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were():
+    handler = signal.getsignal(signal.SIGINT)
+    with Watcher(device="cpu") as one:
+        pass
+    with pytest.raises(RuntimeError, match="threads can only be started once"), one:
+        pytest.fail("the block began")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 def test_errors_and_interrupts_that_are_not_the_watchs_pass_through():
     for error in (KeyError, KeyboardInterrupt):
         with pytest.raises(error), Watcher(device="cpu"):

@@ -106,6 +106,9 @@ class Watcher:
         except KeyboardInterrupt as error:  # its first look found a limit passed, and the block has not begun
             self.__exit__(type(error), error, None)
             raise
+        except RuntimeError:  # it has watched before, or the system gives no thread
+            self._give_back_interrupts()
+            raise
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -117,10 +120,13 @@ class Watcher:
             if not (self._interrupts and self.cause):
                 raise
         finally:
-            if self._interrupts:
-                signal.signal(signal.SIGINT, signal.SIG_DFL if self._handler is None else self._handler)
+            self._give_back_interrupts()
         if self._interrupts and self.cause and (kind is None or issubclass(kind, KeyboardInterrupt)):
             raise LimitReachedError(self.cause) from error
+
+    def _give_back_interrupts(self) -> None:
+        if self._interrupts:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if self._handler is None else self._handler)
 
     def _interrupt(self, number: int, frame: object) -> None:
         # The limit is heard whatever was to be done with SIGINT: a shell's background jobs ignore it.
