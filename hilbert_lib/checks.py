@@ -32,9 +32,6 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
         value: anything with an exact integer value, such as int and np.int64; no bool and no tensor.
         least, most: the range allowed, both ends included; None is no bound.
 
-    Returns:
-        The int.
-
     Raises:
         TypeError: if value is no integer.
         ValueError: if it is out of range.

@@ -12,9 +12,6 @@ def write_whole(path: Path, text: str) -> Path:
         path: of the file, in a folder that exists.
         text: all that it holds.
 
-    Returns:
-        The path.
-
     Raises:
         OSError: if it cannot be written; nothing is left of it then.
 

@@ -88,9 +88,6 @@ def get_gpu_info(device: torch.device | str | int | None = None) -> GpuInfo:
     Args:
         device: a CUDA device, or its index; by default the current one. The CPU is no GPU.
 
-    Returns:
-        The facts.
-
     Raises:
         TypeError, ValueError: for what is no device, and for a CUDA device that this process does not see.
 

@@ -87,9 +87,6 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
         order: names of backends, the fastest first.
         times_ms: what a call takes by each, the device or the host, for a reader.
 
-    Returns:
-        The file.
-
     Raises:
         ValueError: if order holds a name that no backend has, or not "eager", which serves what the others refuse.
         OSError: if the folder cannot be written.

@@ -52,9 +52,6 @@ class SafetyConfig:
             path: of a TOML file whose keys are the attributes, or None for no file.
             **overrides: attributes. None is not set.
 
-        Returns:
-            The limits.
-
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: for a key that is no attribute, naming the nearest, or a file that is no TOML.

@@ -96,9 +96,6 @@ def estimate_memory(
         queries: rows of q, the last positions (decoding); by default all.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
-    Returns:
-        The estimate.
-
     Raises:
         TypeError, ValueError: naming the argument and what is allowed; also where the backend cannot serve the call.
 

@@ -101,9 +101,6 @@ class ProgressiveTester:
                 the main thread, which alone can be interrupted at a limit.
             estimate: bytes that `run` takes at a length, its inputs included; to be given with `run`.
 
-        Returns:
-            The rows, and the limit.
-
         Raises:
             TypeError, ValueError: if a length is no integer of at least 1, end_len is below start_len, only one of run
                 and estimate is given, or one that is no function, estimate gives no number of at least 0; or outside of
