@@ -7,7 +7,7 @@ from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, expected, stored
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.flex import FLEX_BLOCK, flex_block_mask, residue_order
+from hilbert_lib.attention.flex import FLEX_BLOCK, _masks, residue_order
 from hilbert_lib.baselines import BASELINES
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
@@ -64,7 +64,7 @@ def test_output_and_gradients_equal_the_oracle_on_cuda(name, mixing):
 def test_blocks_of_the_flex_mask_hold_the_pattern(branches, is_causal):
     length, kv_heads = 1100, 3
     pattern = DilatedPattern(*branches)
-    mask = flex_block_mask(pattern, length, heads=6, kv_heads=kv_heads, is_causal=is_causal, device=torch.device("cpu"))
+    _, mask = _masks(pattern, is_causal, length, 6, kv_heads, torch.device("cpu"))
     position = residue_order(pattern, length).perm
     blocks = mask.kv_indices.shape[-1]
     listed, full = (torch.zeros(6, blocks, blocks, dtype=torch.bool) for _ in range(2))

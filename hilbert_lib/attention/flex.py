@@ -99,23 +99,13 @@ def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
     return Ordering.residue(length, lcm(*pattern.dilation_rates))
 
 
-def flex_block_mask(
-    pattern: DilatedPattern, length: int, *, heads: int, kv_heads: int, is_causal: bool, device: torch.device
-) -> BlockMask:
-    """Which blocks of tokens in `residue_order` attend to which, found without a table of length squared.
-
-    Returns:
-        A mask of blocks of FLEX_BLOCK. In its full blocks every pair attends, through one branch or more.
-    """
-    return _masks(pattern, is_causal, length, heads, kv_heads, device)[1]
-
-
 @cached_for_graphs(maxsize=32)
 @torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
-    # How many branches a query finds a key through, of slots, as FlexAttention traces it; and the mask.
+    # How many branches a query finds a key through, of slots in `residue_order`, as FlexAttention traces it; and the
+    # mask of blocks of FLEX_BLOCK, found without a table of length squared: in a full one every pair attends.
     position = residue_order(pattern, length).to(device).perm.int()
     # Cut to the length, which changes nothing below it: a rate of 2^32 and more is none in 32 bits.
     branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
