@@ -68,7 +68,7 @@ def state(package: str) -> str:
 @cache
 def _xformers_build() -> dict | None:
     """What xformers was compiled for, as it tells it; None where it has no compiled part."""
-    build = _folder("xformers") / "cpp_lib.json"
+    build = _folders("xformers")[0] / "cpp_lib.json"
     return json.loads(build.read_text())["version"] if build.exists() else None
 
 
@@ -80,10 +80,10 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _folder(module: str) -> Path | None:
+def _folders(module: str) -> list[Path]:
     # Where a package lies; find_spec of a top-level name imports nothing.
     spec = importlib.util.find_spec(module)
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 
 
 def _installed(distribution: str) -> str | None:
@@ -94,9 +94,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _has(module: str, file: str) -> bool:
-    spec = importlib.util.find_spec(module)
-    places = spec.submodule_search_locations or () if spec else ()
-    return any((Path(place) / file).exists() for place in places)
+    return any((folder / file).exists() for folder in _folders(module))
 
 
 @cache
@@ -118,7 +116,7 @@ def _flash_attn_3_absence() -> str:
             f"{ABSENT}: there is no module flash_attn_interface; it is built from the folder hopper of "
             "FlashAttention's repository"
         )
-    if _folder("flash_attn_3") is None:
+    if not _folders("flash_attn_3"):
         return "flash_attn_interface is there without its compiled part flash_attn_3"
     return ""
 
@@ -135,7 +133,7 @@ def _flash_attn_4_absence() -> str:
 
 @cache
 def _xformers_absence() -> str:
-    if _folder("xformers") is None:
+    if not _folders("xformers"):
         return f"{ABSENT}: pip install 'hilbert-lib[xformers]'"
     if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
         return (
