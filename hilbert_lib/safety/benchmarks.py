@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 import pandas as pd
@@ -97,12 +97,7 @@ def attention_points(
         got = f"{max(lengths)} for {heads} heads of size {head_dim}"
         raise ValueError(f"lengths must be such that q has less than 2^63 bytes, got {got}")
     shared = {
-        "pattern": {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "offsets": pattern.offsets,
-            "mixing": pattern.mixing,
-        },
+        "pattern": asdict(pattern),
         "heads": heads,
         "head_dim": head_dim,
         "dtype": dtype,
