@@ -189,7 +189,7 @@ def _measure_cpu_peak(run: Callable[[], object]) -> int:
             finally:
                 silence.enter_context(_silent_stderr())
     taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(0, *accumulate(taken), 0)
+    return max(accumulate(taken, initial=0))
 
 
 @contextmanager
