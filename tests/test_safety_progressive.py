@@ -132,13 +132,6 @@ def test_attention_on_this_machine_takes_what_was_predicted():
         assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.1, abs=2**20)
 
 
-def test_a_run_without_an_estimate_is_refused():
-    with pytest.raises(ValueError, match="run and estimate must be given together"):
-        ProgressiveTester(CONFIG, "cpu").run_progressive_test(1, 2, run=print)
-    with pytest.raises(ValueError, match="end_len must be an integer of at least 8, got 4"):
-        ProgressiveTester(CONFIG, "cpu").run_progressive_test(8, 4)
-
-
 def test_outside_of_the_main_thread_it_is_refused_and_says_where_to_call_it(machine):
     with ThreadPoolExecutor(1, "other") as threads, pytest.raises(ValueError, match=r"in the main thread, got .*other"):
         threads.submit(progress, machine, 1, 64).result()
