@@ -1,5 +1,6 @@
 """Neighbourhood attention is one function in every order, and its blocks and bytes are what the library predicts."""
 
+import oracle
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,7 +12,6 @@ from hilbert_lib.attention.neighbourhood import (
     exact_out,
     neighbourhood_attention,
     neighbourhood_mask,
-    reference,
 )
 from hilbert_lib.locality.neighbourhood import block_shares, count_blocks, count_exchange, neighbourhood_orderings
 from hilbert_lib.neighbourhood import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
@@ -26,22 +26,6 @@ def near(request):
     return Neighbourhood(*request.param)
 
 
-def dense(near):
-    """The mask by the definition, pair by pair: (queries, keys) bool in raster order."""
-    rows, cols = near.shape
-
-    def window(x, side):
-        begin = min(max(x - near.window // 2, 0), side - near.window)
-        return range(begin, begin + near.window)
-
-    mask = torch.zeros(rows, cols, rows, cols, dtype=torch.bool)
-    for y in range(rows):
-        for x in range(cols):
-            for key_row in window(y, rows):
-                mask[y, x, key_row, window(x, cols)] = True
-    return mask.view(near.length, near.length)
-
-
 def tensors(near, count=3):
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(1, near.length, 2, 8, generator=generator, dtype=torch.float64) for _ in range(count))
@@ -52,7 +36,7 @@ def ordering(near, order):
 
 
 def test_every_query_attends_to_a_window_that_is_moved_inside_the_grid(near):
-    mask, position = dense(near), torch.arange(near.length)
+    mask, position = oracle.neighbourhood_mask(near), torch.arange(near.length)
     assert near.attends(position[:, None], position).equal(mask)
     assert (mask.sum(1) == near.window**2).all()
     assert near.pairs == mask.sum()
@@ -66,13 +50,7 @@ def test_output_does_not_depend_on_the_order_of_storage(near, order):
     own = ordering(near, order)
     stored = (own.apply(x, dim=1) for x in tensors(near))
     out = own.undo(neighbourhood_attention(*stored, near, ordering=own, block_size=32), dim=1)
-    torch.testing.assert_close(out, reference(*tensors(near), near), atol=1e-12, rtol=0)
-
-
-def test_the_oracle_is_dense_attention_under_the_mask(near):
-    q, k, v = (x.transpose(1, 2) for x in tensors(near))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense(near)).transpose(1, 2)
-    torch.testing.assert_close(reference(*tensors(near), near), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(out, oracle.neighbourhood_attention(*tensors(near), near), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("q_block", "kv_block"), [(16, 16), (32, 16), (16, 64)])
@@ -125,7 +103,7 @@ def test_the_cases_above_have_full_blocks():
 @pytest.mark.parametrize("order", ORDERS)
 def test_pairs_of_a_block_are_counted(near, order):
     perm = ordering(near, order).perm
-    stored = dense(near)[perm][:, perm]
+    stored = oracle.neighbourhood_mask(near)[perm][:, perm]
     pairs = block_pairs(near, ordering(near, order), q_block=20, kv_block=30)
     blocks = [[block.sum() for block in rows.split(30, dim=1)] for rows in stored.split(20)]
     assert pairs.equal(torch.tensor(blocks))
@@ -135,7 +113,7 @@ def test_pairs_of_a_block_are_counted(near, order):
 def test_rows_exchanged_are_those_that_windows_reach_on_other_ranks(near, order):
     perm = ordering(near, order).perm
     runs = perm.tensor_split(4)
-    mask = dense(near)
+    mask = oracle.neighbourhood_mask(near)
     expected = [[int(mask[mine][:, theirs].any(0).sum()) * (mine is not theirs) for theirs in runs] for mine in runs]
     assert rows_exchanged(near, ordering(near, order), 4).tolist() == expected
 
@@ -143,7 +121,7 @@ def test_rows_exchanged_are_those_that_windows_reach_on_other_ranks(near, order)
 def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     q, k, v, dout = tensors(near, 4)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = reference(*leaves, near)
+    out = oracle.neighbourhood_attention(*leaves, near)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     close = {"atol": 1e-12, "rtol": 0}
     for p in (0, near.length // 2, near.length - 1):
@@ -190,7 +168,6 @@ def test_bytes_exchanged_are_of_k_and_v():
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
         (lambda: rows_exchanged(Neighbourhood((4, 4), 3), Ordering.linear(16), 17), "ranks"),
-        (lambda: reference(*[torch.ones(1, 15, 1, 2)] * 3, Neighbourhood((4, 4), 3)), "q must"),
         (lambda: count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
         (lambda: count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
         (lambda: count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
@@ -233,7 +210,7 @@ def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
     out = neighbourhood_attention(*leaves, near, ordering=own, block_size=block_size)
     gradients = torch.autograd.grad(out, leaves, own.apply(dout, dim=1))
     exact_leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = reference(*exact_leaves, near)
+    exact = oracle.neighbourhood_attention(*exact_leaves, near)
     expected = (exact, *torch.autograd.grad(exact, exact_leaves, dout.double()))
     for result, true in zip((out, *gradients), expected, strict=True):
         difference = own.undo(result.detach(), dim=1).double() - true.detach()
@@ -248,7 +225,7 @@ def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch)
         neighbourhood_attention(q, k, v, near, ordering=own)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     got = torch.autograd.grad(neighbourhood_attention(*leaves, near, ordering=own), leaves, dout)
-    expected = torch.autograd.grad(reference(*leaves, near), leaves, dout)
+    expected = torch.autograd.grad(oracle.neighbourhood_attention(*leaves, near), leaves, dout)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 

@@ -1,11 +1,11 @@
 """The sweep of notebook 08 checks every order against float64, and its tables say which order is ahead."""
 
+import oracle
 import pandas as pd
 import pytest
 import torch
 
 from hilbert_lib import neighbourhood_benchmarks as benchmarks
-from hilbert_lib.attention.neighbourhood import reference
 from hilbert_lib.figures import neighbourhood as figures
 from hilbert_lib.figures import show
 from hilbert_lib.locality import neighbourhood as predictions
@@ -77,7 +77,7 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
     work = GridWorkload(near, heads=2, head_dim=4, device=CPU, dtype="float64")
     q, k, v, dout = work.tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = reference(*leaves, near)
+    out = oracle.neighbourhood_attention(*leaves, near)
     gradients = torch.autograd.grad(out, leaves, dout)
     ordering = Ordering.from_curve("hilbert", 144, grid=(12, 12))
     stored = [[ordering.apply(x, dim=1) for x in results] for results in ((out.detach(),), gradients)]

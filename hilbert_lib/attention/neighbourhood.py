@@ -56,7 +56,8 @@ def neighbourhood_attention(
         if not isinstance(x, kind):
             raise TypeError(f"{name} must be of class {kind.__name__}, got {x!r}")
     block_size = integer("block_size", block_size, least=1)
-    _check_length(q, neighbourhood)
+    if q.shape[1] != neighbourhood.length:
+        raise ValueError(f"q must have the {neighbourhood.length} tokens of the grid, got shape {tuple(q.shape)}")
     if ordering.length != neighbourhood.length:
         raise ValueError(f"ordering must have the {neighbourhood.length} tokens of the grid, got {ordering.length}")
     if k.shape != q.shape:
@@ -102,32 +103,6 @@ def neighbourhood_mask(
     lengths = (neighbourhood.length, neighbourhood.length)
     lists = [x.int()[None, None] for x in lists]
     return BlockMask.from_kv_blocks(*lists, block_size, mask_mod=attends, seq_lengths=lengths)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood) -> Tensor:
-    """The same function from a dense mask in float64, tokens in raster order: the oracle, for small grids.
-
-    Args:
-        q, k, v: (batch, seq, heads, head_dim), in raster order.
-        neighbourhood: as in `neighbourhood_attention`.
-
-    Returns:
-        The output, float64, differentiable.
-
-    >>> x = torch.arange(4.0).view(1, 4, 1, 1)
-    >>> reference(0 * x, x, x, Neighbourhood((2, 2), 2)).flatten().tolist()
-    [1.5, 1.5, 1.5, 1.5]
-    """
-    _check_length(q, neighbourhood)
-    position = torch.arange(neighbourhood.length, device=q.device)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(~neighbourhood.attends(position[:, None], position), -torch.inf).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v.double())
-
-
-def _check_length(q: Tensor, neighbourhood: Neighbourhood) -> None:
-    if q.shape[1] != neighbourhood.length:
-        raise ValueError(f"q must have the {neighbourhood.length} tokens of the grid, got shape {tuple(q.shape)}")
 
 
 def exact_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
