@@ -187,6 +187,10 @@ class DilatedPattern:
             inside &= keys <= queries[:, None]
         return inside
 
+    def masks(self, queries: Tensor, keys: Tensor, **options) -> Tensor:
+        """`mask` of every branch, which takes the options: (branches, nq, nk) bool."""
+        return torch.stack([self.mask(i, queries, keys, **options) for i in range(len(self.branches))])
+
     def keys(self, position: int, *, kv_head: int, kv_heads: int, length: int, is_causal: bool = False) -> Tensor:
         """The multiset of keys that a query sees, sorted; a key found through two branches stands twice.
 
@@ -202,11 +206,8 @@ class DilatedPattern:
         length = integer("length", length, least=1)
         query = torch.tensor([integer("position", position, least=0, most=length - 1)], device="cpu")
         every = torch.arange(length, device="cpu")
-        masks = [
-            self.mask(i, query, every, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)[0]
-            for i in range(len(self.branches))
-        ]
-        return torch.cat([every[m] for m in masks]).sort().values
+        masks = self.masks(query, every, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)[:, 0]
+        return every.repeat_interleave(masks.sum(0))
 
     def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
         """How many positions are in at least one branch of a KV head.

@@ -33,11 +33,7 @@ def multiplicities(pattern: DilatedPattern, length: int, *, kv_heads: int, is_ca
     p = torch.arange(length, device="cpu")
     tables = []
     for g in range(kv_heads):
-        masks = [
-            pattern.mask(i, p, p, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)
-            for i in range(len(pattern.branches))
-        ]
-        count = torch.stack(masks).sum(0)
+        count = pattern.masks(p, p, kv_head=g, kv_heads=kv_heads, is_causal=is_causal).sum(0)
         query, key = count.nonzero(as_tuple=True)
         tables.append(pd.DataFrame({"head": g, "query": query, "key": key, "count": count[query, key]}))
     return pd.concat(tables, ignore_index=True)
@@ -75,11 +71,8 @@ def mixing(
     g = head // (heads // kv_heads)
     scores = (k[0, :, g].double() @ q[0, query, head].double()).numpy(force=True) * head_dim**-0.5
     position, every = torch.tensor([query], device="cpu"), torch.arange(length, device="cpu")
-    masks = [
-        pattern.mask(i, position, every, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)[0]
-        for i in range(len(pattern.branches))
-    ]
-    branch, key = torch.stack(masks).nonzero(as_tuple=True)
+    masks = pattern.masks(position, every, kv_head=g, kv_heads=kv_heads, is_causal=is_causal)[:, 0]
+    branch, key = masks.nonzero(as_tuple=True)
     table = pd.DataFrame({"branch": branch, "key": key, "score": scores[key]})
     terms = np.exp(table.score - table.score.max())
     denominators = terms.groupby(table.branch).transform("sum")
