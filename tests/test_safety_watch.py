@@ -88,12 +88,14 @@ def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back():
     assert one.peaks.seconds >= 0.5
 
 
-def test_a_watch_that_fails_ends_the_run(monkeypatch):
+@pytest.mark.parametrize("error", [OSError("no such file"), ValueError("no number")], ids=repr)
+def test_a_watch_that_fails_ends_the_run(monkeypatch, error):
     def fail():
-        raise OSError("no such file")
+        raise error
 
     monkeypatch.setattr(watch, "host_memory", fail)
-    with pytest.raises(LimitReachedError, match="the watch failed, OSError: no such file"), Watcher(device="cpu"):
+    told = f"the watch failed, {type(error).__name__}: {error}"
+    with pytest.raises(LimitReachedError, match=told), Watcher(device="cpu"):
         time.sleep(LONG_SLEEP)
 
 

@@ -141,7 +141,7 @@ class Watcher:
         while not self._stop.is_set():
             try:
                 self.cause = self._look()
-            except (OSError, psutil.Error, pynvml.NVMLError) as error:
+            except Exception as error:
                 self.cause = f"the watch failed, {type(error).__name__}: {error}"  # nothing runs unwatched
             if self.cause:
                 (self._on_limit or self._end)(self.cause)
