@@ -124,11 +124,8 @@ def draw_mixing(data: pd.DataFrame, *, query: int, head: int = 0) -> Figure:
     axes.plot(range(len(keys)), total[keys], "ko", markersize=4, label="one softmax over the multiset")
     step = max(1, len(keys) // 20)
     axes.set_xticks(range(0, len(keys), step), keys[::step])
-    axes.set(
-        xlabel="key (position)",
-        ylabel="attention weight (1)",
-        title=f"Query {query} of head {head}: two ways, the same weights",
-    )
+    told = "two ways, the same weights" if keys else "in no branch, it sees no key"
+    axes.set(xlabel="key (position)", ylabel="attention weight (1)", title=f"Query {query} of head {head}: {told}")
     figure.legend(loc="outside right center")
     return figure
 
