@@ -86,6 +86,8 @@ def main() -> None:
     What there is to turn:               hilbert list
     """
     # Whoever calls a command has no use for the line of the library that warned.
+    usual = warnings.formatwarning
+    click.get_current_context().call_on_close(lambda: setattr(warnings, "formatwarning", usual))
     warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 

@@ -49,11 +49,15 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
         answers = [answer(ledger[name]) for name in ids or ledger]
         _print_entries(answers) if ids else _print_table(answers)
     for name in again:
-        with usage_errors():
+        try:
             if dry_run:
                 click.echo("\n".join(dry_run_of(ledger[name], out=out, segment_length=segment_length)))
             else:
                 _print_entries([rerun(ledger[name], out=out, segment_length=segment_length)])
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
 
 
 def _print_table(answers: Sequence) -> None:

@@ -116,7 +116,20 @@ def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were():
     handler = signal.getsignal(signal.SIGINT)
     with Watcher(device="cpu") as one:
         pass
-    with pytest.raises(RuntimeError, match="threads can only be started once"), one:
+    with pytest.raises(RuntimeError, match="a Watcher watches once, and this one has begun"), one:
+        pytest.fail("the block began")
+    with Watcher(device="cpu") as one, pytest.raises(RuntimeError, match="watches once"), one:
+        pytest.fail("the block began")
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_a_watch_without_a_thread_leaves_interrupts_as_they_were(monkeypatch):
+    def refuse():
+        raise RuntimeError("can't start new thread")
+
+    handler, watch = signal.getsignal(signal.SIGINT), Watcher(device="cpu")
+    monkeypatch.setattr(watch._thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"), watch:
         pytest.fail("the block began")
     assert signal.getsignal(signal.SIGINT) == handler
 

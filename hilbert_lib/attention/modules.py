@@ -228,8 +228,9 @@ class MultiheadDilatedAttention(nn.Module):
             key, value: tensors like query, of its shape, such as query itself, which both are by default.
             key_padding_mask: (batch, seq), or (seq,) for one sequence: bool, True = no weight; or, as torch's layers
                 give it, floating with -inf for no weight and 0 otherwise. Its values are checked: the host then waits
-                for the device, so that such a mask cannot be captured by a CUDA graph; where it is compiled or
-                exported, the program asserts them. Tokens left without keys give the output projection's bias.
+                for the device, so that such a mask cannot be captured by a CUDA graph. Where it is compiled or
+                exported, the program asserts them, on a GPU at the cost of all that the process has there. Tokens left
+                without keys give the output projection's bias.
             need_weights: False; the weights are never all in memory.
             attn_mask: None, or with is_causal the causal mask: trusted to be it, as nn.MultiheadAttention does.
             average_attn_weights: of no effect, as no weights are returned.
@@ -289,7 +290,8 @@ class MultiheadDilatedAttention(nn.Module):
         padded = query.to_padded_tensor(0.0)
         ends = torch.tensor(lengths, device=query.device)
         is_padding = torch.arange(padded.shape[1], device=query.device) >= ends[:, None]
-        out, _ = self(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
+        # Not `self(...)`: hooks have been called for this call.
+        out, _ = self.forward(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
         return torch.nested.as_nested_tensor([tokens[:end] for tokens, end in zip(out, lengths, strict=True)])
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

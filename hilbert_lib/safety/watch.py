@@ -98,6 +98,8 @@ class Watcher:
     def __enter__(self) -> Self:
         if self._interrupts and threading.current_thread() is not threading.main_thread():
             raise ValueError("on_limit must be given outside of the main thread, which alone can be interrupted")
+        if self._thread.ident is not None:
+            raise RuntimeError("a Watcher watches once, and this one has begun")
         if self._interrupts:
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
         self._start = time.monotonic()
@@ -106,7 +108,7 @@ class Watcher:
         except KeyboardInterrupt as error:  # its first look found a limit passed, and the block has not begun
             self.__exit__(type(error), error, None)
             raise
-        except RuntimeError:  # it has watched before, or the system gives no thread
+        except RuntimeError:  # the system gives no thread
             self._give_back_interrupts()
             raise
         return self

@@ -94,14 +94,20 @@ def _gpu() -> Finding:
 
 
 def _kernels() -> Finding:
-    q = torch.randn(1, 16, 1, 16, device="cuda" if kernel_mode() == "compiled" else "cpu")
+    # In half precision on a GPU: float32 may be rounded to TF32 there, as torch is set.
+    of = {"device": "cuda", "dtype": torch.float16} if kernel_mode() == "compiled" else {"device": "cpu"}
+    q = torch.randn(1, 16, 1, 16, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(**of)
     pattern = DilatedPattern((8, 16), (1, 2))
     asked = explain_backend(q, q, q, pattern, backend="triton")
     if not asked.chosen:
         return Finding("kernels", f"not for this GPU: {asked.reasons['triton']}")
     try:
         out, exact = (dilated_attention(q, q, q, pattern, backend=name) for name in ("triton", "reference"))
-        wrong = "" if torch.allclose(out, exact, atol=1e-4) else "not what the reference gives"
+        wrong = (
+            ""
+            if torch.allclose(out, exact, atol=1e-4 if q.dtype == torch.float32 else 1e-2)
+            else "not what the reference gives"
+        )
     except Exception as error:  # of Triton, of numpy beneath its interpreter, of a driver: told, whatever it is
         wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if wrong:
