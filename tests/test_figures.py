@@ -11,13 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from hilbert_lib.attention.tables import multiplicities
+from hilbert_lib.attention.tables import mixing, multiplicities
 from hilbert_lib.curves import curve_coordinates
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.figures.curves import draw_paths, path_table
-from hilbert_lib.figures.patterns import draw_errors, draw_pattern, draw_work
+from hilbert_lib.figures.patterns import draw_errors, draw_mixing, draw_pattern, draw_work
 from hilbert_lib.figures.record import in_256_colours
+from hilbert_lib.figures.seeds import draw_key_sets
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.seeds import key_set_table
 
 
 def panels(figure):
@@ -136,3 +138,16 @@ def test_a_path_of_very_many_steps_is_drawn_as_pixels(tmp_path):
     assert lines > 4000
     assert pixels.count("<path ") < 100
     assert "<image" in pixels
+
+
+@pytest.mark.parametrize(("rate", "told"), [(1, "One function here"), (4, "Two functions")])
+def test_the_figure_of_key_sets_says_whether_they_are_two(rate, told):
+    figure = draw_key_sets(key_set_table(256, 64, rate), length=256, dilation_rate=rate)
+    assert figure.get_suptitle().startswith(told)
+
+
+@pytest.mark.parametrize(("query", "told"), [(3, "in no branch, it sees no key"), (4, "two ways, the same weights")])
+def test_a_query_without_keys_is_drawn_as_one(query, told):
+    x = torch.ones(1, 8, 1, 4)
+    table = mixing(x, x, DilatedPattern((8,), (4,), offsets="zero"), query=query)
+    assert draw_mixing(table, query=query).axes[0].get_title() == f"Query {query} of head 0: {told}"

@@ -103,11 +103,8 @@ def _kernels() -> Finding:
         return Finding("kernels", f"not for this GPU: {asked.reasons['triton']}")
     try:
         out, exact = (dilated_attention(q, q, q, pattern, backend=name) for name in ("triton", "reference"))
-        wrong = (
-            ""
-            if torch.allclose(out, exact, atol=1e-4 if q.dtype == torch.float32 else 1e-2)
-            else "not what the reference gives"
-        )
+        is_equal = torch.allclose(out, exact, atol=1e-4 if q.dtype == torch.float32 else 1e-2)
+        wrong = "" if is_equal else "not what the reference gives"
     except Exception as error:  # of Triton, of numpy beneath its interpreter, of a driver: told, whatever it is
         wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if wrong:
