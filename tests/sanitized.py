@@ -1,0 +1,113 @@
+"""Small calls of the kernels on CUDA, for a tool that watches this process; the argument is one of `FAMILIES`.
+
+The last line that it prints names the kernels that Triton made ready for launches.
+"""
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.triton import launch
+from hilbert_lib.curves import curve_coordinates, curve_index
+
+DEVICE = "cuda"
+
+
+@triton.jit
+def past_the_end_kernel(x, out, SIZE: tl.constexpr):
+    """A mistake that memcheck has to find: the last element that it reads is past x."""
+    n = tl.arange(0, SIZE)
+    tl.store(out + n, tl.load(x + n + 1))
+
+
+@triton.jit
+def race_kernel(out):
+    """A mistake that racecheck has to find: a warp reads what another one writes to shared memory, with no barrier."""
+    n = tl.arange(0, 128)  # one a thread
+    assembly: tl.constexpr = """{
+        .shared .b32 words[128]; .reg .b32 first, mine, other;
+        mov.u32 first, words; add.u32 mine, first, $1; add.u32 other, first, $2;
+        st.shared.b32 [mine], $1; ld.shared.b32 $0, [other];
+    }"""
+    read = tl.inline_asm_elementwise(assembly, "=r,r,r", [4 * n, 4 * (127 - n)], tl.int32, is_pure=False, pack=1)
+    tl.store(out + n, read)
+
+
+def attend(branches, keys, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, queries=None, stored=False, **options):
+    """Forward, and backward unless there are few queries, the last ones; stored: k and v in another order."""
+    shapes = (1, queries or keys, heads[0], head_dim), *[(1, keys, heads[1], head_dim)] * 2
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes)
+    options |= {"kv_ordering": Ordering.random(keys, seed=0)} if stored else {}
+    options |= {"query_start": keys - queries} if queries else {}
+    out = dilated_attention(q, k, v, DilatedPattern(*branches), backend="triton", **options)
+    if not queries or queries > 64:
+        out.backward(torch.randn_like(out))
+
+
+def padded(keys):
+    """The last third and every fifth key have no weight."""
+    n = torch.arange(keys, device=DEVICE)[None]
+    return (n % 5 == 0) | (n > keys * 2 // 3)
+
+
+def plain():
+    """The kernels that serve everywhere; the last call in two passes."""
+    launch._on_hopper = lambda *_: False
+    attend(((128, 256), (1, 2)), 300, is_causal=True)
+    attend(((128, 256), (1, 3)), 300, head_dim=72, dtype=torch.float16, stored=True, key_padding_mask=padded(300))
+    attend(((128,), (1,)), 300, queries=100, is_causal=True, dropout_p=0.3)
+    attend(((64, 256), (1, 64)), 301, head_dim=5, dtype=torch.float32, is_causal=True, stored=True)
+
+
+def hopper():
+    """The warp-specialised kernels: more blocks of keys than they have stages, in tiles that are cut and in whole ones.
+
+    With and without dq, which is the plain kernel's where torch asks for determinism.
+    """
+    original = launch._on_hopper
+
+    def on_hopper(*arguments):
+        assert original(*arguments), "the plain kernels would serve"
+        return True
+
+    launch._on_hopper = on_hopper
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        attend(((256, 1024), (1, 2)), 1000, is_causal=True)
+        attend(((256, 1024), (1, 2)), 1024, head_dim=128, dtype=torch.float16)
+
+
+def decoding():
+    """Few queries, the keys split over programs."""
+    attend(((128, 512), (1, 2)), 500, heads=(4, 2), queries=1, is_causal=True)
+    attend(((128, 512), (1, 2)), 500, dtype=torch.float16, queries=5, stored=True, key_padding_mask=padded(500))
+    attend(((512,), (3,)), 500, head_dim=5, dtype=torch.float32, queries=3, is_causal=True, dropout_p=0.3)
+
+
+def curve():
+    """Cells and places, in grids of one leaf and of several; places in one whose tables have 64 bits."""
+    for shape in ((13, 21), (40, 70), (5, 6, 7), (11, 12, 13)):
+        cells = curve_coordinates("hilbert", shape, device=DEVICE)
+        assert torch.equal(curve_index("hilbert", cells, shape).cpu(), torch.arange(len(cells)))
+    curve_index("hilbert", cells[:, :2], (2**21, 2**21))
+
+
+def past_the_end():
+    past_the_end_kernel[(1,)](torch.ones(128, device=DEVICE), torch.ones(128, device=DEVICE), SIZE=128)
+
+
+def race():
+    race_kernel[(1,)](torch.ones(128, device=DEVICE, dtype=torch.int32), num_warps=4)
+
+
+FAMILIES = {function.__name__: function for function in (plain, hopper, decoding, curve, past_the_end, race)}
+
+if __name__ == "__main__":
+    ready = set()
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: ready.add(f"{fn.module}.{fn.name}")
+    FAMILIES[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("\nready:", *sorted(ready), flush=True)
