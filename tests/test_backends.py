@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import sys
 from functools import partial
@@ -10,14 +11,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from cases import TOLERANCE, expected, stored
+from cases import LAYOUTS, TOLERANCE, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, explain_backend
 from hilbert_lib.attention import backends, packages, strided
+from hilbert_lib.attention import dense as dense_kernels
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import Eager, Problem
+from hilbert_lib.attention.dense import CuDnn, Eager, Problem
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
 NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
@@ -339,6 +341,39 @@ def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypa
     strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
     assert seen
     assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
+
+
+def cudnn_with_plans():
+    """torch's operators over cuDNN. A backward's plan is found as torch 2.11 finds it, and reads as it did at first."""
+    plans = {}
+
+    def forward(q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, *, scale):
+        return *Eager.forward(q, k, v, Problem(scale, is_causal)), None
+
+    def backward(
+        dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale
+    ):
+        found_by = is_causal, *((x.shape, x.stride()) for x in (q, k, v))
+        strides = plans.setdefault(found_by, (out.stride(), dout.stride()))
+        out, dout = (x.as_strided(x.shape, stride) for x, stride in zip((out, dout), strides, strict=True))
+        return Eager.backward(dout, q, k, v, out, lse[..., 0], Problem(scale, is_causal))
+
+    operators = {
+        "_scaled_dot_product_cudnn_attention": forward,
+        "_scaled_dot_product_cudnn_attention_backward": backward,
+    }
+    return SimpleNamespace(**operators)
+
+
+def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeypatch):
+    monkeypatch.setattr(dense_kernels, "_aten", cudnn_with_plans())
+    pattern, (*tensors, dout), _, _, grads = expected("aligned", "head", "softmax", torch.float64, "grouped", True)
+    call = Call(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
+    for of_inputs, of_dout in itertools.product(LAYOUTS, LAYOUTS):
+        q, k, v = (stored(x, of_inputs) for x in tensors)
+        out, lse = strided.forward(q, k, v, call, CuDnn)
+        got = strided.backward(stored(dout, of_dout), q, k, v, out, lse, call, CuDnn)
+        torch.testing.assert_close(got, tuple(grads), atol=1e-11, rtol=0)
 
 
 class Masks(TorchDispatchMode):

@@ -201,6 +201,10 @@ class CuDnn:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.shape[2] == 1:
             return Eager.backward(dout, q, k, v, out, lse, problem)
+        # torch finds cuDNN's plan by the strides of q, k and v alone: one that was made for other strides of out or
+        # dout reads those in the wrong places. So they have q's.
+        if not q.stride() == out.stride() == dout.stride():
+            q, out, dout = (x.contiguous() for x in (q, out, dout))
         nothing = lse.new_zeros((), dtype=torch.int64)
         return _aten._scaled_dot_product_cudnn_attention_backward(
             dout,
