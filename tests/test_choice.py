@@ -105,6 +105,7 @@ def test_long_calls_on_hopper_go_to_dense_kernels_where_the_pass_has_empty_rows_
     assert first(64, 2**18, 16, True, False, aligned) == ("cudnn", "cudnn")
     assert first(64, 2**18, 16, True, True, aligned) == ("flash_attn_4", "triton")
     assert first(64, 2**18, 16, False, True, aligned) == ("triton", "triton")
+    assert first(64, 2**18, 16, False, False, aligned) == ("flash_attn_4", "triton")
     assert first(64, 2**16, 16, True, False, aligned) == ("triton", "triton")
     assert first(128, 2**18, 16, True, False, aligned) == ("triton", "triton")
     assert first(64, 2**18, 16, False, False, paper) == ("flash_attn_4", "cudnn")

@@ -94,7 +94,7 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     records = {name: read_records(run / RESULTS) for name, run in found.items()}
     try:
         answer = short_answer(records[KERNELS], records[GRIDS], records[CHOICE])
-        numbers = key_numbers(records[KERNELS], records[GRIDS], records[RING], records[CHOICE])
+        numbers = key_numbers(records[KERNELS], records[GRIDS], records[RING])
     except (LookupError, AttributeError, ValueError) as error:
         runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
         raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error

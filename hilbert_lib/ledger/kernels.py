@@ -147,23 +147,6 @@ def fused_speeds(records: Records) -> pd.DataFrame:
     return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
 
 
-def over_packages(choices: Records, *, length: int) -> pd.DataFrame:
-    """How many times as fast the fused kernel is as the closest backend of another package, where one was installed.
-
-    Args:
-        choices: of notebook 05.
-        length: tokens of the reference work, not causal.
-
-    Returns:
-        direction, head_dim, other (its name) and ratio, the largest head first; empty where there was none.
-    """
-    pairs = ratio_table(choices, "selection").query("pattern == 'reference' and not is_causal")
-    pairs = pairs[(pairs.length == length) & pairs.a.map(lambda name: bool(backends.BACKENDS[name].package))]
-    closest = pairs.sort_values("ratio").drop_duplicates(["direction", "head_dim"]).rename(columns={"a": "other"})
-    closest = closest.sort_values(["head_dim", "direction"], ascending=[False, True])
-    return closest[["direction", "head_dim", "other", "ratio"]].reset_index(drop=True)
-
-
 def behind_packages(choices: Records) -> pd.DataFrame:
     """Works in which a backend of another package is faster than the fused kernel, by the device's time.
 

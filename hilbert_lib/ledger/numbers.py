@@ -2,14 +2,13 @@
 
 import pandas as pd
 
-from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, WHOLE_LINES
+from hilbert_lib.ledger.advice import GRIDS, KERNELS, WHOLE_LINES
 from hilbert_lib.ledger.kernels import (
     CASE,
     Records,
     fused_speeds,
     grid_gains,
     layout_ratios,
-    over_packages,
     over_sequence,
 )
 from hilbert_lib.paired import ratio_table
@@ -18,21 +17,18 @@ RING = "07_ring_attention"
 ORDERS = ("hilbert", "morton", "tile")  # the compact ones
 
 
-def key_numbers(records: Records, grids: Records, rings: Records, choices: Records) -> pd.DataFrame:
+def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFrame:
     """What the kernels reach, what an order changes, and the longest sequences.
 
     Args:
         records: of notebook 06.
         grids: of notebook 08.
         rings: of notebook 07.
-        choices: of notebook 05.
 
     Returns:
         what, measured and record (the notebook whose record holds it).
     """
-    rows = [(*row, KERNELS) for row in _speeds(records)]
-    rows += [(*row, CHOICE) for row in _packages(records, choices)]
-    rows += [(*row, KERNELS) for row in (*_public(records), *_orders(records))]
+    rows = [(*row, KERNELS) for row in (*_speeds(records), *_public(records), *_orders(records))]
     rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
     return pd.DataFrame(rows, columns=["what", "measured", "record"])
 
@@ -51,11 +47,6 @@ def _speeds(records: Records) -> list[tuple[str, str]]:
         rows.append((what, measured))
         of = "of the same"
     return rows
-
-
-def _packages(records: Records, choices: Records) -> list[tuple[str, str]]:
-    pairs = over_packages(choices, length=fused_speeds(records).length.iloc[0])
-    return _beside(" or ".join(pairs.other.unique()), pairs, ".2f")
 
 
 def _public(records: Records) -> list[tuple[str, str]]:
