@@ -376,6 +376,18 @@ def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeyp
         torch.testing.assert_close(got, tuple(grads), atol=1e-11, rtol=0)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
+def test_cudnn_is_given_no_segment_of_one_query_or_one_key(monkeypatch, queries, keys):
+    # A ring asks for blocks of as many queries and keys as two ranks have of a segment.
+    monkeypatch.setattr(dense_kernels, "_aten", SimpleNamespace())
+    dout, q = torch.randn(2, 2, 3, queries, 8, dtype=torch.float64).unbind()
+    k, v = torch.randn(2, 2, 3, keys, 8, dtype=torch.float64).unbind()
+    problem = Problem(0.3, False)
+    out, lse = CuDnn.forward(q, k, v, problem)
+    torch.testing.assert_close(lse, (0.3 * q @ k.transpose(2, 3)).logsumexp(-1))
+    assert [x.shape for x in CuDnn.backward(dout, q, k, v, out, lse, problem)] == [q.shape, k.shape, v.shape]
+
+
 class Masks(TorchDispatchMode):
     """The bytes of the bool tensors that operators return."""
 

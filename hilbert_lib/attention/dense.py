@@ -184,11 +184,11 @@ class Flash:
 
 
 class CuDnn:
-    """cuDNN's attention. Its lse has a last dimension of 1. It refuses segments of one row, which Eager computes."""
+    """cuDNN's attention. Its lse has a last dimension of 1. One query or one key a segment is left to Eager."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if q.shape[2] == 1:
+        if 1 in (q.shape[2], k.shape[2]):  # of keys alone, in a block of a ring
             return Eager.forward(q, k, v, problem)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, problem.is_causal, False, scale=problem.scale
@@ -199,7 +199,7 @@ class CuDnn:
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.shape[2] == 1:
+        if 1 in (q.shape[2], k.shape[2]):
             return Eager.backward(dout, q, k, v, out, lse, problem)
         # torch finds cuDNN's plan by the strides of q, k and v alone: one that was made for other strides of out or
         # dout reads those in the wrong places. So they have q's.
