@@ -108,6 +108,17 @@ def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(
         assert not BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option))
 
 
+def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
+    gpu(9, 0)
+    assert not BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "order that varies" in BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
+        assert not BACKENDS["flash"].refusal(on_gpu(), Call(PATTERN))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # What is installed: files below a folder of packages, and the versions that their metadata names.
 FA2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "", "flash_attn_2_cuda.py": ""}
 FA4 = {"flash_attn/cute/interface.py": ""}

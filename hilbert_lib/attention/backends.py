@@ -106,6 +106,13 @@ def _flash_refusal(q: Tensor, call: Call) -> str:
     return ""
 
 
+def _cudnn_refusal(q: Tensor, call: Call) -> str:
+    # torch's own chooser, which is passed by here, keeps cuDNN from such calls; the operators themselves say nothing.
+    if torch.are_deterministic_algorithms_enabled():
+        return "sums gradients in an order that varies, and torch.use_deterministic_algorithms asks for one"
+    return _half_refusal(q, call, largest_head_dim=128)
+
+
 def _half_limits(q: Tensor, call: Call, largest_head_dim: int) -> str:
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {_name(q.dtype)}"
@@ -233,7 +240,7 @@ BACKENDS = {
             reads_orderings=True,
             limits=_triton_limits,
         ),
-        _half("cudnn", "cuDNN", CuDnn, largest_head_dim=128),
+        replace(_half("cudnn", "cuDNN", CuDnn, largest_head_dim=128), refusal=_cudnn_refusal),
         replace(_half("flash", "torch's FlashAttention-2", Flash), refusal=_flash_refusal),
         # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
         _half("flash_attn_4", "flash-attn-4", packages.FlashAttn4, 128, range(9, 13), "flash_attn_4"),
