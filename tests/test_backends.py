@@ -19,7 +19,7 @@ from hilbert_lib.attention import backends, packages, strided
 from hilbert_lib.attention import dense as dense_kernels
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import CuDnn, Eager, Problem
+from hilbert_lib.attention.dense import CuDnn, Eager, Efficient, Problem, Within32Bits
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
 NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
@@ -397,6 +397,39 @@ def test_cudnn_is_given_no_segment_of_one_query_or_one_key(monkeypatch, queries,
     out, lse = CuDnn.forward(q, k, v, problem)
     torch.testing.assert_close(lse, (0.3 * q @ k.transpose(2, 3)).logsumexp(-1))
     assert [x.shape for x in CuDnn.backward(dout, q, k, v, out, lse, problem)] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monkeypatch, layout):
+    pattern, (*tensors, dout), out, lse, grads = expected("aligned", "head", "softmax", torch.float64, "ragged", True)
+    reach = 37 * 8 + 1  # of one head's rows, and of no two
+    monkeypatch.setattr(dense_kernels, "REACH", reach)
+
+    def finds(*tensors):
+        assert all((x.shape[n] - 1) * x.stride(n) < reach for x in tensors for n in (1, 2))
+
+    class Short:
+        def forward(q, k, v, problem):
+            finds(q, k, v)
+            return Eager.forward(q, k, v, problem)
+
+        def backward(dout, q, k, v, out, lse, problem):
+            finds(q, k, v)
+            return Eager.backward(dout, q, k, v, out, lse, problem)
+
+    q, k, v = (stored(x, layout) for x in tensors)
+    call, kernel = Call(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
+    got, got_lse = strided.forward(q, k, v, call, kernel)
+    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
+    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])
+def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
+    for function in BACKENDS[name].functions(torch.device("cuda")):
+        assert function.keywords["kernel"] == Within32Bits(kernel)
 
 
 class Masks(TorchDispatchMode):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import flex, packages, reference, strided
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel
+from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel, Within32Bits
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.hardware import get_gpu_info
 
@@ -153,7 +153,7 @@ def _over_views(kernel: Kernel) -> Callable[[torch.device], tuple[Forward, Backw
 
 
 def _sdpa_functions(device: torch.device) -> tuple[Forward, Backward]:
-    return _over_views(Efficient if device.type == "cuda" else CpuFlash)(device)
+    return _over_views(Within32Bits(Efficient) if device.type == "cuda" else CpuFlash)(device)
 
 
 def _triton_refusal(q: Tensor, call: Call) -> str:
@@ -250,7 +250,7 @@ BACKENDS = {
             "xformers",
             "xformers over strided views",
             _xformers_refusal,
-            _over_views(packages.Xformers),
+            _over_views(Within32Bits(packages.Xformers)),
             caveat=_SPREADS,
             package="xformers",
             limits=_sdpa_limits,

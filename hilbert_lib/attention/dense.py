@@ -11,6 +11,7 @@ torch's public `scaled_dot_product_attention` returns no lse, so the operators b
 device: it computes what the operators cannot say.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from hilbert_lib.attention.call import working_dtype
 
 _aten = torch.ops.aten
+REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +152,38 @@ class Efficient:
             scale=problem.scale,
         )
         return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Within32Bits:
+    """A kernel that multiplies rows and heads by their strides in 32 bits: where that overflows, one head at a time.
+
+    Each head's tensors are then copied. torch's memory-efficient kernel is such a one, and xformers may take it.
+    """
+
+    kernel: type[Kernel]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        if _overflows(q, k, v):
+            return _by_head(self.kernel.forward, problem, q, k, v)
+        return self.kernel.forward(q, k, v, problem)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if _overflows(q, k, v):
+            return _by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
+        return self.kernel.backward(dout, q, k, v, out, lse, problem)
+
+
+def _overflows(*tensors: Tensor) -> bool:
+    return any((x.shape[n] - 1) * x.stride(n) >= REACH for x in tensors for n in (1, 2))
+
+
+def _by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
+    heads = range(tensors[0].shape[1])
+    results = [run(*(x[:, h : h + 1].contiguous() for x in tensors), problem) for h in heads]
+    return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
 
 
 class Flash:
