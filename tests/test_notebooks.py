@@ -2,10 +2,14 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from tiny_notebooks import write_notebook
 
 from hilbert_lib.suite.parameters import read_parameters
 
@@ -85,3 +89,15 @@ def test_only_the_strictly_checked_notebooks_hold_outputs_and_they_do(path, cell
 def test_the_strict_notebooks_exist():
     assert STRICT
     assert all((ROOT / name).exists() for name in STRICT)
+
+
+def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
+    write_notebook(tmp_path, "quiet", "print('a result')")
+    write_notebook(tmp_path, "warns", "import warnings\n\nwarnings.warn('look here')")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "-rf", "--color=no", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert re.search(r"^1 failed, 3 passed", done.stdout.splitlines()[-1].strip("= ")), done.stdout
+    assert "FAILED warns.ipynb::Cell 1" in done.stdout
+    assert "the cell wrote to stderr" in done.stdout
+    assert "UserWarning: look here" in done.stdout
