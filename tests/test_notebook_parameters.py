@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.suite.parameters import check_value, read_parameters
+from hilbert_lib.suite.parameters import check_value, read_parameter_file, read_parameters
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -71,3 +72,63 @@ def test_a_notebook_holds_at_other_parameters(tmp_path, notebook, changes):
     changes = changes | {"output_dir": str(tmp_path)}
     papermill.execute_notebook(path, tmp_path / "out.ipynb", changes, cwd=tmp_path, progress_bar=False)
     assert list(tmp_path.glob("*.png")), "no figure was drawn"
+
+
+WRONG = {
+    "00_question": {"seq_len": 0, "segment_length": 512, "drawn_rate": 65, "dilation_rates": [1, 65]},
+    "01_hilbert_curves": {"max_order": 0, "rectangle": [3, 4, 5], "box": [5, 4], "image": [], "grid": [-1, 4]}
+    | {"other_grid": [60], "block_sizes": [], "dilation_rate": 0, "seed_side": 6, "timing_order": 0, "repetitions": 0},
+    "02_dilated_attention": {"seq_len": 0, "query": 48, "mixing_rule": "hard"},
+    "03_cache_lines": {"seq_len": 0, "page_bytes": 0, "tile_keys": 0, "concurrent": 0, "chunk": -1, "cache_kib": [0]}
+    | {"key_order": "any", "shown_layout": "sbhd", "dilation_rates": [2048], "shown_dilation": 0, "cache_dilation": -4}
+    | {"other_dilations": [0], "l2_seq_len": 0, "l2_dilation": 0, "l2_key_counts": [100], "l2_row_bytes": 96},
+    "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_start": 0}
+    | {"progressive_end": 1023, "progressive_gb": 0.0, "hang_seconds": -1.0, "max_seconds": float("nan")},
+    "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
+    | {"paper_segment_lengths": [0, 8], "paper_dilation_rates": [], "ordering_length": 0, "ordering_dilations": [0]}
+    | {"ordering_row_bytes": [33], "ordering_queries": [-1], "ordering_heads": -1, "graph_lengths": [0]}
+    | {"cache_lengths": [], "memory_heads": 0, "memory_dilation_rates": [0], "repetitions": 0, "seconds": 0.0},
+    "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
+    | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
+    | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
+    | {"paper_segment_lengths": [], "counted_keys": 0, "repetitions": 0, "layout_repetitions": 0, "seconds": -1.0},
+    "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
+    | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}
+    | {"check_segment_lengths": [], "check_dilation_rates": [0, 1, 2], "check_kv_heads": 2, "check_head_dim": 0}
+    | {"timed_ranks": [0], "weak_tokens": [-1], "strong_tokens": -1, "longest_growth": 1, "timed_repetitions": 0},
+    "08_where_a_curve_pays": {"predicted_sides": [], "predicted_windows": [0], "block_sizes": [-1], "map_side": 0}
+    | {"map_window": 65, "map_block": 0, "sides": [0], "windows": [], "heads": 0, "head_dim": 0, "dtype": "half"}
+    | {"ranks": [1, 2], "rank_window": 257, "rank_row_bytes": 0, "repetitions": 0, "seconds": 0.0},
+}
+
+
+def run_checks(notebook, changes):
+    """The cells of a notebook up to the first text after its checks: none of the work is among them."""
+    known, values = read_parameters(NOTEBOOKS / f"{notebook}.ipynb"), {}
+    checked = False
+    for cell in nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", as_version=4).cells:
+        if checked and cell.cell_type == "markdown":
+            break
+        if cell.cell_type == "code":
+            exec(cell.source, values)
+            checked |= "hilbert_lib.checks" in cell.source
+        if "parameters" in cell.metadata.get("tags", []):
+            values |= {name: check_value(name, value, known[name].annotation) for name, value in changes.items()}
+    assert checked
+
+
+@pytest.mark.parametrize(
+    ("notebook", "name", "value"),
+    [(notebook, name, value) for notebook, values in WRONG.items() for name, value in values.items()],
+)
+def test_a_wrong_value_is_refused_by_the_parameter_s_name_before_any_work(notebook, name, value):
+    with pytest.raises((ValueError, AssertionError), match=rf"^{name}(\[\d\])? must "):
+        run_checks(notebook, {name: value})
+
+
+@pytest.mark.parametrize(
+    "file", sorted(NOTEBOOKS.glob("configs/*/*.yaml")), ids=lambda file: f"{file.parent.name}-{file.stem}"
+)
+def test_the_checks_take_what_the_files_of_parameters_hold(file):
+    if file.stem in WRONG:
+        run_checks(file.stem, read_parameter_file(file))
