@@ -6,6 +6,8 @@ import nbformat
 import papermill
 import pytest
 
+from hilbert_lib.locality.sweeps import count_units
+from hilbert_lib.ring.tables import spanning_pattern, split_table
 from hilbert_lib.suite.parameters import check_value, read_parameter_file, read_parameters
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -132,3 +134,46 @@ def test_a_wrong_value_is_refused_by_the_parameter_s_name_before_any_work(notebo
 def test_the_checks_take_what_the_files_of_parameters_hold(file):
     if file.stem in WRONG:
         run_checks(file.stem, read_parameter_file(file))
+
+
+def defaults_and_text(notebook):
+    path = NOTEBOOKS / f"{notebook}.ipynb"
+    cells = nbformat.read(path, as_version=4).cells
+    text = " ".join(" ".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
+    return {name: parameter.default for name, parameter in read_parameters(path).items()}, text
+
+
+H200 = read_parameter_file(NOTEBOOKS / "configs/h200/03_cache_lines.yaml")
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(H200, marks=pytest.mark.full)], ids=["default", "h200"])
+def test_notebook_03_concludes_what_holds_at_the_sizes_that_it_names(changes):
+    given, text = defaults_and_text("03_cache_lines")
+    assert f"At the default {given['l2_seq_len']:,} tokens, the 2 MiB" in text
+    assert (
+        "more of it than Hilbert** (in every case at the default sizes and at those of `notebooks/configs/h200`)"
+        in text
+    )
+    assert "At the default sizes, and at those of `notebooks/configs/h200`, the seeds' 25 to 60 % appear" in text
+    given |= changes
+    same = {name: given[name] for name in ("segment_length", "dilation_rates", "page_bytes", "heads", "tile_keys")}
+    counts = count_units(length=given["seq_len"], row_bytes=given["row_sizes"], **same)
+    cases = ["layout", "row_bytes", "dilation", "unit"]
+    touched = counts.pivot(index=cases, columns="ordering", values="touched")
+    gains = touched[touched[["hilbert", "residue"]].min(axis=1) < touched.linear]
+    assert (gains.residue < gains.hilbert).all()
+    lines = 1 - touched.hilbert / touched.linear
+    claimed = lines[lines.between(0.25, 0.6) & (lines.index.get_level_values("unit") == "line")]
+    assert set(claimed.index.get_level_values("row_bytes")) == {4, 8, 16, 32, 64}
+
+
+@pytest.mark.parametrize(("ranks", "adds"), [(2, False), (4, True)])
+def test_notebook_07_concludes_what_holds_for_the_ranks_that_it_names(ranks, adds):
+    given, text = defaults_and_text("07_ring_attention")
+    assert f"(R3 and C7: {given['split_tokens']:,} tokens on four ranks)" in text
+    assert "one of the whole sequence adds many on four ranks, none on two" in text
+    pattern = spanning_pattern(given["split_tokens"], given["first_segment"])
+    split = split_table(pattern, given["split_tokens"], ranks, ["snake", "morton", "hilbert"]).set_index("kind")
+    assert split.before.snake == split.after.snake
+    for kind in ("morton", "hilbert"):
+        assert split.before[kind] > 4 * split.after[kind] if adds else split.before[kind] == split.after[kind]
