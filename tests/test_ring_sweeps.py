@@ -7,6 +7,7 @@ import pytest
 from hilbert_lib.figures import ring_speed
 from hilbert_lib.ring import benchmarks, sweeps
 from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, Work, run_works
+from hilbert_lib.ring.tables import spanning_pattern
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
 
@@ -90,3 +91,9 @@ def test_works_that_cannot_be_are_refused(wrong, words):
     given = {"tokens": 64, "heads": 2, "kv_heads": 2, "head_dim": 8, "segment_lengths": (16,), "dilation_rates": (1,)}
     with pytest.raises(ValueError, match=words):
         Work("weak", 2, **{**given, **wrong})
+
+
+@pytest.mark.parametrize(("first_segment", "growth", "name"), [(0, 2, "first_segment"), (16, 1, "growth")])
+def test_a_pattern_that_would_never_span_the_sequence_is_refused(first_segment, growth, name):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
+        spanning_pattern(64, first_segment, growth)

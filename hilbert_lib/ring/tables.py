@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.balance import shard_lengths_for
@@ -20,6 +21,8 @@ def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> Dilate
     >>> spanning_pattern(8192, 2048).branches
     ((2048, 1), (4096, 2), (8192, 4))
     """
+    integer("first_segment", first_segment, least=1)
+    integer("growth", growth, least=2)
     rates = [1]
     while first_segment * rates[-1] < tokens:
         rates.append(growth * rates[-1])
