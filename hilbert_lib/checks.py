@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 
 import numpy as np
@@ -93,14 +93,17 @@ def _range(least: int | None, most: int | None) -> str:
     return "" if most is None else f" of at most {most}"
 
 
-def integers(name: str, values: object, *, least: int | None = None, distinct: bool = False) -> tuple[int, ...]:
-    """A sequence (or a numpy array of one axis) of at least one integer, as a tuple.
+def integers(
+    name: str, values: object, *, least: int | None = None, distinct: bool = False, empty: bool = False
+) -> tuple[int, ...]:
+    """A sequence (or a numpy array of one axis) of integers, as a tuple.
 
     Args:
         name: of the argument, for the error.
         values: the sequence.
         least: of each, None is no bound.
         distinct: whether a value may come once only, as where each is a row of a table.
+        empty: whether there may be none.
 
     Raises:
         TypeError: if values is no such sequence, or one of them no integer; text and bytes are none.
@@ -111,12 +114,32 @@ def integers(name: str, values: object, *, least: int | None = None, distinct: b
     """
     if not is_listed(values):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    if not len(values):
+    if not len(values) and not empty:
         raise ValueError(f"{name} must hold at least one integer, got {values!r}")
     found = tuple(integer(f"{name}[{n}]", value, least=least) for n, value in enumerate(values))
     if distinct and len(set(found)) < len(found):
         raise ValueError(f"{name} must hold each integer once, got {values!r}")
     return found
+
+
+def each(check: Callable, values: Mapping[str, object], names: str, **limits) -> None:
+    """Holds several values to one check, each by its own name, as the parameters of a notebook.
+
+    Args:
+        check: `integer`, `integers`, `number` or `positive`.
+        values: by name, such as globals().
+        names: of those to check, with spaces between.
+        **limits: as `check` takes them.
+
+    Raises:
+        TypeError, ValueError: of the check.
+
+    >>> each(integer, {"heads": 4, "kv_heads": 0}, "heads kv_heads", least=1)
+    Traceback (most recent call last):
+    ValueError: kv_heads must be an integer of at least 1, got 0
+    """
+    for name in names.split():
+        check(name, values[name], **limits)
 
 
 def is_listed(values: object) -> bool:
