@@ -62,6 +62,7 @@ def results(tensors, pattern, backend):
     leaves = [x.detach().requires_grad_() for x in leaves]
     explanation = explain_backend(*leaves, pattern, is_causal=True, backend=backend)
     if not explanation.chosen:
+        assert BACKENDS[backend].package, explanation.reasons[backend]
         pytest.skip(explanation.reasons[backend])
     out = dilated_attention(*leaves, pattern, is_causal=True, backend=backend)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -88,6 +89,7 @@ def test_every_layout_of_inputs_and_gradient_gives_the_same_result(backend, layo
 @pytest.mark.parametrize("length", [97, 192, 1025])
 def test_scores_far_below_zero_and_lengths_that_fill_no_block_are_served(backend, length):
     # torch and cuDNN have had NaN in gradients of either, in other calls than these.
+    torch.manual_seed(0)
     pattern = DilatedPattern((64, 1024), (1, 2))
     tensors = [torch.randn(1, length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     tensors[0][..., 0], tensors[1][..., 0] = 1, -1000  # scores of -125

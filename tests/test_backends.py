@@ -406,7 +406,9 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
     monkeypatch.setattr(dense_kernels, "REACH", reach)
 
     def finds(*tensors):
-        assert all((x.shape[n] - 1) * x.stride(n) < reach for x in tensors for n in (1, 2))
+        for x in tensors:
+            assert all((x.shape[n] - 1) * x.stride(n) < reach for n in (1, 2))
+            assert (x.shape[2] - 1) * x.shape[1] * x.shape[3] < reach  # of what is dense
 
     class Short:
         def forward(q, k, v, problem):
@@ -414,7 +416,7 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
             return Eager.forward(q, k, v, problem)
 
         def backward(dout, q, k, v, out, lse, problem):
-            finds(q, k, v)
+            finds(dout, q, k, v)
             return Eager.backward(dout, q, k, v, out, lse, problem)
 
     q, k, v = (stored(x, layout) for x in tensors)
@@ -422,8 +424,9 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
     got, got_lse = strided.forward(q, k, v, call, kernel)
     torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
     torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
-    got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
-    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+    for of_dout in LAYOUTS:
+        got_grads = strided.backward(stored(dout, of_dout), q, k, v, got, got_lse, call, kernel)
+        torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])

@@ -77,7 +77,7 @@ def test_a_notebook_holds_at_other_parameters(tmp_path, notebook, changes):
 
 
 WRONG = {
-    "00_question": {"seq_len": 0, "segment_length": 512, "drawn_rate": 65, "dilation_rates": [1, 65]},
+    "00_question": {"seq_len": 0, "segment_length": 512, "drawn_rate": 65, "dilation_rates": []},
     "01_hilbert_curves": {"max_order": 0, "rectangle": [3, 4, 5], "box": [5, 4], "image": [], "grid": [-1, 4]}
     | {"other_grid": [60], "block_sizes": [], "dilation_rate": 0, "seed_side": 6, "timing_order": 0, "repetitions": 0},
     "02_dilated_attention": {"seq_len": 0, "query": 48, "mixing_rule": "hard"},
@@ -85,7 +85,8 @@ WRONG = {
     | {"key_order": "any", "shown_layout": "sbhd", "dilation_rates": [2048], "shown_dilation": 0, "cache_dilation": -4}
     | {"other_dilations": [0], "l2_seq_len": 0, "l2_dilation": 0, "l2_key_counts": [100], "l2_row_bytes": 96},
     "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_start": 0}
-    | {"progressive_end": 1023, "progressive_gb": 0.0, "hang_seconds": -1.0, "max_seconds": float("nan")},
+    | {"progressive_end": 1023, "progressive_gb": 0.0, "hang_seconds": -1.0, "max_seconds": float("nan")}
+    | {"heads": 0, "head_dim": 0},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
     | {"paper_segment_lengths": [0, 8], "paper_dilation_rates": [], "ordering_length": 0, "ordering_dilations": [0]}
     | {"ordering_row_bytes": [33], "ordering_queries": [-1], "ordering_heads": -1, "graph_lengths": [0]}
@@ -93,7 +94,8 @@ WRONG = {
     "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
     | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
     | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
-    | {"paper_segment_lengths": [], "counted_keys": 0, "repetitions": 0, "layout_repetitions": 0, "seconds": -1.0},
+    | {"paper_segment_lengths": [], "counted_keys": 0, "repetitions": 0, "layout_repetitions": 0, "seconds": -1.0}
+    | {"segment_lengths": [0], "dilation_rates": []},
     "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
     | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}
     | {"check_segment_lengths": [], "check_dilation_rates": [0, 1, 2], "check_kv_heads": 2, "check_head_dim": 0}

@@ -107,10 +107,13 @@ def _flash_refusal(q: Tensor, call: Call) -> str:
 
 
 def _cudnn_refusal(q: Tensor, call: Call) -> str:
+    if refused := _half_refusal(q, call, largest_head_dim=128):
+        return refused
     # torch's own chooser, which is passed by here, keeps cuDNN from such calls; the operators themselves say nothing.
+    # Refused with warn_only, too, which cannot be asked for under torch.compile.
     if torch.are_deterministic_algorithms_enabled():
         return "sums gradients in an order that varies, and torch.use_deterministic_algorithms asks for one"
-    return _half_refusal(q, call, largest_head_dim=128)
+    return ""
 
 
 def _half_limits(q: Tensor, call: Call, largest_head_dim: int) -> str:

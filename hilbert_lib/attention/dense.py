@@ -171,13 +171,18 @@ class Within32Bits:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if _overflows(q, k, v):
+        if _overflows(dout, q, k, v):
             return _by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
         return self.kernel.backward(dout, q, k, v, out, lse, problem)
 
 
 def _overflows(*tensors: Tensor) -> bool:
-    return any((x.shape[n] - 1) * x.stride(n) >= REACH for x in tensors for n in (1, 2))
+    # By their own strides, and by those of results, which are dense in the order (batch, rows, heads).
+    for x in tensors:
+        _, heads, rows, head_dim = x.shape
+        if max((heads - 1) * x.stride(1), (rows - 1) * max(x.stride(2), heads * head_dim)) >= REACH:
+            return True
+    return False
 
 
 def _by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -56,9 +56,9 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
 # On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
 # segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
 # diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 27 %, cuDNN's by up
-# to 26 %; FlashAttention-4's are also 5 to 6 % ahead in forwards at head_dim 64 that are not causal. Where rates do not
-# divide, they are ahead in shorter sequences too on the device; but such calls wait for the host, which launches the
-# pass in a fraction of their time.
+# to 26 %; in forwards at head_dim 64 that are not causal FlashAttention-4's are ahead too, by about 5 %. Where rates do
+# not divide, they are ahead in shorter sequences too on the device; but such calls wait for the host, which launches
+# the pass in a fraction of their time.
 # Gains under 5 % are left to the pass, which needs no room for partial results. FlashAttention-3 and -2 are not in the
 # records: each stands before what is older than it, and xFormers, which takes as long as torch's flash, behind both.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
