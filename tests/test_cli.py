@@ -278,6 +278,14 @@ def test_doctor_says_how_to_mend_packages_disk_and_folder(hilbert, monkeypatch):
     assert "no-such-package is missing" in output
 
 
+def test_doctor_serves_a_library_that_runs_from_its_folder(hilbert, monkeypatch):
+    def absent(name):
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", absent)
+    assert "not known: the library runs from its folder" in hilbert("doctor")
+
+
 @pytest.mark.parametrize("program", ["elsewhere/bin/python", "gone/bin/python"])
 def test_doctor_tells_an_environment_from_another_one_of_the_same_interpreter(monkeypatch, tmp_path, program):
     other = tmp_path / "elsewhere/bin/python"

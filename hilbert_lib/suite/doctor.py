@@ -51,8 +51,12 @@ def examine(out: Path) -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
+    try:
+        required = importlib.metadata.requires("hilbert-lib") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", "not known: the library runs from its folder and is not installed")
     wrong = []
-    for line in importlib.metadata.requires("hilbert-lib") or []:
+    for line in required:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue

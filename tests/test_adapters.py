@@ -1,0 +1,262 @@
+"""The adapters of dense kernels compute the function, and give each kernel only what it can read."""
+
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from cases import LAYOUTS, expected, stored
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hilbert_lib import DilatedPattern
+from hilbert_lib.attention import dense as dense_kernels
+from hilbert_lib.attention import packages, strided
+from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dense import CuDnn, Eager, Efficient, Problem, Within32Bits
+
+
+def dense(q, k, v, scale, causal):
+    """(batch, rows, heads, head_dim) -> out, lse (batch, heads, rows), by plain products."""
+    out, lse = Eager.forward(*(x.transpose(1, 2) for x in (q, k, v)), Problem(scale, causal))
+    return out.transpose(1, 2).to(q.dtype), lse
+
+
+def dense_backward(dout, q, k, v, out, lse, scale, causal):
+    problem = Problem(scale, causal)
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    assert lse.is_contiguous()
+    return [x.transpose(1, 2).to(q.dtype) for x in Eager.backward(dout, q, k, v, out, lse, problem)]
+
+
+def fake_2():
+    """flash_attn.flash_attn_interface, by the signatures of flash-attn 2.8."""
+
+    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                return_softmax):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+        return *dense(q, k, v, softmax_scale, causal), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    return {"flash_attn.flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
+
+
+def fake_3():
+    """flash_attn_interface, by the signatures of FlashAttention-3."""
+
+    def forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False):
+        return *dense(q, k, v, softmax_scale, causal), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+                 max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+                 window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
+        assert cu_seqlens_q is max_seqlen_k is None
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+
+    return {"flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
+
+
+def fake_4():
+    """flash_attn.cute.interface, by the signatures of flash-attn-4 4.0.0b36."""
+
+    def forward(q, k, v, qv=None, softmax_scale=None, causal=False, return_lse=False):
+        out, lse = dense(q, k, v, softmax_scale, causal)
+        return out, lse if return_lse else None, None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False):
+        return dense_backward(dout, q, k, v, out, lse, softmax_scale, causal)
+
+    return {"flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}}
+
+
+def fake_xformers():
+    """xformers.ops.fmha of 0.0.35, with an lse padded as its CUTLASS kernel pads it."""
+
+    class LowerTriangularMask:
+        pass
+
+    def forward(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+        out, lse = dense(query, key, value, scale, isinstance(attn_bias, LowerTriangularMask))
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+
+    def backward(grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None):
+        assert output.is_contiguous()
+        assert lse.shape[2] == query.shape[1]
+        is_causal = isinstance(attn_bias, LowerTriangularMask)
+        return tuple(dense_backward(grad, query, key, value, output, lse, scale, is_causal))
+
+    fmha = {
+        "attn_bias": SimpleNamespace(LowerTriangularMask=LowerTriangularMask),
+        "memory_efficient_attention_forward_requires_grad": forward,
+        "memory_efficient_attention_backward": backward,
+    }
+    return {"xformers.ops.fmha": fmha}
+
+
+KERNELS = {
+    "flash_attn_2": (packages.FlashAttn2, fake_2),
+    "flash_attn_3": (packages.FlashAttn3, fake_3),
+    "flash_attn_4": (packages.FlashAttn4, fake_4),
+    "xformers": (packages.Xformers, fake_xformers),
+}
+
+
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """The adapter of a package, above a module with its signatures."""
+    adapter, fake = KERNELS[request.param]
+    for name, members in fake().items():
+        *parents, last = name.split(".")
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        for depth in range(len(parents), 0, -1):
+            child, path = module, ".".join(parents[:depth])
+            module = ModuleType(path)
+            setattr(module, [*parents, last][depth], child)
+            monkeypatch.setitem(sys.modules, path, module)
+    return adapter
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("branches", "shape"), [("aligned", "ragged"), ("uneven", "grouped"), ("sparse", "shorter")])
+def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_causal):
+    pattern, (*tensors, dout), out, lse, grads = expected(branches, "head", "softmax", torch.float64, shape, is_causal)
+    q, k, v = (stored(x, "sliced") for x in tensors)
+    call = Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
+    got, got_lse = strided.forward(q, k, v, call, kernel)
+    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
+    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypatch):
+    q, k, v = torch.randn(3, 1, 32, 4, 8).unbind()
+    storages = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    seen = []
+    products = dense
+    monkeypatch.setattr(sys.modules[__name__], "dense", lambda *x: seen.append(x[:3]) or products(*x))
+    strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+    assert seen
+    assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
+
+
+def cudnn_with_plans():
+    """torch's operators over cuDNN. A backward's plan is found as torch 2.11 finds it, and reads as it did at first."""
+    plans = {}
+
+    def forward(q, k, v, bias, compute_lse, dropout_p, is_causal, return_debug_mask, *, scale):
+        return *Eager.forward(q, k, v, Problem(scale, is_causal)), None
+
+    def backward(
+        dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale
+    ):
+        found_by = is_causal, *((x.shape, x.stride()) for x in (q, k, v))
+        strides = plans.setdefault(found_by, (out.stride(), dout.stride()))
+        out, dout = (x.as_strided(x.shape, stride) for x, stride in zip((out, dout), strides, strict=True))
+        return Eager.backward(dout, q, k, v, out, lse[..., 0], Problem(scale, is_causal))
+
+    operators = {
+        "_scaled_dot_product_cudnn_attention": forward,
+        "_scaled_dot_product_cudnn_attention_backward": backward,
+    }
+    return SimpleNamespace(**operators)
+
+
+def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeypatch):
+    monkeypatch.setattr(dense_kernels, "_aten", cudnn_with_plans())
+    pattern, (*tensors, dout), _, _, grads = expected("aligned", "head", "softmax", torch.float64, "grouped", True)
+    call = Call(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
+    for of_inputs, of_dout in itertools.product(LAYOUTS, LAYOUTS):
+        q, k, v = (stored(x, of_inputs) for x in tensors)
+        out, lse = strided.forward(q, k, v, call, CuDnn)
+        got = strided.backward(stored(dout, of_dout), q, k, v, out, lse, call, CuDnn)
+        torch.testing.assert_close(got, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
+def test_cudnn_is_given_no_segment_of_one_query_or_one_key(monkeypatch, queries, keys):
+    # A ring asks for blocks of as many queries and keys as two ranks have of a segment.
+    monkeypatch.setattr(dense_kernels, "_aten", SimpleNamespace())
+    dout, q = torch.randn(2, 2, 3, queries, 8, dtype=torch.float64).unbind()
+    k, v = torch.randn(2, 2, 3, keys, 8, dtype=torch.float64).unbind()
+    problem = Problem(0.3, False)
+    out, lse = CuDnn.forward(q, k, v, problem)
+    torch.testing.assert_close(lse, (0.3 * q @ k.transpose(2, 3)).logsumexp(-1))
+    assert [x.shape for x in CuDnn.backward(dout, q, k, v, out, lse, problem)] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monkeypatch, layout):
+    pattern, (*tensors, dout), out, lse, grads = expected("aligned", "head", "softmax", torch.float64, "ragged", True)
+    reach = 37 * 8 + 1  # of one head's rows, and of no two
+    monkeypatch.setattr(dense_kernels, "REACH", reach)
+
+    def finds(*tensors):
+        for x in tensors:
+            assert all((x.shape[n] - 1) * x.stride(n) < reach for n in (1, 2))
+            assert (x.shape[2] - 1) * x.shape[1] * x.shape[3] < reach  # of what is dense
+
+    class Short:
+        def forward(q, k, v, problem):
+            finds(q, k, v)
+            return Eager.forward(q, k, v, problem)
+
+        def backward(dout, q, k, v, out, lse, problem):
+            finds(dout, q, k, v)
+            return Eager.backward(dout, q, k, v, out, lse, problem)
+
+    q, k, v = (stored(x, layout) for x in tensors)
+    call, kernel = Call(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
+    got, got_lse = strided.forward(q, k, v, call, kernel)
+    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    for of_dout in LAYOUTS:
+        got_grads = strided.backward(stored(dout, of_dout), q, k, v, got, got_lse, call, kernel)
+        torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])
+def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
+    for function in BACKENDS[name].functions(torch.device("cuda")):
+        assert function.keywords["kernel"] == Within32Bits(kernel)
+
+
+class Masks(TorchDispatchMode):
+    """The bytes of the bool tensors that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(("batch", "heads", "segment_length"), [(2, 4, 32), (2, 4, 24), (5, 2, 24)])
+def test_padding_is_never_written_out_for_every_query(batch, heads, segment_length):
+    # Batch and segments fold into one dimension, and then sequences and heads go one by one.
+    q, k, v, dout = torch.randn(4, batch, 64, heads, 8).unbind()
+    padding = torch.zeros(batch, 64, dtype=torch.bool)
+    masks = []
+    for mask in (None, padding):
+        call = Call(DilatedPattern((segment_length,), (1,)), scale=0.3, key_padding_mask=mask)
+        with Masks() as counted:
+            out, lse = strided.forward(q, k, v, call, Eager)
+            strided.backward(dout, q, k, v, out, lse, call, Eager)
+        masks.append(counted.bytes)
+    assert masks[1] - masks[0] < batch * heads * 64 * segment_length / 2, "a mask of every pair"
