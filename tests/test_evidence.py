@@ -165,7 +165,7 @@ def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied)
     assert "1.25 and 1.25 times as fast as the best of cudnn," in texts(copied)["README.md"]
 
 
-def test_the_closest_backend_of_another_package_is_named_where_one_was_installed(copied):
+def test_another_package_is_named_where_it_is_ahead_and_where_it_was_timed(copied):
     package = "flash_attn_4"
 
     def rename(record):
