@@ -18,16 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, key_range, segment_rows, tile_of, tile_positions
 from hilbert_lib.attention.triton.hopper_tiles import (
+    FIRST_BARRIER,
     GROUP_ROWS,
     LOG2_E,
+    arrive,
+    meet,
     product_layout,
     row_layout,
     segment_coordinates,
     segment_of,
     shared_layout,
 )
-
-FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -78,25 +79,6 @@ def forward_kernel(
 
 
 @gluon.jit
-def signal(barrier):
-    """A group arrives at a hardware barrier of 288 threads, both groups and the warp that copies, without waiting.
-
-    `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
-    """
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def await_signal(barrier):
-    """The warp that copies waits there for both groups."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def k_free(block, STAGES: gl.constexpr):
     """Number of the barrier at which the groups say that they need a tile of k no more."""
     return FIRST_BARRIER + block % STAGES
@@ -128,13 +110,13 @@ def _copy(
             for j in range(0, end, BLOCK_N):
                 stage = block % STAGES
                 if block >= STAGES:
-                    await_signal(k_free(block, STAGES))
+                    meet(k_free(block, STAGES), 288)
                 mbarrier.expect(k_full.index(stage), k_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     k_descriptors[i], [b, row + j, residue, g, 0], k_full.index(stage), k_tiles.index(stage)
                 )
                 if block >= STAGES:
-                    await_signal(v_free(block, STAGES))
+                    meet(v_free(block, STAGES), 288)
                 mbarrier.expect(v_full.index(stage), v_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     v_descriptors[i], [b, row + j, residue, g, 0], v_full.index(stage), v_tiles.index(stage)
@@ -192,7 +174,7 @@ def _attend(
             n = segment_rows(start, w, r, o, keys)
             token = _scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)
             scores = warpgroup_mma_wait(0, deps=[token])
-            signal(k_free(size * 0, STAGES))
+            arrive(k_free(size * 0, STAGES), 288)
             if MASKED:
                 scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
             weights, _, m, total = _softmax(scores, m, total, scale)
@@ -225,13 +207,13 @@ def _attend(
                             acc = warpgroup_mma_wait(
                                 0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
                             )
-                            signal(v_free(block - 1, STAGES))
+                            arrive(v_free(block - 1, STAGES), 288)
                             for _j in range(unseen - 1):
                                 _pass_over(block, k_full, v_full, STAGES)
                                 block += 1
                             # The last one stays, with weights of zero, as what the next step multiplies with v.
                             mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-                            signal(k_free(block, STAGES))
+                            arrive(k_free(block, STAGES), 288)
                             block += 1
                             weights = gl.zeros([GROUP_ROWS, BLOCK_N], dtype, gl.DotOperandLayout(0, OUT, 2))
             acc = warpgroup_mma_wait(
@@ -266,9 +248,9 @@ def _attend(
 def _pass_over(block, k_full, v_full, STAGES: gl.constexpr):
     """Let a block of keys go that this group does not see."""
     mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-    signal(k_free(block, STAGES))
+    arrive(k_free(block, STAGES), 288)
     mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
-    signal(v_free(block, STAGES))
+    arrive(v_free(block, STAGES), 288)
 
 
 @gluon.jit
@@ -280,12 +262,12 @@ def _step(
     score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
     value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
     scores = warpgroup_mma_wait(1, deps=[score_token])
-    signal(k_free(block, STAGES))
+    arrive(k_free(block, STAGES), 288)
     if MASKED:
         scores = _masked(scores, seen)
     new_weights, decay, m, total = _softmax(scores, m, total, scale)
     acc = warpgroup_mma_wait(0, deps=[value_token])
-    signal(v_free(block - 1, STAGES))
+    arrive(v_free(block - 1, STAGES), 288)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
     return acc, total, m, weights

@@ -20,14 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, segment_rows, tile_of, tile_positions
 from hilbert_lib.attention.triton.hopper_tiles import (
+    FIRST_BARRIER,
     GROUP_ROWS,
     LOG2_E,
+    arrive,
+    meet,
     product_layout,
     row_layout,
     segment_coordinates,
     segment_of,
     shared_layout,
 )
+
+# The hardware's barriers, by number, at which a block's gradients of scores and parts of dq are there.
+SCORES_THERE = gl.constexpr(FIRST_BARRIER)
+DQ_THERE = gl.constexpr(FIRST_BARRIER + 1)
 
 
 @gluon.constexpr_function
@@ -77,16 +84,11 @@ def backward_kernel(
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=2)
-    mbarrier.init(dq_full, count=2)
     mbarrier.init(dq_free, count=1)
-    for half in gl.static_range(2):
-        mbarrier.init(s_full.index(half), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(free.index(stage), count=2)
@@ -94,13 +96,13 @@ def backward_kernel(
     gl.warp_specialize([
         (_differentiate, (
             0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
-            delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
+            delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
             HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
         )),
         (_differentiate, (
             1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
-            delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
+            delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
             HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
         )),
@@ -110,7 +112,7 @@ def backward_kernel(
             count, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
         )),
         (_add, (
-            (dq0, dq1, dq2, dq3, dq4, dq5), branches, offsets, items, classes, dq_tiles, dq_full, dq_free, keys,
+            (dq0, dq1, dq2, dq3, dq4, dq5), branches, offsets, items, classes, dq_tiles, dq_free, keys,
             kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M, N_BRANCHES, CAUSAL, WITH_DQ,
         )),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -177,7 +179,7 @@ def _copy(
 
 @gluon.jit
 def _add(
-    dq_descriptors, branches, offsets, items, classes, dq_tiles, dq_full, dq_free, keys, kv_heads, group, chunk,
+    dq_descriptors, branches, offsets, items, classes, dq_tiles, dq_free, keys, kv_heads, group, chunk,
     stride, chunks, phases, count, BLOCK_M: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
     WITH_DQ: gl.constexpr,
 ):  # fmt: skip
@@ -194,7 +196,7 @@ def _add(
                 row, residue = segment_coordinates(start + o, r, n, keys)
                 for member in range(group):
                     for j in range(begin, n, BLOCK_M):
-                        mbarrier.wait(dq_full, block & 1)
+                        meet(DQ_THERE, 288)
                         for half in gl.static_range(2):
                             if BLOCK_M == GROUP_ROWS:
                                 coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
@@ -209,7 +211,7 @@ def _add(
 @gluon.jit
 def _differentiate(
     NUMBER: gl.constexpr, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles,
-    lse_rows, delta_rows, dq_tiles, k_full, s_full, dq_full, dq_free, full, free, scale, stride_kb, stride_kn,
+    lse_rows, delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
     stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
@@ -268,7 +270,7 @@ def _differentiate(
                     if is_empty:
                         for _j in range(group * gl.cdiv(n - begin, BLOCK_M)):
                             _empty_step(
-                                NUMBER, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
+                                NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
                                 BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
                             )  # fmt: skip
                             block += 1
@@ -283,14 +285,14 @@ def _differentiate(
                         for j in range(begin, unmasked, BLOCK_M):
                             dk_acc, dv_acc = _step(
                                 NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
-                                s_full, dq_full, dq_free, full, free, lse_rows, delta_rows, sees - j, block, scale,
+                                dq_free, full, free, lse_rows, delta_rows, sees - j, block, scale,
                                 BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
                             )  # fmt: skip
                             block += 1
                     for _j in range(gl.maximum(begin, unmasked), n, BLOCK_M):
                         dk_acc, dv_acc = _step(
                             NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
-                            s_full, dq_full, dq_free, full, free, lse_rows, delta_rows, key_position, block, scale,
+                            dq_free, full, free, lse_rows, delta_rows, key_position, block, scale,
                             BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
                         )  # fmt: skip
                         block += 1
@@ -306,8 +308,8 @@ def _differentiate(
 
 @gluon.jit
 def _step(
-    NUMBER: gl.constexpr, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles, s_full,
-    dq_full, dq_free, full, free, lse_rows, delta_rows, sees, block, scale, BLOCK_D: gl.constexpr,
+    NUMBER: gl.constexpr, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
+    dq_free, full, free, lse_rows, delta_rows, sees, block, scale, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and dq of a block of queries; with MASKED, a key is seen from column `sees` on."""
@@ -335,39 +337,37 @@ def _step(
     if WITH_DQ:
         s_tiles.index(block % 2).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
         fence_async_shared()
-        mbarrier.arrive(s_full.index(block % 2))
+        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D, BLOCK_M)
     dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
-    if WITH_DQ:
-        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
-        dv_acc, dk_acc = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
-        mbarrier.arrive(free.index(stage))
-        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+    if WITH_DQ:  # handed over beside the product for dk
+        dv_acc, part = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        _hand_over(NUMBER, part, dq_tiles, dq_free, block)
+        dk_acc = warpgroup_mma_wait(0, deps=[dk_token])
     else:
         dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-        mbarrier.arrive(free.index(stage))
+    mbarrier.arrive(free.index(stage))
     return dk_acc, dv_acc
 
 
 @gluon.jit
 def _empty_step(
-    NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, s_full, dq_full, dq_free, full, free, block,
+    NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """A step of a group without keys: its part of the product for dq alone."""
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
     mbarrier.arrive(free.index(block % STAGES))
     if WITH_DQ:
-        mbarrier.arrive(s_full.index(block % 2))
-        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, s_full, block, BLOCK_D, BLOCK_M)
-        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_full, dq_free, block)
+        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D, BLOCK_M)
+        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_free, block)
 
 
 @gluon.jit
 def _share_of_dq(
-    NUMBER: gl.constexpr, k_tile, s_tiles, s_full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
+    NUMBER: gl.constexpr, k_tile, s_tiles, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
 ):  # fmt: skip
     """One group's part of the product of both groups' score gradients with k, once they are there."""
-    mbarrier.wait(s_full.index(block % 2), block // 2 & 1)
+    meet(SCORES_THERE, 256)
     s_tile = s_tiles.index(block % 2)
     if BLOCK_M == GROUP_ROWS:  # each group takes half of the columns
         COLUMNS: gl.constexpr = BLOCK_D // 2
@@ -382,9 +382,9 @@ def _share_of_dq(
 
 
 @gluon.jit
-def _hand_over(NUMBER: gl.constexpr, part, dq_tiles, dq_full, dq_free, block):
+def _hand_over(NUMBER: gl.constexpr, part, dq_tiles, dq_free, block):
     """A group's part of dq to the warp that adds it."""
     mbarrier.wait(dq_free, (block & 1) ^ 1)
     dq_tiles.index(NUMBER)._reinterpret(gl.float32, part.shape, float_layout()).store(part)
     fence_async_shared()
-    mbarrier.arrive(dq_full)
+    arrive(DQ_THERE, 288)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hilbert_lib.attention.triton.geometry import is_in
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
 
 
@@ -93,3 +94,22 @@ def segment_coordinates(position, r, n, length):
     # Rows past the last multiple of r are reached through the residues past r.
     late = row + n > length // r
     return gl.where(late, row - 1, row), gl.where(late, residue + r, residue)
+
+
+@gluon.jit
+def arrive(barrier, THREADS: gl.constexpr):
+    """A group arrives at one of the hardware's barriers, without waiting: 256 threads are both groups, 288 a warp more.
+
+    `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
+    """
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def meet(barrier, THREADS: gl.constexpr):
+    """Waits there until all of them have arrived."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
