@@ -20,8 +20,10 @@ from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, key_range, se
 from hilbert_lib.attention.triton.hopper_tiles import (
     FIRST_BARRIER,
     GROUP_ROWS,
+    LN_2,
     LOG2_E,
     arrive,
+    arrive_behind,
     meet,
     product_layout,
     row_layout,
@@ -160,6 +162,8 @@ def _attend(
         )
         own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
 
+        # Measured: 2 to 3 % less time where nothing is masked at 128, and as much more elsewhere.
+        LATE: gl.constexpr = BLOCK_D == 128 and not MASKED
         m = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
         acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, OUT)
@@ -189,7 +193,7 @@ def _attend(
                     for _j in range(begin, full, BLOCK_N):
                         acc, total, m, weights = _step(
                             acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                            scale, query, BLOCK_D, BLOCK_N, STAGES, False,
+                            scale, query, queries, BLOCK_D, BLOCK_N, STAGES, False, LATE,
                         )  # fmt: skip
                         block += 1
                     if MASKED:
@@ -197,7 +201,7 @@ def _attend(
                         for j in range(gl.maximum(begin, full), end, BLOCK_N):
                             acc, total, m, weights = _step(
                                 acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                                scale, seen - j, BLOCK_D, BLOCK_N, STAGES, True,
+                                scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, LATE,
                             )  # fmt: skip
                             block += 1
                     if CAUSAL:
@@ -221,7 +225,7 @@ def _attend(
             )
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         denominator = gl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
-        result_lse = gl.where(total == 0.0, float("-inf"), m * scale + gl.log(denominator))
+        result_lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * LN_2)
         inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, OUT))
         result = acc * inverse[:, None]
         score_exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
@@ -255,17 +259,23 @@ def _pass_over(block, k_full, v_full, STAGES: gl.constexpr):
 
 @gluon.jit
 def _step(
-    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, queries,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of a block of keys, beside the product of the block before with its v."""
+    """Scores and softmax of a block of keys, beside the product of the block before with its v.
+
+    LATE holds the wait for that product behind the softmax; without it the compiler moves it forward as it likes.
+    """
     score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
     value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
     scores = warpgroup_mma_wait(1, deps=[score_token])
-    arrive(k_free(block, STAGES), 288)
+    if not LATE:
+        arrive(k_free(block, STAGES), 288)
     if MASKED:
         scores = _masked(scores, seen)
     new_weights, decay, m, total = _softmax(scores, m, total, scale)
+    if LATE:
+        arrive_behind(k_free(block, STAGES), 288, total, queries)
     acc = warpgroup_mma_wait(0, deps=[value_token])
     arrive(v_free(block - 1, STAGES), 288)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -312,12 +322,12 @@ def _masked(scores, seen):
 
 @gluon.jit
 def _softmax(scores, m, total, scale):
-    """Weights, decay of what was before, and the new maximum (before scaling) and partial sums."""
-    largest = gl.maximum(m, gl.max(scores, 1))
+    """Weights, decay of what was before, and the new maximum, of scores as powers of two, and partial sums."""
+    largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
     finite = gl.where(largest == float("-inf"), 0.0, largest)
-    weights = gl.exp2(scores * (scale * LOG2_E) - (finite * (scale * LOG2_E))[:, None])
-    # Subtracted first: exactly 1 where the maximum stays, or its rounding would come once a block of keys.
-    decay = gl.exp2((m - finite) * (scale * LOG2_E))
+    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
+    # Of maxima that are rounded once: exactly 1 where they are equal, or the rounding would come once a block of keys.
+    decay = gl.exp2(m - finite)
     own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
     return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
 

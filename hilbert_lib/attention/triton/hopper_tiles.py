@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hilbert_lib.attention.triton.geometry import is_in
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
 FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
 
@@ -104,6 +105,26 @@ def arrive(barrier, THREADS: gl.constexpr):
     """
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_behind(barrier, THREADS: gl.constexpr, values, count):
+    """`arrive`, once `values`, two a thread, are computed; count is not negative, which the compiler cannot know.
+
+    ptxas moves a wait for products before computations that do not need them. It moves none before this.
+    """
+    gl.inline_asm_elementwise(
+        f"""{{
+            .reg .b32 nothing, at;
+            shr.s32 nothing, $6, 31; or.b32 at, $2, $3; and.b32 at, at, nothing; add.s32 at, at, $4;
+            bar.arrive at, {THREADS}; mov.u32 $0, 0; mov.u32 $1, 0;
+        }}""",
+        "=r,=r,r,r,r,r,r,r",
+        [values.to(gl.int32, bitcast=True), barrier, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
     )
 
 
