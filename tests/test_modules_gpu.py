@@ -99,7 +99,7 @@ FRESH = {  # backend: a pattern and an ordering that no other test in the proces
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("backend", FRESH)
-def test_reduce_overhead_serves_a_module_that_nobody_called_before(backend, repeatable):
+def test_reduce_overhead_serves_a_module_that_nobody_called_before(backend):
     pattern, ordering = FRESH[backend]
     torch.manual_seed(0)
     options = {"backend": backend, "kv_ordering": ordering}
