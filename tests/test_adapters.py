@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -138,6 +139,27 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
     torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
     got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
     torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_4"], indirect=True)
+def test_what_its_compiler_says_of_an_argument_of_its_own_is_not_shown_and_other_warnings_are(kernel, monkeypatch):
+    products, said = dense, ["Argument aux_data (position 17) cannot be converted to a JitArgument for function 'f'."]
+
+    def warned(*inputs):
+        for message in said:
+            warnings.warn(message, UserWarning, stacklevel=1)
+        return products(*inputs)
+
+    monkeypatch.setattr(sys.modules[__name__], "dense", warned)
+    q, k, v = torch.randn(3, 1, 32, 4, 8).unbind()
+    packages._without_its_warning.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+        said.append("another")
+        with pytest.raises(UserWarning, match="another"):
+            strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+    packages._without_its_warning.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)

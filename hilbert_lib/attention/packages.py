@@ -8,6 +8,7 @@ Their backwards are given the merged out and lse, as every kernel's is.
 import ctypes
 import importlib.util
 import json
+import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -218,6 +219,12 @@ class FlashAttn3:
         return tuple(_rows_first(*grads))
 
 
+@cache
+def _without_its_warning() -> None:
+    # FlashAttention-4's compiler warns of an argument of its own, which no caller can change, as often as it compiles.
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
+
+
 class FlashAttn4:
     """FlashAttention-4, written in CuTe: a kernel is compiled when it is first used."""
 
@@ -225,6 +232,7 @@ class FlashAttn4:
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
+        _without_its_warning()
         options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
         out, lse, *_ = _flash_attn_fwd(*_rows_first(q, k, v), return_lse=True, **options)
         return out.transpose(1, 2), lse
@@ -235,6 +243,7 @@ class FlashAttn4:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
+        _without_its_warning()
         dout, q, k, v, out = _rows_first(dout, q, k, v, out)
         options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
