@@ -1,4 +1,4 @@
-"""Compile kernels for one architecture, without a GPU, and print which matrix instructions and wide accesses they use.
+"""Compile kernels for one architecture, without a GPU, and print how often they have what their speed rests on.
 
 The arguments are the architecture, and groups of kernels, of `GROUPS`.
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
@@ -6,8 +6,10 @@ A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 
 import triton
@@ -43,8 +45,10 @@ ATTENTION_FLAGS = {
 }
 
 
-def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource) -> str:
-    """The PTX of one kernel; constants that it does not have are left out."""
+def compiled(
+    kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource, form: str = "ptx"
+) -> str | bytes:
+    """The PTX of one kernel, or another form that it is compiled to; constants that it does not have are left out."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
@@ -53,7 +57,7 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
         if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm["ptx"]
+    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm[form]
 
 
 def attention(architecture: int, every: bool = True) -> dict[str, str]:
@@ -105,27 +109,34 @@ def rows(architecture: int) -> dict[str, str]:
     return ptx
 
 
+def described(rows: int, columns: int, dtype) -> str:
+    """The type of a descriptor of tiles of dilated rows."""
+    block = [1, rows, 1, 1, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
+
+
+def forward_on_hopper(columns: int, causal: bool) -> tuple:
+    """What `compiled` takes for the warp-specialised forward, before the architecture."""
+    config = HOPPER_FORWARD[columns]
+    keys = described(config.block_n, columns, gl.bfloat16)
+    types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "MASKED": causal}
+    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages}
+    constants |= {f"{x}{i}": None for x in "kv" for i in range(BRANCHES, HOPPER_BRANCHES)}
+    return hopper_forward.forward_kernel, types, constants, {"num_warps": 4}
+
+
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     """The PTX of the warp-specialised kernels, causal and not; unless every one, a forward and a backward with dq."""
-
-    def described(rows: int, columns: int, dtype) -> str:
-        block = [1, rows, 1, 1, columns]
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
-
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
             forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
             common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "CUT": True}
-            config = HOPPER_FORWARD[columns]
-            keys = described(config.block_n, columns, gl.bfloat16)
-            types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}
-            constants = common | {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "MASKED": causal}
-            constants |= {f"{x}{i}": None for x in "kv" for i in range(BRANCHES, HOPPER_BRANCHES)}
-            args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
             if forward:
-                ptx[f"forward {columns} {causal}"] = compiled(hopper_forward.forward_kernel, *args)
+                args = *forward_on_hopper(columns, causal), architecture, GluonASTSource
+                ptx[f"forward {columns} {causal}"] = compiled(*args)
             config = HOPPER_BACKWARD[columns]
             queries = described(config.block_m, columns, gl.bfloat16)
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
@@ -140,14 +151,24 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     return ptx
 
 
+def waits(architecture: int) -> dict[str, str]:
+    """The SASS of each loop of the forward from the wait for scores to that for the product with v, held late."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource, form="cubin"))
+        file.flush()
+        sass = subprocess.check_output([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], text=True)
+    loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
+    return {f"group {number}": loop for number, loop in enumerate(loops)}
+
+
 GROUPS = {
     **{"attention": attention, "some of attention": partial(attention, every=False)},
     **{"decode": decode, "curves": curves, "rows": rows},
-    **{"hopper": hopper, "some of hopper": partial(hopper, every=False)},
+    **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits},
 }
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
-    r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
+    r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+|MUFU\.EX2)"
 )
 
 if __name__ == "__main__":
@@ -155,7 +176,7 @@ if __name__ == "__main__":
     architecture, *groups = sys.argv[1:]
     ptx = {group: GROUPS[group](int(architecture)) for group in groups}
     found = {
-        group: {name: sorted(set(INSTRUCTIONS.findall(text))) for name, text in texts.items()}
+        group: {name: Counter(INSTRUCTIONS.findall(text)) for name, text in texts.items()}
         for group, texts in ptx.items()
     }
     print(json.dumps(found))

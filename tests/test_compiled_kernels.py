@@ -18,14 +18,14 @@ HOPPER = ("attention", "some of hopper", *SMALL)  # one process compiles them, f
 SMALL_ON = [pytest.param(each, marks=[] if each == 90 else pytest.mark.full) for each in ARCHITECTURES]
 
 
-def compiled(group: str, architecture: int) -> dict[str, list[str]]:
-    """The instructions that matter of each kernel of a group."""
+def compiled(group: str, architecture: int) -> dict[str, dict[str, int]]:
+    """The instructions that matter of each kernel of a group, and how many of each there are."""
     together = HOPPER if architecture == 90 else SMALL
     return _compiled(architecture, *(together if group in together else (group,)))[group]
 
 
 @cache
-def _compiled(architecture: int, *groups: str) -> dict[str, dict[str, list[str]]]:
+def _compiled(architecture: int, *groups: str) -> dict[str, dict[str, dict[str, int]]]:
     # In one process without the interpreter.
     script = Path(__file__).parent / "compile_kernels.py"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -59,6 +59,14 @@ def test_the_warp_specialised_ones_compile_for_hopper_and_use_its_copy_engine(gr
     assert all({"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(instructions) for instructions in found.values())
     adding = {name for name, instructions in found.items() if "cp.reduce.async.bulk.tensor" in instructions}
     assert adding == {name for name in found if name.startswith("backward") and not name.endswith("without dq")}
+
+
+@pytest.mark.full
+def test_the_wait_for_the_product_with_v_stays_behind_the_exponentials_where_it_is_held():
+    """ptxas would move it before them, in one of the two groups."""
+    loops = compiled("waits", 90)
+    assert len(loops) == 2
+    assert all(instructions.get("MUFU.EX2", 0) >= 64 for instructions in loops.values())  # one for each of 64 scores
 
 
 @pytest.mark.parametrize("architecture", SMALL_ON)
