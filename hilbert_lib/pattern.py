@@ -1,6 +1,7 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
@@ -366,6 +367,26 @@ def check_pattern(pattern: object) -> DilatedPattern:
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     return pattern
+
+
+def pattern_of(values: Mapping[str, object], prefix: str = "") -> DilatedPattern:
+    """The pattern of two lists among the parameters of a notebook; errors name these.
+
+    Args:
+        values: by name, such as globals(); of them prefix + "segment_lengths" and prefix + "dilation_rates" count.
+        prefix: of both names.
+
+    Raises:
+        TypeError, ValueError: of `DilatedPattern`.
+
+    >>> pattern_of({"paper_segment_lengths": [4, 8], "paper_dilation_rates": [1]}, "paper_")
+    Traceback (most recent call last):
+    ValueError: paper_dilation_rates must have one rate a segment length (2), got 1: (1,)
+    """
+    try:
+        return DilatedPattern(values[f"{prefix}segment_lengths"], values[f"{prefix}dilation_rates"])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{prefix}{error}") from None
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -86,11 +86,12 @@ WRONG = {
     | {"other_dilations": [0], "l2_seq_len": 0, "l2_dilation": 0, "l2_key_counts": [100], "l2_row_bytes": 96},
     "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_start": 0}
     | {"progressive_end": 1023, "progressive_gb": 0.0, "hang_seconds": -1.0, "max_seconds": float("nan")}
-    | {"heads": 0, "head_dim": 0},
+    | {"heads": 0, "head_dim": 0, "dilation_rates": [1]},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
     | {"paper_segment_lengths": [0, 8], "paper_dilation_rates": [], "ordering_length": 0, "ordering_dilations": [0]}
     | {"ordering_row_bytes": [33], "ordering_queries": [-1], "ordering_heads": -1, "graph_lengths": [0]}
-    | {"cache_lengths": [], "memory_heads": 0, "memory_dilation_rates": [0], "repetitions": 0, "seconds": 0.0},
+    | {"cache_lengths": [], "memory_heads": 0, "memory_dilation_rates": [0], "graph_dilation_rates": [1]}
+    | {"repetitions": 0, "seconds": 0.0},
     "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
     | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
     | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
@@ -98,7 +99,7 @@ WRONG = {
     | {"segment_lengths": [0], "dilation_rates": []},
     "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
     | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}
-    | {"check_segment_lengths": [], "check_dilation_rates": [0, 1, 2], "check_kv_heads": 2, "check_head_dim": 0}
+    | {"check_segment_lengths": [], "check_dilation_rates": [1], "check_kv_heads": 2, "check_head_dim": 0}
     | {"timed_ranks": [0], "weak_tokens": [-1], "strong_tokens": -1, "longest_growth": 1, "timed_repetitions": 0},
     "08_where_a_curve_pays": {"predicted_sides": [], "predicted_windows": [0], "block_sizes": [-1], "map_side": 0}
     | {"map_window": 65, "map_block": 0, "sides": [0], "windows": [], "heads": 0, "head_dim": 0, "dtype": "half"}
