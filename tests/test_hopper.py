@@ -18,6 +18,7 @@ CASES = {
     "padded head_dim": (((256,), (3,)), 300, 2, 2, 40, True),
     "one segment, longer than the sequence": (((1024, 5000), (1, 4)), 2000, 2, 1, 16, True),
     "short": (((256,), (1,)), 70, 2, 2, 72, False),
+    "half-empty tiles, nothing masked": (((512, 1536), (1, 3)), 3072, 4, 2, 128, False),
     "coarse rates in passes of their own": (((512, 2048, 4096), (1, 16, 64)), 4096, 4, 2, 64, False),
     "coarse rates, causal": (((512, 1024, 4099), (2, 6, 64)), 4099, 4, 4, 128, True),
 }

@@ -222,6 +222,7 @@ class FlashAttn3:
 @cache
 def _without_its_warning() -> None:
     # FlashAttention-4's compiler warns of an argument of its own, which no caller can change, as often as it compiles.
+    # Once for the process: each change of the filters has Python repeat the warnings that it shows once.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")
 
 

@@ -32,7 +32,7 @@ from hilbert_lib.attention.triton.hopper_tiles import (
     shared_layout,
 )
 
-# The hardware's barriers, by number, at which a block's gradients of scores and parts of dq are there.
+# The hardware's barriers, by number: both groups have stored a block's gradients of scores; their parts of its dq.
 SCORES_THERE = gl.constexpr(FIRST_BARRIER)
 DQ_THERE = gl.constexpr(FIRST_BARRIER + 1)
 
@@ -188,7 +188,6 @@ def _add(
         b, g, _, _, _, _, size, _, first, lowest, highest = tile_of(
             gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
         )
-        block = 0
         for i in gl.static_range(N_BRANCHES):
             inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
             if (size > 0) & inside:
@@ -196,7 +195,7 @@ def _add(
                 row, residue = segment_coordinates(start + o, r, n, keys)
                 for member in range(group):
                     for j in range(begin, n, BLOCK_M):
-                        meet(DQ_THERE, 288)
+                        meet(DQ_THERE)
                         for half in gl.static_range(2):
                             if BLOCK_M == GROUP_ROWS:
                                 coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
@@ -205,7 +204,6 @@ def _add(
                             add_shared_to_global(dq_descriptors[i], coordinates, dq_tiles.index(half))
                         tma.store_wait(0)
                         mbarrier.arrive(dq_free)
-                        block += 1
 
 
 @gluon.jit
@@ -387,4 +385,4 @@ def _hand_over(NUMBER: gl.constexpr, part, dq_tiles, dq_free, block):
     mbarrier.wait(dq_free, (block & 1) ^ 1)
     dq_tiles.index(NUMBER)._reinterpret(gl.float32, part.shape, float_layout()).store(part)
     fence_async_shared()
-    arrive(DQ_THERE, 288)
+    arrive(DQ_THERE)

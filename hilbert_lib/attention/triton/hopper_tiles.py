@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels share: tiles in shared memory and in registers, and where segments lie."""
+"""What the warp-specialised kernels share: tiles in shared memory and registers, segments, the hardware's barriers."""
 
 from functools import lru_cache
 
@@ -98,8 +98,8 @@ def segment_coordinates(position, r, n, length):
 
 
 @gluon.jit
-def arrive(barrier, THREADS: gl.constexpr):
-    """A group arrives at one of the hardware's barriers, without waiting: 256 threads are both groups, 288 a warp more.
+def arrive(barrier, THREADS: gl.constexpr = 288):
+    """Arrives at one of the hardware's barriers, by number, without waiting; `meet` says what THREADS are.
 
     `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
     """
@@ -109,10 +109,11 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def arrive_behind(barrier, THREADS: gl.constexpr, values, count):
-    """`arrive`, once `values`, two a thread, are computed; count is not negative, which the compiler cannot know.
+def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
+    """`arrive`, once `values`, exactly two a thread, are computed.
 
-    ptxas moves a wait for products before computations that do not need them. It moves none before this.
+    ptxas moves a wait for products before computations that do not need them; in what was compiled it moved none
+    before this. count is not negative, which it cannot know: its sign keeps the values out of the barrier's number.
     """
     gl.inline_asm_elementwise(
         f"""{{
@@ -129,8 +130,11 @@ def arrive_behind(barrier, THREADS: gl.constexpr, values, count):
 
 
 @gluon.jit
-def meet(barrier, THREADS: gl.constexpr):
-    """Waits there until all of them have arrived."""
+def meet(barrier, THREADS: gl.constexpr = 288):
+    """Arrives at one of the hardware's barriers and waits until THREADS have: 256 are both groups, 288 a warp more.
+
+    Triton does not see it, and joins the group once more where data in shared memory asks for that.
+    """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
     )
