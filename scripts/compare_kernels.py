@@ -1,0 +1,106 @@
+"""Other versions of the warp-specialised kernels beside the library's: the same work in turn, on a Hopper GPU.
+
+A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder, whose
+hopper.py or hopper_backward.py takes the place of the library's file of that name.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+
+import click
+import torch
+
+import hilbert_lib.attention.triton as package
+from hilbert_lib import DilatedPattern, get_gpu_info
+from hilbert_lib.attention.triton import hopper, hopper_backward
+from hilbert_lib.cli_options import Numbers, usage_errors
+from hilbert_lib.kernel_benchmarks import backends
+from hilbert_lib.paired import Side, run_sides
+
+OURS = {"hopper": hopper, "hopper_backward": hopper_backward}
+
+
+def files(folder: Path) -> list[Path]:
+    """Those of a version."""
+    return [path for path in (folder / f"{name}.py" for name in OURS) if path.is_file()]
+
+
+@cache
+def kernels(folder: Path) -> dict[str, ModuleType]:
+    """The modules of a version, by the names of those whose place they take."""
+    found = {}
+    for path in files(folder):
+        spec = importlib.util.spec_from_file_location(f"{path.stem} of {folder}", path)
+        found[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[path.stem])
+    return found
+
+
+@contextmanager
+def in_place(folder: Path) -> Iterator[None]:
+    """The kernels of a version in place of the library's."""
+    vars(package).update(kernels(folder))
+    try:
+        yield
+    finally:
+        vars(package).update(OURS)
+
+
+def pairs(folders: Sequence[Path], **shape) -> Iterator[tuple[Side, Side]]:
+    """Each version and the library's kernels on the reference work, direction by direction, causal and not.
+
+    Args:
+        folders: of the versions.
+        **shape: lengths, heads, head_dims and device, as `backends` takes them.
+    """
+    pattern = DilatedPattern([2048 << n for n in range(5)], [1 << n for n in range(5)])
+    for folder in folders:
+        # By what it holds, too: a record of the same name is not taken for it.
+        name = f"{folder.name}-{sha256(b''.join(path.read_bytes() for path in files(folder))).hexdigest()[:8]}"
+        for theirs, ours in backends({"reference": pattern}, opponents=["triton"], **shape):
+
+            def run(folder=folder, theirs=theirs):
+                with in_place(folder):
+                    return theirs.run()
+
+            yield replace(theirs, name=name, run=run), ours
+
+
+def compile_one(folder: Path, shape: dict, number: int) -> None:
+    """One pair's kernels into Triton's cache on the disk."""
+    for side in list(pairs([folder], **shape))[number]:
+        side.run()
+
+
+@click.command(help=__doc__)
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--lengths", type=Numbers(), default="64k", show_default=True, help="Tokens: 64k,256k.")
+@click.option("--heads", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--head-dims", type=Numbers(), default="64,128", show_default=True)
+@click.option("--repetitions", type=click.IntRange(min=5), default=20, show_default=True, help="Samples a side.")
+@click.option("--out", default="", help="Folder whose results.jsonl keeps the records; without it nothing is written.")
+def main(folders, lengths, heads, head_dims, repetitions, out) -> None:
+    for folder in folders:
+        if not files(folder):
+            raise click.BadParameter(f"{folder} must hold {' or '.join(f'{name}.py' for name in OURS)}")
+    if get_gpu_info().capability != (9, 0):
+        raise click.ClickException("a GPU of compute capability 9.0 is needed, the only one that these kernels run on")
+    shape = {"heads": heads, "head_dims": head_dims, "device": torch.device("cuda")}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        small = shape | {"lengths": lengths[:1], "heads": 1}
+        tasks = [(folder, small, n) for folder in folders for n in range(4 * len(head_dims))]
+        list(pool.map(compile_one, *zip(*tasks, strict=True)))
+    with usage_errors():
+        run_sides(pairs(folders, lengths=lengths, **shape), device="cuda", output_dir=out, repetitions=repetitions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""scripts/compare_kernels.py puts a version's kernels in the library's place, for its side of a pair alone."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_kernels", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def version(tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "hopper.py").write_text("mark = 'of the version'\n")
+    return folder
+
+
+def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, version):
+    ours = script.package.hopper, script.package.hopper_backward
+    with script.in_place(version):
+        assert script.package.hopper.mark == "of the version"
+        assert script.package.hopper_backward is ours[1]  # it has none of its own
+    assert (script.package.hopper, script.package.hopper_backward) == ours
+
+
+def test_each_side_computes_the_reference_work_with_its_own_kernels(script, version, monkeypatch):
+    seen, original = [], script.package.launch.forward
+
+    def forward(*arguments):
+        seen.append(hasattr(script.package.hopper, "mark"))
+        return original(*arguments)
+
+    monkeypatch.setattr(script.package.launch, "forward", forward)
+    shape = {"lengths": [48], "heads": 1, "head_dims": [16], "device": torch.device("cpu")}
+    records = script.run_sides(script.pairs([version], **shape), device="cpu")
+    assert [record["a"]["parameters"]["direction"] for record in records] == ["forward", "backward"] * 2
+    assert all(record["output_difference"] == 0 for record in records)
+    assert {record["a"]["name"] for record in records} == {record["a"]["name"] for record in records[:1]}
+    assert records[0]["a"]["name"].startswith("other-")
+    assert records[0]["b"]["name"] == "triton"
+    assert True in seen
+    assert False in seen
+    (version / "hopper.py").write_text("mark = 'another'\n")
+    theirs, _ = next(script.pairs([version], **shape))
+    assert theirs.name != records[0]["a"]["name"]
+
+
+def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version, tmp_path):
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    for folder, told in ((version, "compute capability 9.0"), (tmp_path, "must hold hopper.py or hopper_backward.py")):
+        done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, env=env)
+        assert done.returncode != 0
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
