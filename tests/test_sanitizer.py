@@ -94,7 +94,7 @@ def hand_over_lines() -> set[str]:
     """Where kernels tell specialised warps which part to run: their `def` lines, and the calls.
 
     Four warps store a byte for each of the others, and a barrier of all of them comes before it is read. At commit
-    66ec7ef racecheck named these lines and no others, at 6266d10 17 places more (reports/HISTORY.md).
+    66ec7ef racecheck named these lines and no others, at 6266d10 17 reports were of others (reports/HISTORY.md).
     """
     lines = set()
     for path in KERNELS.glob("hopper*.py"):
