@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.bench import Case, Comparison, Measurement, compare_paired, measure
-from hilbert_lib.device_memory import begin_peak
+from hilbert_lib.device_memory import begin_peak, old_objects_apart
 from hilbert_lib.environment import environment
 from hilbert_lib.records import append_records, measured_before
 
@@ -118,19 +119,20 @@ def run_sides(
     # What is not timed may be interpreted, which takes long, and pairs share sides.
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
     records = []
-    for sides in cases:
-        label = f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}"
-        record = done.get(identity(*sides))
-        if record is None:
-            try:
-                record = _run(sides, device, output_dir, repetitions, seconds, checked)
-            except torch.OutOfMemoryError as error:
-                print(f"{label}: left out, no room: {str(error).splitlines()[0]}", flush=True)
-                continue
-            record = {**record, "environment": facts}
-        records.append(record)
-        if device.type == "cuda":
-            print(f"{label}: {_line(record)}", flush=True)
+    with nullcontext() if device.type == "cpu" else old_objects_apart():
+        for sides in cases:
+            label = f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}"
+            record = done.get(identity(*sides))
+            if record is None:
+                try:
+                    record = _run(sides, device, output_dir, repetitions, seconds, checked)
+                except torch.OutOfMemoryError as error:
+                    print(f"{label}: left out, no room: {str(error).splitlines()[0]}", flush=True)
+                    continue
+                record = {**record, "environment": facts}
+            records.append(record)
+            if device.type == "cuda":
+                print(f"{label}: {_line(record)}", flush=True)
     return records
 
 

@@ -78,13 +78,24 @@ def shared_layout():
 
 
 @gluon.jit
+def branch_of(branches, offsets, i, kv_heads, g):
+    """Segment length, rate and offset of a branch."""
+    return gl.load(branches + 2 * i), gl.load(branches + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
+
+
+@gluon.jit
+def is_inside(w, r, o, first):
+    """Whether the tile is in a branch, and the position at which its segment begins."""
+    start = first // w * w
+    return (o >= 0) & is_in(first, start, r, o), start
+
+
+@gluon.jit
 def segment_of(branches, offsets, i, kv_heads, g, first):
     """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
-    w = gl.load(branches + 2 * i)
-    r = gl.load(branches + 2 * i + 1)
-    o = gl.load(offsets + i * kv_heads + g)
-    start = first // w * w
-    return (o >= 0) & is_in(first, start, r, o), start, w, r, o
+    w, r, o = branch_of(branches, offsets, i, kv_heads, g)
+    inside, start = is_inside(w, r, o, first)
+    return inside, start, w, r, o
 
 
 @gluon.jit
