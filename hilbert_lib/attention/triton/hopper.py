@@ -186,7 +186,6 @@ def _attend(
             weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
             block = 1
             if MASKED:
-                begin = BLOCK_N
                 for i in range(branch, N_BRANCHES):
                     inside, start = is_inside(w, r, o, first)
                     # Read now, it is there when the steps of this one are through.
@@ -196,6 +195,7 @@ def _attend(
                     if inside:
                         n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
                         full = gl.minimum(full, end)
+                        begin = gl.where(i == branch, BLOCK_N, 0)
                         for _j in range(begin, full, BLOCK_N):
                             acc, total, m, weights = _step(
                                 acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
@@ -209,7 +209,6 @@ def _attend(
                                 scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, LATE,
                             )  # fmt: skip
                             block += 1
-                        begin = 0
                         if CAUSAL:
                             _n, _full, tile_end = key_range(
                                 start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False
