@@ -134,10 +134,6 @@ def _attend(
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    dtype: gl.constexpr = q.dtype.element_ty
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    OUT: gl.constexpr = product_layout(BLOCK_D)
-    ROWS: gl.constexpr = row_layout(BLOCK_D)
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
@@ -146,153 +142,173 @@ def _attend(
     if size > NUMBER * GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)
-        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
         if MASKED:
-            rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
-            position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
-            exists = (rows < size) & (position >= lowest) & (position < chunk_end)
-            here = exists[:, None] & (dims[None, :] < HEAD_DIM)
-            row = (position - first_query).to(gl.int64)
-            q_tile.store(gl.load(q_head + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0))
-            fence_async_shared()
-            score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
-            query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
-            # A group sees fewer keys than its tile where causal, and more of them without a mask.
-            last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
-            own_lowest = gl.maximum(
-                lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride)
-            )
-            own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
-            first_branch = -1
-            for i in range(N_BRANCHES):
-                inside, _, _, _, _ = segment_of(branches, offsets, i, kv_heads, g, first)
-                if (first_branch < 0) & inside:
-                    first_branch = i
-            is_in_any = first_branch >= 0
+            _attend_masked(
+                NUMBER, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
+                stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
+                n_classes, u, size, chunk_end, first, lowest, highest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
+                CAUSAL,
+            )  # fmt: skip
         else:
-            # A thread finds one position and hands it on: for every row that it loads, divisions would outlast the
-            # loads. Where tiles are cut off that took more time than it saved, by what the compiler made of the steps.
-            rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-            position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
-            exists = (rows < size) & (position >= lowest) & (position < chunk_end)
-            row = gl.convert_layout(gl.where(exists, position - first_query, -1), gl.SliceLayout(1, ROWS))[:, None]
-            here = (row >= 0) & (dims[None, :] < HEAD_DIM)
-            q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims[None, :], mask=here, other=0.0)
-            blocks = _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N, N_BRANCHES)
-            q_tile.store(q_rows)  # which were on their way until here
-            fence_async_shared()
-            is_in_any = blocks > 0
+            _attend_whole(
+                NUMBER, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
+                stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
+                n_classes, u, size, chunk_end, first, lowest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
+            )  # fmt: skip
+    elif size > 0:  # this group's half of the tile is empty
+        block = 0
+        for i in range(N_BRANCHES):
+            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+            if inside:
+                _, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                for _j in range(0, end, BLOCK_N):
+                    _pass_over(block, k_full, v_full, STAGES)
+                    block += 1
 
-        # Measured, against the same without it: 8 % less time at 128 where nothing is masked, 2 to 4 % more elsewhere.
-        LATE: gl.constexpr = BLOCK_D == 128 and not MASKED
-        m = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
-        acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, OUT)
-        if is_in_any:
-            # The first block alone; from then on the product with v of each block runs beside the scores of the next.
-            if MASKED:
-                _, start, w, r, o = segment_of(branches, offsets, first_branch, kv_heads, g, first)
-                n = segment_rows(start, w, r, o, keys)
-            token = _scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)
-            scores = warpgroup_mma_wait(0, deps=[token])
-            arrive(k_free(0, STAGES))
-            if MASKED:
-                scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
-            weights, _, m, total = _softmax(scores, m, total, scale)
-            weights = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
-            block = 1
-            if MASKED:
-                for i in range(first_branch, N_BRANCHES):
-                    inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
-                    if inside:
-                        n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
-                        full = gl.minimum(full, end)
-                        begin = gl.where(i == first_branch, BLOCK_N, 0)
-                        for _j in range(begin, full, BLOCK_N):
-                            acc, total, m, weights = _step(
-                                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                                scale, query, queries, BLOCK_D, BLOCK_N, STAGES, False, LATE,
-                            )  # fmt: skip
-                            block += 1
-                        seen = _seen(n, start + o, r, query, CAUSAL)
-                        for j in range(gl.maximum(begin, full), end, BLOCK_N):
-                            acc, total, m, weights = _step(
-                                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                                scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, LATE,
-                            )  # fmt: skip
-                            block += 1
-                        if CAUSAL:
-                            _n, _full, tile_end = key_range(
-                                start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False
-                            )
-                            unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
-                            if unseen > 0:
-                                value_token = _values(
-                                    weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES
-                                )
-                                acc = warpgroup_mma_wait(0, deps=[value_token])
-                                arrive(v_free(block - 1, STAGES))
-                                for _j in range(unseen - 1):
-                                    _pass_over(block, k_full, v_full, STAGES)
-                                    block += 1
-                                # The last one stays, with weights of zero, as what the next step multiplies with v.
-                                mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-                                arrive(k_free(block, STAGES))
-                                block += 1
-                                weights = gl.zeros([GROUP_ROWS, BLOCK_N], dtype, gl.DotOperandLayout(0, OUT, 2))
-            else:
-                for _j in range(blocks - 1):
+
+@gluon.jit
+def _attend_whole(
+    NUMBER: gl.constexpr, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
+    stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
+    chunk_end, first, lowest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
+):  # fmt: skip
+    """`_attend` where no tile of keys is cut off: only how many blocks there are counts."""
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    OUT: gl.constexpr = product_layout(BLOCK_D)
+    ROWS: gl.constexpr = row_layout(BLOCK_D)
+    # A thread finds one position and hands it on: for every row that it loads, divisions would outlast the loads.
+    number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    position = tile_positions(chunk_start, members, n_classes, u + number, stride)
+    exists = (number < size) & (position >= lowest) & (position < chunk_end)
+    row = gl.convert_layout(gl.where(exists, position - first_query, -1), gl.SliceLayout(1, ROWS))[:, None]
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
+    here = (row >= 0) & (dims < HEAD_DIM)
+    q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)
+    blocks = _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N, N_BRANCHES)
+    q_tile.store(q_rows)  # which were on their way until here
+    fence_async_shared()
+
+    # Measured at head_dim 128, against the same without it: 8 % less time; at 64 it is 1 % more.
+    LATE: gl.constexpr = BLOCK_D == 128
+    acc, total, m = _nothing(BLOCK_D, BLOCK_N)
+    if blocks > 0:
+        scores = _first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        weights, _, m, total = _softmax(scores, m, total, scale)
+        weights = gl.convert_layout(weights.to(q_tile.dtype), gl.DotOperandLayout(0, OUT, 2))
+        block = 1
+        for _j in range(blocks - 1):
+            acc, total, m, weights = _step(
+                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
+                scale, block, queries, BLOCK_D, BLOCK_N, STAGES, False, LATE,
+            )  # fmt: skip
+            block += 1
+        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[value_token])
+    result, result_lse = _normalized(acc, total, m)
+    # Handed on once more: what the loads had would take registers all through the steps.
+    written = gl.where(exists, position, -1)
+    query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
+    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    gl.store(lse + lse_rows, result_lse, mask=query >= 0)
+    query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
+    out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM
+    result = gl.convert_layout(result.to(q_tile.dtype), ROWS)
+    gl.store(out + out_rows + dims, result, mask=(query >= 0) & (dims < HEAD_DIM))
+
+
+@gluon.jit
+def _attend_masked(
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
+    stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
+    chunk_end, first, lowest, highest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """`_attend` where tiles of keys may be cut off.
+
+    It finds positions as they are needed: begun as `_attend_whole` is, it took 6 % longer, by what the compiler made of
+    its steps. Any edit may change that: compare_kernels.py measures it.
+    """
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    OUT: gl.constexpr = product_layout(BLOCK_D)
+    ROWS: gl.constexpr = row_layout(BLOCK_D)
+    rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
+    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
+    here = ((rows < size) & (position >= lowest) & (position < chunk_end))[:, None] & (dims < HEAD_DIM)
+    row = (position - first_query).to(gl.int64)[:, None]
+    q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=here, other=0.0))
+    fence_async_shared()
+    score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
+    query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
+    # A group sees fewer keys than its tile where causal, and more of them without a mask.
+    last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
+    own_lowest = gl.maximum(lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride))
+    own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
+    first_branch = -1
+    for i in range(N_BRANCHES):
+        inside, _, _, _, _ = segment_of(branches, offsets, i, kv_heads, g, first)
+        if (first_branch < 0) & inside:
+            first_branch = i
+
+    acc, total, m = _nothing(BLOCK_D, BLOCK_N)
+    if first_branch >= 0:
+        _, start, w, r, o = segment_of(branches, offsets, first_branch, kv_heads, g, first)
+        n = segment_rows(start, w, r, o, keys)
+        scores = _first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
+        weights, _, m, total = _softmax(scores, m, total, scale)
+        weights = gl.convert_layout(weights.to(q_tile.dtype), gl.DotOperandLayout(0, OUT, 2))
+        block = 1
+        for i in range(first_branch, N_BRANCHES):
+            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+            if inside:
+                n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
+                full = gl.minimum(full, end)
+                begin = gl.where(i == first_branch, BLOCK_N, 0)
+                for _j in range(begin, full, BLOCK_N):
                     acc, total, m, weights = _step(
                         acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                        scale, block, queries, BLOCK_D, BLOCK_N, STAGES, False, LATE,
+                        scale, query, queries, BLOCK_D, BLOCK_N, STAGES, False, False,
                     )  # fmt: skip
                     block += 1
-            acc = warpgroup_mma_wait(
-                0, deps=[_values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)]
-            )
-        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
-        denominator = gl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
-        result_lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * LN_2)
-        inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, OUT))
-        result = acc * inverse[:, None]
-        if MASKED:
-            exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
-            bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
-            gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
-            lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
-            gl.store(lse + lse_rows, result_lse, mask=exists)
-            out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
-            gl.store(out + out_rows[:, None] + dims[None, :], gl.convert_layout(result.to(dtype), ROWS), mask=here)
-        else:
-            # Handed on once more: what the loads had would take registers all through the steps.
-            written = gl.where(exists, position, -1)
-            query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
-            lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
-            gl.store(lse + lse_rows, result_lse, mask=query >= 0)
-            query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
-            here = (query >= 0) & (dims[None, :] < HEAD_DIM)
-            out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM
-            gl.store(out + out_rows + dims[None, :], gl.convert_layout(result.to(dtype), ROWS), mask=here)
-    elif size > 0:
-        # This group's half of the tile is empty.
-        if MASKED:
-            block = 0
-            for i in range(N_BRANCHES):
-                inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
-                if inside:
-                    _, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
-                    for _j in range(0, end, BLOCK_N):
-                        _pass_over(block, k_full, v_full, STAGES)
+                seen = _seen(n, start + o, r, query, CAUSAL)
+                for j in range(gl.maximum(begin, full), end, BLOCK_N):
+                    acc, total, m, weights = _step(
+                        acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
+                        scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, False,
+                    )  # fmt: skip
+                    block += 1
+                if CAUSAL:
+                    _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                    unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
+                    if unseen > 0:
+                        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+                        acc = warpgroup_mma_wait(0, deps=[value_token])
+                        arrive(v_free(block - 1, STAGES))
+                        for _j in range(unseen - 1):
+                            _pass_over(block, k_full, v_full, STAGES)
+                            block += 1
+                        # The last one stays, with weights of zero, as what the next step multiplies with v.
+                        mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
+                        arrive(k_free(block, STAGES))
                         block += 1
-        else:
-            blocks = _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N, N_BRANCHES)
-            for block in range(blocks):
-                _pass_over(block, k_full, v_full, STAGES)
+                        weights = gl.zeros([GROUP_ROWS, BLOCK_N], q_tile.dtype, gl.DotOperandLayout(0, OUT, 2))
+        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[value_token])
+    result, result_lse = _normalized(acc, total, m)
+    exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
+    bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
+    gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
+    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    gl.store(lse + lse_rows, result_lse, mask=exists)
+    out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+    gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
 
 
 @gluon.jit
 def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
-    """How many blocks of keys a tile sees where nothing is masked.
+    """How many blocks of keys a tile sees where none is cut off.
 
     A thread looks at one branch: all of them, one after the other, would take a block's time.
     """
@@ -304,6 +320,25 @@ def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, 
     inside, start = is_inside(w, r, o, first)
     n = segment_rows(start, w, r, o, keys)
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
+
+
+@gluon.jit
+def _nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What is summed over blocks of keys, before the first: products with v, sums of weights, and the maximum."""
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
+    acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
+    total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
+    return acc, total, gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def _normalized(acc, total, m):
+    """Output and lse; 0 and -inf where there are no keys."""
+    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
+    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
+    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * LN_2)
+    inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
+    return acc * inverse[:, None], lse
 
 
 @gluon.jit
@@ -339,6 +374,16 @@ def _step(
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
     return acc, total, m, weights
+
+
+@gluon.jit
+def _first_scores(
+    q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Of the first block, alone; from then on the product with v of a block runs beside the scores of the next."""
+    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)])
+    arrive(k_free(0, STAGES))
+    return scores
 
 
 @gluon.jit
