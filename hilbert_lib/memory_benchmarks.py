@@ -349,7 +349,7 @@ def _schedule_tables(
     passes: Callable = schedule.passes,
     tables: Callable = schedule.tables,
 ) -> list[Tensor]:
-    found = [tables(pattern, one, length, kv_heads, BLOCK, device) for one in passes(pattern, length, BLOCK)]
+    found = [tables(pattern, one, length, kv_heads, BLOCK, True, device) for one in passes(pattern, length, BLOCK)]
     return [x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes)]
 
 

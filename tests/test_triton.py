@@ -149,15 +149,18 @@ branches = st.lists(
 
 
 @settings(max_examples=200)
-@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.integers(1, 3))
-def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(pairs, length, rule, kv_heads):
+@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.integers(1, 3), st.booleans())
+def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(
+    pairs, length, rule, kv_heads, all_rows
+):
     pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
     todo = schedule.passes(pattern, length, 16)
     assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
     assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [len(todo) > 1]
     position = torch.arange(length)
     for one in todo:
-        tables = schedule.tables(pattern, one, length, kv_heads, 16, torch.device("cpu"))
+        tables = schedule.tables(pattern, one, length, kv_heads, 16, all_rows, torch.device("cpu"))
+        assert all_rows or tables.chunk == one.chunk
         for g in range(kv_heads):
             tiles = list(tiles_of(tables, one, g, length))
             visited = torch.cat([torch.empty(0, dtype=torch.int64), *tiles]).sort().values
@@ -174,13 +177,35 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
 
 
 def tiles_of(tables, one, g, length):
-    for at in range(-(-length // one.chunk)):
+    for at in range(-(-length // tables.chunk)):
         for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
             row = u + torch.arange(size)
-            tile = at * one.chunk + tables.classes[start + row % members] + row // members * one.stride
-            tile = tile[tile < min((at + 1) * one.chunk, length)]
+            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
+            tile = tile[tile < min((at + 1) * tables.chunk, length)]
             if len(tile):
                 yield tile
+
+
+@pytest.mark.parametrize(
+    ("segment_lengths", "dilation_rates"), [((64, 128, 256), (1, 2, 4)), ((64, 128, 256), (1, 2, 6))]
+)
+def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_lengths, dilation_rates):
+    pattern, length, heads = DilatedPattern(segment_lengths, dilation_rates), 4096, 2
+    (one,) = schedule.passes(pattern, length, 8)
+    tables = schedule.tables(pattern, one, length, heads, 8, True, torch.device("cpu"))
+    assert tables.chunk % one.chunk == 0
+    assert one.chunk < tables.chunk <= length
+    assert tables.items.shape[1] == 1
+    for g in range(heads):
+        counts = [
+            sum(bool(pattern.contains(i, tile[:1], g, heads)) for i in one.branches)
+            for tile in tiles_of(tables, one, g, length)
+        ]
+        of_one = tables.items.shape[2]
+        assert all(
+            counts[at : at + of_one] == sorted(counts[at : at + of_one], reverse=True)
+            for at in range(0, len(counts), of_one)
+        )
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def _backward_on_hopper(
     hopper_backward.backward_kernel[grid](
         k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
-        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, q.device).cut,
+        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, True, q.device).cut,
         WITH_DQ=sums is not None,
     )  # fmt: skip
     return dk, dv
@@ -329,8 +329,8 @@ def _launch(
     start, rows_there, block = (
         (call.first_query, queries, config.block_m) if rows == "queries" else (0, keys, config.block_n)
     )
-    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, q.device)
-    chunks = (start + rows_there - 1) // one.chunk - start // one.chunk + 1
+    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, rows_there == keys, q.device)
+    chunks = (start + rows_there - 1) // tables.chunk - start // tables.chunk + 1
     phases, count = tables.items.shape[1:3]
     tile_heads = {"heads": heads} if rows == "queries" else {"kv_heads": kv_heads}
     shared = {
@@ -350,7 +350,7 @@ def _launch(
         "keys": keys,
         **tile_heads,
         "group": heads // kv_heads,
-        "chunk": one.chunk,
+        "chunk": tables.chunk,
         "stride": one.stride,
         "chunks": chunks,
         "phases": phases,

@@ -17,6 +17,7 @@ from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.shared_tables import cached_for_graphs
 
 LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
+TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each multiprocessor of a large GPU
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Tables:
         items: (kv_heads, phases, count, 4), the tiles of a chunk, those in most branches, the longest, first. A tile is
             (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of a list of n classes is
             at `chunk start + classes[start + u % n] + stride * (u // n)`.
-        classes: residues from the start of a chunk, list after list.
+        classes: positions from the start of a chunk, list after list.
+        chunk: positions of such a chunk: one of the pass, or several together.
         cut: whether some tile is not full: the end of its list, or of the sequence.
     """
 
@@ -63,6 +65,7 @@ class Tables:
     branch_ids: Tensor
     items: Tensor
     classes: Tensor
+    chunk: int
     cut: bool
 
 
@@ -123,8 +126,14 @@ def covers_all(pattern: DilatedPattern) -> bool:
 
 
 @cached_for_graphs()
-def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, device: torch.device) -> Tables:
+def tables(
+    pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, all_rows: bool, device: torch.device
+) -> Tables:
     """The tables of one pass.
+
+    A GPU begins programs in their order. If the longest ones of the last chunk begin when most of its multiprocessors
+    have nothing left, these wait. So the tiles of several chunks stand together, and those that are begun last are
+    short; of so few chunks that the keys that their tiles share stay in the cache.
 
     Args:
         pattern: the pattern.
@@ -132,6 +141,7 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
         length: tokens.
         kv_heads: heads of k and v.
         block: rows of a tile.
+        all_rows: whether a launch visits the whole sequence; chunks stand apart where it may visit a part of one.
         device: where the tensors go.
     """
     # Longer than the sequence is as good as its length, and fits 32 bits.
@@ -143,38 +153,55 @@ def tables(pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block
     phases = min(chunks, lcm(one.chunk, *periods) // one.chunk) if one.is_aligned else 1
     known = one.is_aligned and phases * one.stride <= LARGEST_TABLE
 
-    items, lists = [], []
-    for head in zip(*offsets, strict=True) if known else [(0,) * len(used)]:
-        by_phase = []
-        for phase in range(phases if known else 1):
-            members: dict[tuple[int, ...], list[int]] = {}
-            for c in range(min(one.stride, one.chunk)):
-                position = phase * one.chunk + c
-                inside = tuple(
-                    n
-                    for n, ((w, r), o) in enumerate(zip(used, head, strict=True))
-                    if position % w % r == o or not known
-                )
-                if inside or one.covers_all:
-                    members.setdefault(inside if known else (c,), []).append(c)
-            by_phase.append(_tiles(members, one, block, lists))
-        items.append(by_phase)
+    members = [
+        [_members(head, used, one, phase if known else None) for phase in range(phases if known else 1)]
+        for head in (zip(*offsets, strict=True) if known else [(0,) * len(used)])
+    ]
+    tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members for each in by_phase))
+    together = min(max(1, TILES_TOGETHER // (phases * tiles)), ceil(chunks / phases)) * phases
+    if not (known and all_rows and together * one.stride <= LARGEST_TABLE):
+        together = 1
+    lists: list[int] = []
+    items = []
+    for by_phase in members:
+        rows = [[by_phase[n % phases] for n in range(together)]] if together > 1 else [[each] for each in by_phase]
+        items.append([_tiles(row, one, block, lists) for row in rows])
+    cut = bool(length % one.chunk) or any(0 < rows < block for head in items for row in head for *_, rows in row)
     most = max(1, *(len(row) for head in items for row in head))
     items = [[row + [(0, 1, 0, 0)] * (most - len(row)) for row in head] for head in items]
-    cut = bool(length % one.chunk) or any(0 < rows < block for head in items for row in head for *_, rows in row)
     if not known:
         items *= kv_heads  # of an unknown class, every head visits all rows
     data = (used, offsets, one.branches, items, lists or [0])
-    return Tables(*(torch.tensor(x, dtype=torch.int32, device=device) for x in data), cut)
+    made = [torch.tensor(each, dtype=torch.int32, device=device) for each in data]
+    return Tables(*made, chunk=together * one.chunk, cut=cut)
 
 
-def _tiles(members: dict, one: Pass, block: int, lists: list[int]) -> list[tuple[int, int, int, int]]:
-    # Tiles of a chunk's lists, longest programs first; the lists are appended to `lists`.
+def _members(
+    head: tuple[int, ...], used: list[tuple[int, int]], one: Pass, phase: int | None
+) -> dict[tuple[int, ...], list[int]]:
+    # The classes of a chunk by the branches that they are in; None of a chunk of which that is not known.
+    members: dict[tuple[int, ...], list[int]] = {}
+    for c in range(min(one.stride, one.chunk)):
+        if phase is None:
+            members[(c,)] = [c]
+            continue
+        position = phase * one.chunk + c
+        inside = tuple(n for n, ((w, r), o) in enumerate(zip(used, head, strict=True)) if position % w % r == o)
+        if inside or one.covers_all:
+            members.setdefault(inside, []).append(c)
+    return members
+
+
+def _tiles(
+    chunks: list[dict[tuple[int, ...], list[int]]], one: Pass, block: int, lists: list[int]
+) -> list[tuple[int, int, int, int]]:
+    # Tiles of the lists of some chunks, longest programs first; the lists are appended to `lists`.
     tiles = []
-    for inside, classes in members.items():
-        whole, rest = divmod(one.chunk, one.stride)
-        rows = whole * len(classes) + sum(c < rest for c in classes)
-        start = len(lists)
-        lists.extend(classes)
-        tiles += [(len(inside), (start, len(classes), u, min(block, rows - u))) for u in range(0, rows, block)]
+    for number, members in enumerate(chunks):
+        for inside, classes in members.items():
+            whole, rest = divmod(one.chunk, one.stride)
+            rows = whole * len(classes) + sum(c < rest for c in classes)
+            start = len(lists)
+            lists.extend(number * one.chunk + c for c in classes)
+            tiles += [(len(inside), (start, len(classes), u, min(block, rows - u))) for u in range(0, rows, block)]
     return [tile for _, tile in sorted(tiles, key=lambda t: -t[0])]
