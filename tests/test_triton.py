@@ -161,6 +161,7 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
     for one in todo:
         tables = schedule.tables(pattern, one, length, kv_heads, 16, all_rows, torch.device("cpu"))
         assert all_rows or tables.chunk == one.chunk
+        assert tables.chunk == one.chunk or tables.items.shape[2] <= schedule.TILES_TOGETHER
         for g in range(kv_heads):
             tiles = list(tiles_of(tables, one, g, length))
             visited = torch.cat([torch.empty(0, dtype=torch.int64), *tiles]).sort().values
@@ -172,6 +173,7 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
                     assert all(len(inside[tile].unique()) == 1 for tile in tiles)
                     assert all(len((tile // pattern.segment_lengths[i]).unique()) == 1 for tile in tiles)
             assert len(visited.unique()) == len(visited)
+            assert tables.cut or all(len(tile) == 16 for tile in tiles)
             assert torch.isin(position[needed], visited).all()
             assert all((tile.diff() > 0).all() for tile in tiles)
 
@@ -206,6 +208,19 @@ def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_le
             counts[at : at + of_one] == sorted(counts[at : at + of_one], reverse=True)
             for at in range(0, len(counts), of_one)
         )
+
+
+@pytest.mark.parametrize("length", [36864, 67584, 50000, 65537])
+def test_few_programs_are_started_for_tiles_past_the_end(length):
+    pattern = DilatedPattern([2048 << n for n in range(5)], [1 << n for n in range(5)])
+    (one,) = schedule.passes(pattern, length, 128)
+    programs = [
+        tables.items.shape[2] * -(-length // tables.chunk)
+        for tables in (
+            schedule.tables(pattern, one, length, 1, 128, each, torch.device("cpu")) for each in (False, True)
+        )
+    ]
+    assert programs[0] <= programs[1] <= 1.05 * programs[0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases,
         tile. end: position before which rows lie. first: position of row 0. lowest, highest: positions of the first
         and the last row, of those that exist.
     """
-    # The tiles of a chunk read the same segments: next to each other they find them in the cache.
+    # Tiles of a chunk, or of a few, share segments: close together they find them in the cache.
     number = pid % count
     pid = pid // count
     at = pid % chunks + first_row // chunk

@@ -54,7 +54,7 @@ class Tables:
         branch_ids: (branches,), indices in the pattern, which key the dropout bits.
         items: (kv_heads, phases, count, 4), the tiles of a chunk, those in most branches, the longest, first. A tile is
             (start in `classes`, number of classes, first row, rows); rows 0 fills up. Row u of a list of n classes is
-            at `chunk start + classes[start + u % n] + stride * (u // n)`.
+            at `chunk start + classes[start + u % n] + stride * (u // n)`; of the last chunk some lie past the end.
         classes: positions from the start of a chunk, list after list.
         chunk: positions of such a chunk: one of the pass, or several together.
         cut: whether some tile is not full: the end of its list, or of the sequence.
@@ -158,8 +158,11 @@ def tables(
         for head in (zip(*offsets, strict=True) if known else [(0,) * len(used)])
     ]
     tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members for each in by_phase))
-    together = min(max(1, TILES_TOGETHER // (phases * tiles)), ceil(chunks / phases)) * phases
-    if not (known and all_rows and together * one.stride <= LARGEST_TABLE):
+    together, most = 1, TILES_TOGETHER // (phases * tiles)
+    if known and all_rows and most:
+        repeats = ceil(chunks / phases)
+        together = ceil(repeats / ceil(repeats / most)) * phases  # in equal shares: of the last, little is past the end
+    if together * one.stride > LARGEST_TABLE:
         together = 1
     lists: list[int] = []
     items = []
