@@ -312,6 +312,7 @@ def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, 
 
     A thread looks at one branch: all of them, one after the other, would take a block's time.
     """
+    gl.static_assert(N_BRANCHES <= 8)
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))
     exists = i < N_BRANCHES
     w = gl.load(branches + 2 * i, mask=exists, other=1)
