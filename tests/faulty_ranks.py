@@ -38,6 +38,7 @@ def is_heard(arguments: dict) -> bool:
 
 def last_rank_breaks(arguments: dict) -> object:
     """The last rank does what its fault says, while the others wait for it in a collective."""
+    begun()
     if dist.get_rank() == dist.get_world_size() - 1:
         print(f"this rank {arguments['fault']}", file=sys.stderr, flush=True)
         return FAULTS[arguments["fault"]]()
@@ -45,15 +46,15 @@ def last_rank_breaks(arguments: dict) -> object:
 
 
 def all_hang(arguments: dict) -> None:
-    """Every rank starts a process and hangs, each in a place of its own; a file in the folder says so."""
+    """Every rank starts a process and hangs, each in a place of its own."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    if "folder" in arguments:
-        (Path(arguments["folder"]) / str(dist.get_rank())).touch()
+    begun()
     time.sleep(60)
 
 
 def disagree(arguments: dict) -> None:
     """Every rank attends with a pattern and an ordering of its own; one tells it later than the other."""
+    begun()
     q = torch.ones(1, 8, 1, 4, device=device())
     rate = dist.get_rank() + 1
     try:
@@ -64,9 +65,15 @@ def disagree(arguments: dict) -> None:
 
 def last_rank_refuses(arguments: dict) -> None:
     """The last rank asks for what attention refuses."""
+    begun()
     q = torch.ones(1, 8, 1, 4, device=device())
     dropout_p = 2.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.0
     ring_dilated_attention(q, q, q, DilatedPattern((8,), (1,)), dropout_p=dropout_p)
+
+
+def begun() -> None:
+    """Tell the test that this rank is there: by a file, whose time is when."""
+    (Path(os.environ["HILBERT_TEST_BEGAN"]) / str(dist.get_rank())).touch()
 
 
 def device() -> str:

@@ -10,6 +10,7 @@ import time
 import uuid
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -20,15 +21,17 @@ from hilbert_lib.ring import workers
 from hilbert_lib.ring.worker_main import beat_file
 from hilbert_lib.ring.workers import RankError, _fault, _Supervisor, run_ranks
 
-OWN_MARK = "HILBERT_TEST"
+OWN_MARK, BEGAN = "HILBERT_TEST", "HILBERT_TEST_BEGAN"
+PATIENCE = 20  # seconds, of a busy machine; what hangs in these tests hangs for a minute
 STALLED = {"stall_seconds": 2}  # the others keep the default, for a busy machine
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
+def nothing_is_left(monkeypatch, tmp_path_factory):
     monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))  # other runs of these tests have processes too
+    monkeypatch.setenv(BEGAN, str(tmp_path_factory.mktemp("began")))
     yield
-    wait_for(lambda: not marked_processes(), 5)
+    wait_for(lambda: not marked_processes(), PATIENCE)
 
 
 def marked_processes():
@@ -48,12 +51,16 @@ def wait_for(condition, seconds):
         time.sleep(0.05)
 
 
+def seconds_since_the_last_rank_began():
+    """What its start took before depends on what else the machine does."""
+    return time.time() - max(path.stat().st_mtime for path in Path(os.environ[BEGAN]).iterdir())
+
+
 def fault_of(target, ranks, arguments=None, **options):
-    """The error of a run that has to fail within 30 seconds, its start included."""
-    start = time.monotonic()
+    """The error of a run that has to fail within 30 seconds from when all ranks have begun."""
     with pytest.raises(RankError) as caught:
         run_ranks(target, ranks, arguments, **{"backend": "gloo"} | options)
-    assert time.monotonic() - start < 30, str(caught.value)
+    assert seconds_since_the_last_rank_began() < 30, str(caught.value)
     return caught.value
 
 
@@ -99,12 +106,12 @@ def test_a_rank_that_refuses_its_arguments_is_named_and_not_those_that_it_told()
     assert error.output[0] == "rank 2:"
 
 
-def test_a_run_that_takes_too_long_is_ended_and_shows_where_each_rank_was(tmp_path, monkeypatch):
+def test_a_run_that_takes_too_long_is_ended_and_shows_where_each_rank_was(monkeypatch):
     def monotonic():  # the limit passes as soon as both hang, which on a busy machine takes long
-        return time.monotonic() + 1000 * (len(list(tmp_path.iterdir())) == 2)
+        return time.monotonic() + 1000 * (len(os.listdir(os.environ[BEGAN])) == 2)
 
     monkeypatch.setattr(workers, "time", SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic))
-    error = fault_of("faulty_ranks:all_hang", 2, {"folder": str(tmp_path)}, seconds=500)
+    error = fault_of("faulty_ranks:all_hang", 2, seconds=500)
     assert (error.ranks, error.status, error.cause) == ((0, 1), "timed out", "longer than 500 s")
     assert error.output[0] == "rank 0:"
     assert "rank 1:" in error.output
@@ -159,7 +166,7 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
         return process
 
     ended = begin(sys.executable, "-c", "")  # and torchrun has not asked for its exit status yet
-    wait_for(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE, 20)
+    wait_for(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE, PATIENCE)
     with _Supervisor(tmp_path, 1, 60, 2) as supervisor:
         assert supervisor.cause == ""
         ended.wait()
@@ -183,8 +190,8 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
     # This process, torchrun, two ranks, and what each of them started.
     wait_for(lambda: len(marked_processes()) == 6, 60)  # on busy cores too; what is tested comes after
     process.send_signal(number)
-    assert process.wait(10) != 0
-    wait_for(lambda: not marked_processes(), 5)
+    assert process.wait(PATIENCE) != 0
+    wait_for(lambda: not marked_processes(), PATIENCE)
     assert number == signal.SIGKILL or not list(tmp_path.iterdir()), "its files must go too"
 
 
@@ -195,7 +202,8 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_th
     command += ["--stall-seconds=3", "--backend=gloo"]
     command += [f"--arguments={tmp_path / 'arguments.json'}", f"--results={tmp_path / 'results'}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert seconds_since_the_last_rank_began() < 30
     assert done.returncode != 0
     assert "Timed out waiting 3000ms" in done.stderr
     assert "in stall" in done.stderr, "the stalled rank must show where it was"

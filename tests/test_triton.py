@@ -210,6 +210,14 @@ def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_le
         )
 
 
+@pytest.mark.parametrize("segment_lengths", [(64,), (64, 64)])
+def test_chunks_stand_apart_where_all_tiles_are_equally_long(segment_lengths):
+    pattern = DilatedPattern(segment_lengths, (1,) * len(segment_lengths))
+    (one,) = schedule.passes(pattern, 4096, 8)
+    tables = schedule.tables(pattern, one, 4096, 1, 8, True, torch.device("cpu"))
+    assert tables.chunk == one.chunk
+
+
 @pytest.mark.parametrize("length", [36864, 67584, 50000, 65537])
 def test_few_programs_are_started_for_tiles_past_the_end(length):
     pattern = DilatedPattern([2048 << n for n in range(5)], [1 << n for n in range(5)])

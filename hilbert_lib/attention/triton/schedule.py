@@ -133,7 +133,8 @@ def tables(
 
     A GPU begins programs in their order. If the longest ones of the last chunk begin when most of its multiprocessors
     have nothing left, these wait. So the tiles of several chunks stand together, and those that are begun last are
-    short; of so few chunks that the keys that their tiles share stay in the cache.
+    short; of so few chunks that the keys that their tiles share stay in the cache. Where all are in as many branches,
+    chunks stand apart: nothing would be gained, and programs would read larger tables.
 
     Args:
         pattern: the pattern.
@@ -159,7 +160,8 @@ def tables(
     ]
     tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members for each in by_phase))
     together, most = 1, TILES_TOGETHER // (phases * tiles)
-    if known and all_rows and most:
+    differ = len({len(inside) for by_phase in members for each in by_phase for inside in each}) > 1
+    if known and all_rows and differ and most:
         repeats = ceil(chunks / phases)
         together = ceil(repeats / ceil(repeats / most)) * phases  # in equal shares: of the last, little is past the end
     if together * one.stride > LARGEST_TABLE:
