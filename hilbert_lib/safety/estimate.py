@@ -283,9 +283,12 @@ def _of_views(given: tuple[Tensor, ...], call: Call, backend: str, direction: st
     return max(peak, held + returned)
 
 
-# FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept. And what
-# the first call of a shape takes beside its results, as a share of q.
-FLEX_SORTED, FLEX_KEPT, FLEX_FIRST = 59, 16, 0.25
+# FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept.
+FLEX_SORTED, FLEX_KEPT = 59, 16
+# What the first call of a shape takes on an H200 is 0 to 92 MiB; this is the middle. 60 are as large as L2: torch's
+# compiler clears it between runs of a small kernel, of which it keeps the faster version, unless its cache on disk
+# knows that. 32 are cuBLAS's, which multiplies for the lists, unless the process has multiplied before.
+FLEX_FIRST = 46 * 2**20
 
 
 def _of_flex(given: tuple[Tensor, ...], direction: str) -> int:
@@ -298,7 +301,7 @@ def _of_flex(given: tuple[Tensor, ...], direction: str) -> int:
     if direction == "backward":
         return 2 * stored + 3 * q.nbytes + 4 * lse  # out and dout in residue order, out in the sequence's
     pairs = heads * (-(-rows // FLEX_BLOCK)) ** 2
-    return max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + stored + q.nbytes + 2 * lse + int(FLEX_FIRST * q.nbytes))
+    return max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + stored + q.nbytes + 2 * lse + FLEX_FIRST)
 
 
 def _of_fused(given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device) -> dict[str, int]:
