@@ -15,7 +15,7 @@ from hilbert_lib.attention import dense as dense_kernels
 from hilbert_lib.attention import packages, strided
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import CuDnn, Eager, Efficient, Problem, Within32Bits
+from hilbert_lib.attention.dense import CuDnn, Eager, Efficient, Flash, Problem, Within32Bits
 
 
 def dense(q, k, v, scale, causal):
@@ -249,10 +249,34 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
         torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])
-def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("sdpa", Within32Bits(Efficient)),
+        ("xformers", Within32Bits(packages.Xformers)),
+        ("flash", Within32Bits(Flash, (128, 64))),
+        ("flash_attn_2", Within32Bits(packages.FlashAttn2, (128, 64))),
+    ],
+)
+def test_kernels_that_count_in_32_bits_are_kept_within_them(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
-        assert function.keywords["kernel"] == Within32Bits(kernel)
+        assert function.keywords["kernel"] == kernel
+
+
+@pytest.mark.parametrize(("rows", "head_dim", "at_once"), [(257, 65, False), (256, 64, True)])
+def test_what_a_kernel_pads_counts_in_full(monkeypatch, rows, head_dim, at_once):
+    # FlashAttention-2 keeps sums of dq of whole tiles of rows, in head_dims that it rounds up.
+    monkeypatch.setattr(dense_kernels, "REACH", 2 * 384 * 128)
+    given = []
+
+    class Counted:
+        def forward(q, k, v, problem):
+            given.append(q.shape[1])
+            return Eager.forward(q, k, v, problem)
+
+    q, k, v = torch.randn(3, 1, 2, rows, head_dim).unbind()
+    Within32Bits(Counted, (128, 64)).forward(q, k, v, Problem(0.1, False))
+    assert given == ([2] if at_once else [1, 1])
 
 
 class Masks(TorchDispatchMode):

@@ -22,6 +22,7 @@ from hilbert_lib.attention.call import working_dtype
 
 _aten = torch.ops.aten
 REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
+FLASH_2_PADDED = 128, 64  # FlashAttention-2's sums of dq have rows and a head_dim that are multiples of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,33 +157,40 @@ class Efficient:
 
 @dataclass(frozen=True)
 class Within32Bits:
-    """A kernel that multiplies rows and heads by their strides in 32 bits: where that overflows, one head at a time.
+    """A kernel that counts elements in 32 bits: where they are too many for that, it is given one head at a time.
 
-    Each head's tensors are then copied. torch's memory-efficient kernel is such a one, and xformers may take it.
+    Each head's tensors are then copied. torch's memory-efficient kernel multiplies rows and heads by their strides so,
+    and xformers may take it; FlashAttention-2's backward finds the sums of dq of a batch so.
+
+    Attributes:
+        kernel: the kernel.
+        padded: rows and head_dim of what it keeps of a batch are rounded up to multiples of these.
     """
 
     kernel: type[Kernel]
+    padded: tuple[int, int] = (1, 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if _overflows(q, k, v):
+        if self._overflows(q, k, v):
             return _by_head(self.kernel.forward, problem, q, k, v)
         return self.kernel.forward(q, k, v, problem)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if _overflows(dout, q, k, v):
+        if self._overflows(dout, q, k, v):
             return _by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
         return self.kernel.backward(dout, q, k, v, out, lse, problem)
 
-
-def _overflows(*tensors: Tensor) -> bool:
-    # By their own strides, and by those of results, which are dense in the order (batch, rows, heads).
-    for x in tensors:
-        _, heads, rows, head_dim = x.shape
-        if max((heads - 1) * x.stride(1), (rows - 1) * max(x.stride(2), heads * head_dim)) >= REACH:
-            return True
-    return False
+    def _overflows(self, *tensors: Tensor) -> bool:
+        # By their own strides, and by those of what it keeps, dense in the order (batch, rows, heads).
+        for x in tensors:
+            _, heads, rows, head_dim = x.shape
+            row, element = self.padded
+            kept = -(-rows // row) * row * heads * -(-head_dim // element) * element
+            if max((heads - 1) * x.stride(1), (rows - 1) * x.stride(2), kept) >= REACH:
+                return True
+        return False
 
 
 def _by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
