@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.curves import curve_coordinates, raster_index
-from hilbert_lib.shared_tables import made_to_share
+from hilbert_lib.shared_tables import made_to_share, wait_for_readers
 
 if TYPE_CHECKING:
     from hilbert_lib.ordering import Ordering
@@ -102,6 +102,7 @@ class TableCache:
         if tables is None:
             # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
             tables = made_to_share(partial(compute_tables, ordering), ordering.device)
+        let_go = []
         with self._lock:
             if key in self._captured:
                 return self._captured[key]
@@ -115,9 +116,11 @@ class TableCache:
                 self._captured[key] = self._held.pop(key)
                 self._positions -= ordering.length
             while self._positions > self.max_positions and len(self._held) > 1:
-                (oldest, _), _ = self._held.popitem(last=False)
-                self._positions -= oldest.length
-            return tables
+                let_go.append(self._held.popitem(last=False))
+                self._positions -= let_go[-1][0][0].length
+        for device in {device for (_, device), _ in let_go}:  # not under the lock, as above
+            wait_for_readers(device)
+        return tables
 
     def info(self) -> CacheInfo:
         """What it did and holds."""

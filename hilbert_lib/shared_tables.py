@@ -54,6 +54,18 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     return made[0]
 
 
+def wait_for_readers(device: torch.device) -> None:
+    """Wait until no kernel reads what is to be let go of: the allocator knows of the stream alone that made it.
+
+    Args:
+        device: where it lies.
+
+    >>> wait_for_readers(torch.device("cpu"))
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
+
+
 def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
     """A decorator: the function keeps its last results, and those for good that it gave to a CUDA graph's capture.
 
@@ -66,7 +78,12 @@ def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
     """
 
     def decorated(build: Callable) -> Callable:
-        found = lru_cache(maxsize)(lambda *arguments: made_to_share(lambda: build(*arguments), arguments[-1]))
+        @lru_cache(maxsize)
+        def found(*arguments):
+            if found.cache_info().currsize == maxsize:  # one is let go of
+                wait_for_readers(arguments[-1])
+            return made_to_share(lambda: build(*arguments), arguments[-1])
+
         captured = {}
 
         @wraps(build)

@@ -252,6 +252,7 @@ def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound
     made, cpu = ordering_tables.compute_tables, torch.device("cpu")
     monkeypatch.setattr(ordering_tables, "compute_tables", lambda ordering: made(replace(ordering, device=cpu)))
     monkeypatch.setattr(ordering_tables, "made_to_share", lambda build, device: build())
+    monkeypatch.setattr(ordering_tables, "wait_for_readers", lambda device: None)
     cache = ordering_tables.TableCache(max_positions=100)
     captured, *others = (Ordering("linear", n, device=torch.device("cuda", 0)) for n in (1000, 40, 41, 42))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

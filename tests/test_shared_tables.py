@@ -6,14 +6,17 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hilbert_lib import ordering_tables
 from hilbert_lib.attention import flex
 from hilbert_lib.attention.neighbourhood import neighbourhood_mask
 from hilbert_lib.attention.triton import decode, schedule
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.shared_tables import cached_for_graphs, made_to_share
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -33,6 +36,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext(asked.append("stream") if s is stream else None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append(device))
     return asked
 
 
@@ -47,6 +51,43 @@ def test_what_a_graph_captured_outlives_all_that_comes_later(device, capturing, 
         tables(length, device)
     gc.collect()
     assert (first() is not None) == stays
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+def test_tables_are_let_go_of_when_no_stream_reads_them_any_more(device, streams):
+    there = []
+
+    class Told:
+        def __del__(self):
+            streams.append("let go")
+
+    def build(length, device):
+        there.append(length)
+        return Told()
+
+    tables = cached_for_graphs(maxsize=2)(build)
+    for length in (0, 1, 0, 1):
+        tables(length, device)
+    assert there == [0, 1]
+    assert device not in streams
+    tables(2, device)
+    gc.collect()
+    assert [x for x in streams if x in (device, "let go")] == [device, "let go"][device is CPU :]
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+def test_tables_of_orderings_are_let_go_of_when_no_stream_reads_them_any_more(device, streams, monkeypatch):
+    monkeypatch.setattr(ordering_tables, "made_to_share", lambda build, device: Table())
+    cache = ordering_tables.TableCache(10)
+    orderings = [replace(Ordering.residue(length, 2), device=device) for length in (4, 6, 8)]
+    first, _ = (weakref.ref(cache.tables(each)) for each in orderings[:2])
+    cache.tables(orderings[0])
+    assert streams == []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: streams.append((device, first() is not None)))
+    cache.tables(orderings[2])  # beside which neither has room
+    assert streams == ([(CUDA, True)] if device is CUDA else [])
+    gc.collect()
+    assert first() is None
 
 
 def test_tables_of_a_gpu_are_made_on_the_stream_of_the_call_in_a_thread_that_no_pool_knows(streams):
@@ -80,6 +121,7 @@ import threading, time
 from types import SimpleNamespace
 import torch
 from contextlib import nullcontext
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.shared_tables import made_to_share
 stream = SimpleNamespace(synchronize=lambda: None)
 torch.cuda.device = torch.cuda.stream = lambda _: nullcontext()
