@@ -78,13 +78,15 @@ def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
     """
 
     def decorated(build: Callable) -> Callable:
+        devices, captured = set(), {}
+
         @lru_cache(maxsize)
         def found(*arguments):
             if found.cache_info().currsize == maxsize:  # one is let go of
-                wait_for_readers(arguments[-1])
+                for device in devices:
+                    wait_for_readers(device)
+            devices.add(arguments[-1])
             return made_to_share(lambda: build(*arguments), arguments[-1])
-
-        captured = {}
 
         @wraps(build)
         def call(*arguments):

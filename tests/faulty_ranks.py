@@ -14,6 +14,8 @@ from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
 
+HANG_SECONDS = 600
+
 
 def sum_of_ranks(arguments: dict) -> dict:
     """What a rank of a sound group knows: the sum of all ranks and of a number that it was given."""
@@ -47,9 +49,9 @@ def last_rank_breaks(arguments: dict) -> object:
 
 def all_hang(arguments: dict) -> None:
     """Every rank starts a process and hangs, each in a place of its own."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_SECONDS})"], start_new_session=True)
     begun()
-    time.sleep(60)
+    time.sleep(HANG_SECONDS)
 
 
 def disagree(arguments: dict) -> None:
@@ -81,7 +83,7 @@ def device() -> str:
 
 
 def stall() -> None:
-    time.sleep(60)
+    time.sleep(HANG_SECONDS)
 
 
 def raise_alone() -> None:

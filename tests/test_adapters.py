@@ -249,34 +249,45 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
         torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel"),
-    [
-        ("sdpa", Within32Bits(Efficient)),
-        ("xformers", Within32Bits(packages.Xformers)),
-        ("flash", Within32Bits(Flash, (128, 64))),
-        ("flash_attn_2", Within32Bits(packages.FlashAttn2, (128, 64))),
-    ],
-)
-def test_kernels_that_count_in_32_bits_are_kept_within_them(name, kernel):
+@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])
+def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
-        assert function.keywords["kernel"] == kernel
+        assert function.keywords["kernel"] == Within32Bits(kernel)
 
 
 @pytest.mark.parametrize(("rows", "head_dim", "at_once"), [(257, 65, False), (256, 64, True)])
-def test_what_a_kernel_pads_counts_in_full(monkeypatch, rows, head_dim, at_once):
-    # FlashAttention-2 keeps sums of dq of whole tiles of rows, in head_dims that it rounds up.
+def test_flash_attention_2_is_given_no_more_sums_of_dq_than_32_bits_number(monkeypatch, rows, head_dim, at_once):
+    # They are of whole tiles of rows, and head_dims are rounded up.
     monkeypatch.setattr(dense_kernels, "REACH", 2 * 384 * 128)
     given = []
 
-    class Counted:
-        def forward(q, k, v, problem):
-            given.append(q.shape[1])
-            return Eager.forward(q, k, v, problem)
+    def backward(dout, q, *others, **options):
+        given.append(q.shape[1])
+        return tuple(torch.full_like(q, len(given)) for _ in "qkv")
 
-    q, k, v = torch.randn(3, 1, 2, rows, head_dim).unbind()
-    Within32Bits(Counted, (128, 64)).forward(q, k, v, Problem(0.1, False))
+    stand_in = SimpleNamespace(_scaled_dot_product_flash_attention_backward=backward)
+    monkeypatch.setattr(dense_kernels, "_aten", stand_in)
+    dout, q, k, v, out = torch.randn(5, 1, 2, rows, head_dim).unbind()
+    for x in Flash.backward(dout, q, k, v, out, torch.randn(1, 2, rows), Problem(0.1, False)):
+        assert x[0, :, 0, 0].tolist() == ([1, 1] if at_once else [1, 2])
     assert given == ([2] if at_once else [1, 1])
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_2"], indirect=True)
+def test_so_is_the_package_and_the_gradients_are_the_same(kernel, monkeypatch):
+    monkeypatch.setattr(dense_kernels, "REACH", 2 * 128 * 64)
+    given, products = [], dense_backward
+
+    def counted(dout, q, *others):
+        given.append(q.shape[2])
+        return products(dout, q, *others)
+
+    monkeypatch.setattr(sys.modules[__name__], "dense_backward", counted)
+    dout, q, k, v = torch.randn(4, 1, 2, 37, 8, dtype=torch.float64).unbind()
+    problem = Problem(0.3, True)
+    inputs = dout, q, k, v, *Eager.forward(q, k, v, problem), problem
+    torch.testing.assert_close(kernel.backward(*inputs), Eager.backward(*inputs))
+    assert given == [1, 1]
 
 
 class Masks(TorchDispatchMode):

@@ -124,7 +124,6 @@ def test_paired_comparison_recovers_the_ratio_of_two_busy_loops(monkeypatch):
     comparison = compare_paired(slow, fast, device="cpu", repetitions=40)
     low, high = comparison.interval
     assert comparison.ratio == pytest.approx(2.0, rel=0.05)  # spinning ends a little late, by what the clock costs
-    assert low <= comparison.ratio <= high
     assert high - low < 0.4
 
 

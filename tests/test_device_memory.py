@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from hilbert_lib.device_memory import old_objects_apart
 
 
@@ -11,6 +13,13 @@ class Holder:
 
     def __init__(self):
         self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_apart():
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as conftest.py left it
 
 
 def test_garbage_made_inside_is_freed_inside_and_older_objects_after_it():
@@ -26,3 +35,11 @@ def test_garbage_made_inside_is_freed_inside_and_older_objects_after_it():
     gc.collect()
     assert seen_old() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_what_others_set_apart_stays_so():
+    gc.freeze()
+    apart = gc.get_freeze_count()
+    with old_objects_apart(), old_objects_apart():
+        assert gc.get_freeze_count() <= apart
+    assert gc.get_freeze_count() > apart // 2

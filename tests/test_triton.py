@@ -1,12 +1,13 @@
 """The fused kernels equal the oracle; without a GPU they run here in Triton's interpreter, at small sizes."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from allpairspy import AllPairs
 from cases import BRANCHES, LAYOUTS, SHAPES, check
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
@@ -149,19 +150,30 @@ branches = st.lists(
 
 
 @settings(max_examples=200)
-@given(branches, st.integers(1, 150), st.sampled_from(OFFSET_RULES), st.integers(1, 3), st.booleans())
+@given(
+    branches,
+    st.integers(1, 150),
+    st.sampled_from(OFFSET_RULES),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([4, 16]),
+    st.sampled_from([4, 16, 256]),
+)
+@example([(50, 1), (100, 3)], 700, "zero", 1, True, 16, 40)  # several tables of several chunks, of two kinds
 def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(
-    pairs, length, rule, kv_heads, all_rows
+    pairs, length, rule, kv_heads, all_rows, block, together
 ):
     pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
-    todo = schedule.passes(pattern, length, 16)
+    todo = schedule.passes(pattern, length, block)
     assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
     assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [len(todo) > 1]
     position = torch.arange(length)
     for one in todo:
-        tables = schedule.tables(pattern, one, length, kv_heads, 16, all_rows, torch.device("cpu"))
+        with mock.patch.object(schedule, "TILES_TOGETHER", together):  # with few, several tables of several chunks
+            make = schedule.tables.__wrapped__  # what the cache holds was made with another number
+            tables = make(pattern, one, length, kv_heads, block, all_rows, torch.device("cpu"))
         assert all_rows or tables.chunk == one.chunk
-        assert tables.chunk == one.chunk or tables.items.shape[2] <= schedule.TILES_TOGETHER
+        assert tables.chunk == one.chunk or tables.items.shape[2] <= together
         for g in range(kv_heads):
             tiles = list(tiles_of(tables, one, g, length))
             visited = torch.cat([torch.empty(0, dtype=torch.int64), *tiles]).sort().values
@@ -173,7 +185,7 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
                     assert all(len(inside[tile].unique()) == 1 for tile in tiles)
                     assert all(len((tile // pattern.segment_lengths[i]).unique()) == 1 for tile in tiles)
             assert len(visited.unique()) == len(visited)
-            assert tables.cut or all(len(tile) == 16 for tile in tiles)
+            assert tables.cut or all(len(tile) == block for tile in tiles)
             assert torch.isin(position[needed], visited).all()
             assert all((tile.diff() > 0).all() for tile in tiles)
 
@@ -218,9 +230,16 @@ def test_chunks_stand_apart_where_all_tiles_are_equally_long(segment_lengths):
     assert tables.chunk == one.chunk
 
 
-@pytest.mark.parametrize("length", [36864, 67584, 50000, 65537])
-def test_few_programs_are_started_for_tiles_past_the_end(length):
-    pattern = DilatedPattern([2048 << n for n in range(5)], [1 << n for n in range(5)])
+@pytest.mark.parametrize(
+    ("branches", "length"),
+    [
+        *((tuple((2048 << n, 1 << n) for n in range(5)), length) for length in (36864, 67584, 50000, 65537)),
+        (((2048, 1), (2**20, 3)), 8192),
+        (((2048, 1), (2**20, 5)), 12288),
+    ],
+)
+def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
+    pattern = DilatedPattern(*zip(*branches, strict=True))
     (one,) = schedule.passes(pattern, length, 128)
     programs = [
         tables.items.shape[2] * -(-length // tables.chunk)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import flex, packages, reference, strided
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import FLASH_2_PADDED, CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel, Within32Bits
+from hilbert_lib.attention.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel, Within32Bits
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.hardware import get_gpu_info
 
@@ -244,13 +244,11 @@ BACKENDS = {
             limits=_triton_limits,
         ),
         replace(_half("cudnn", "cuDNN", CuDnn, largest_head_dim=128), refusal=_cudnn_refusal),
-        replace(
-            _half("flash", "torch's FlashAttention-2", Within32Bits(Flash, FLASH_2_PADDED)), refusal=_flash_refusal
-        ),
+        replace(_half("flash", "torch's FlashAttention-2", Flash), refusal=_flash_refusal),
         # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
         _half("flash_attn_4", "flash-attn-4", packages.FlashAttn4, 128, range(9, 13), "flash_attn_4"),
         _half("flash_attn_3", "FlashAttention-3", packages.FlashAttn3, 256, range(9, 10), "flash_attn_3"),
-        _half("flash_attn_2", "flash-attn", Within32Bits(packages.FlashAttn2, FLASH_2_PADDED), package="flash_attn_2"),
+        _half("flash_attn_2", "flash-attn", packages.FlashAttn2, package="flash_attn_2"),
         Backend(
             "xformers",
             "xformers over strided views",

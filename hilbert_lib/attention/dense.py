@@ -22,7 +22,6 @@ from hilbert_lib.attention.call import working_dtype
 
 _aten = torch.ops.aten
 REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
-FLASH_2_PADDED = 128, 64  # FlashAttention-2's sums of dq have rows and a head_dim that are multiples of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,43 +156,58 @@ class Efficient:
 
 @dataclass(frozen=True)
 class Within32Bits:
-    """A kernel that counts elements in 32 bits: where they are too many for that, it is given one head at a time.
+    """A kernel that multiplies rows and heads by their strides in 32 bits: where that overflows, one head at a time.
 
-    Each head's tensors are then copied. torch's memory-efficient kernel multiplies rows and heads by their strides so,
-    and xformers may take it; FlashAttention-2's backward finds the sums of dq of a batch so.
-
-    Attributes:
-        kernel: the kernel.
-        padded: rows and head_dim of what it keeps of a batch are rounded up to multiples of these.
+    Each head's tensors are then copied. torch's memory-efficient kernel is such a one, and xformers may take it.
     """
 
     kernel: type[Kernel]
-    padded: tuple[int, int] = (1, 1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if self._overflows(q, k, v):
-            return _by_head(self.kernel.forward, problem, q, k, v)
+        if _overflows(q, k, v):
+            return by_head(self.kernel.forward, problem, q, k, v)
         return self.kernel.forward(q, k, v, problem)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self._overflows(dout, q, k, v):
-            return _by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
+        if _overflows(dout, q, k, v):
+            return by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
         return self.kernel.backward(dout, q, k, v, out, lse, problem)
 
-    def _overflows(self, *tensors: Tensor) -> bool:
-        # By their own strides, and by those of what it keeps, dense in the order (batch, rows, heads).
-        for x in tensors:
-            _, heads, rows, head_dim = x.shape
-            row, element = self.padded
-            kept = -(-rows // row) * row * heads * -(-head_dim // element) * element
-            if max((heads - 1) * x.stride(1), (rows - 1) * x.stride(2), kept) >= REACH:
-                return True
-        return False
+
+def _overflows(*tensors: Tensor) -> bool:
+    # By their own strides, and by those of results, which are dense in the order (batch, rows, heads).
+    for x in tensors:
+        _, heads, rows, head_dim = x.shape
+        if max((heads - 1) * x.stride(1), (rows - 1) * max(x.stride(2), heads * head_dim)) >= REACH:
+            return True
+    return False
 
 
-def _by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
+def sums_overflow(q: Tensor) -> bool:
+    """Whether FlashAttention-2's backward has to be given one head of q at a time.
+
+    It finds each sequence's float32 sums of dq, of whole tiles of rows and rounded head_dims, by their number in 32
+    bits.
+
+    Args:
+        q: (batch, heads, rows, head_dim).
+
+    >>> sums_overflow(torch.empty(2, 16, 2**20, 120, device="meta"))
+    True
+    """
+    _, heads, rows, head_dim = q.shape
+    return heads > 1 and -(-rows // 128) * 128 * heads * -(-head_dim // 64) * 64 >= REACH
+
+
+def by_head(run: Callable, problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What a kernel's forward or backward returns, of copies of one head after the other.
+
+    Args:
+        run: `forward` or `backward` of a kernel.
+        problem, *tensors: as it takes them.
+    """
     heads = range(tensors[0].shape[1])
     results = [run(*(x[:, h : h + 1].contiguous() for x in tensors), problem) for h in heads]
     return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
@@ -210,6 +224,8 @@ class Flash:
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if sums_overflow(q):
+            return by_head(Flash.backward, problem, dout, q, k, v, out, lse)
         nothing = lse.new_zeros((), dtype=torch.int64)
         return _aten._scaled_dot_product_flash_attention_backward(
             dout,

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hilbert_lib.attention.dense import Problem
+from hilbert_lib.attention.dense import Problem, by_head, sums_overflow
 
 # What flash-attn-4 loads when it first compiles a kernel: distributions, by the names that pip takes.
 CUTE_STACK = (
@@ -181,6 +181,8 @@ class FlashAttn2:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
+        if sums_overflow(q):
+            return by_head(FlashAttn2.backward, problem, dout, q, k, v, out, lse)
         dout, q, k, v, out = _rows_first(dout, q, k, v, out)
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
         options = FlashAttn2._options(problem) | {"deterministic": torch.are_deterministic_algorithms_enabled()}

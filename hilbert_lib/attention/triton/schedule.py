@@ -163,7 +163,8 @@ def tables(
     differ = len({len(inside) for by_phase in members for each in by_phase for inside in each}) > 1
     if known and all_rows and differ and most:
         repeats = ceil(chunks / phases)
-        together = ceil(repeats / ceil(repeats / most)) * phases  # in equal shares: of the last, little is past the end
+        # In equal shares: of the last, little is past the end. One alone needs no whole periods.
+        together = min(chunks, ceil(repeats / ceil(repeats / most)) * phases)
     if together * one.stride > LARGEST_TABLE:
         together = 1
     lists: list[int] = []
