@@ -205,10 +205,14 @@ class DilatedPattern:
             (keys,) int64; empty for a query in no branch.
         """
         length = integer("length", length, least=1)
-        query = torch.tensor([integer("position", position, least=0, most=length - 1)], device="cpu")
-        every = torch.arange(length, device="cpu")
-        masks = self.masks(query, every, kv_head=kv_head, kv_heads=kv_heads, is_causal=is_causal)[:, 0]
-        return every.repeat_interleave(masks.sum(0))
+        position = integer("position", position, least=0, most=length - 1)
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for w, r, offset in self._used_branches(kv_head, kv_heads):
+            first = position // w * w
+            if (position - first) % r == offset:
+                end = min(first + w, position + 1 if is_causal else length, length)
+                found.append(torch.arange(first + offset, end, r, device="cpu"))
+        return torch.cat(found).sort().values
 
     def covered(self, length: int, kv_head: int, kv_heads: int) -> int:
         """How many positions are in at least one branch of a KV head.
@@ -216,12 +220,12 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (2, 4)).covered(10**9, kv_head=0, kv_heads=1)
         500000000
         """
-        return _covered(integer("length", length, least=0), self._residues(kv_head, kv_heads))
+        return _covered(integer("length", length, least=0), frozenset(self._used_branches(kv_head, kv_heads)))
 
-    def _residues(self, kv_head: int, kv_heads: int) -> frozenset[tuple[int, int, int]]:
+    def _used_branches(self, kv_head: int, kv_heads: int) -> list[tuple[int, int, int]]:
         """(segment length, dilation rate, offset) of the branches that a KV head uses."""
         used = self.head_branches(kv_head, kv_heads)
-        return frozenset((*self.branches[i], self.offset(i, kv_head, kv_heads)) for i in used)
+        return [(*self.branches[i], self.offset(i, kv_head, kv_heads)) for i in used]
 
     def pairs(self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> int:
         """(query, key) pairs of one sequence over all query heads, in closed form: any length, at once.
@@ -270,7 +274,7 @@ class DilatedPattern:
         head_dim, batch = integer("head_dim", head_dim, least=1), integer("batch", batch, least=0)
         element_size = integer("element_size", element_size, least=1)
         pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
-        alike = Counter(self._residues(g, kv_heads) for g in range(kv_heads))
+        alike = Counter(frozenset(self._used_branches(g, kv_heads)) for g in range(kv_heads))
         kv_rows = batch * sum(count * _covered(length, residues) for residues, count in alike.items())
         q_rows = kv_rows * (heads // kv_heads)
         row, lse = head_dim * element_size, max(4, element_size)

@@ -1,7 +1,9 @@
 """What was measured, line by line: records with provenance, and two runs side by side."""
 
+import errno
 import json
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,14 +41,20 @@ def append_lines(lines: Sequence[dict], path: Path) -> None:
     Args:
         lines: what JSON can hold.
         path: the file; its folder is made where it is missing.
+
+    Raises:
+        OSError: where there is no room for all of it.
     """
-    lines = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-        lines = b"\n" + lines  # a killed run's half line stays a line of its own
-    # A buffer for all of it makes one write call, which appends whole lines whoever else appends.
-    with path.open("ab", buffering=len(lines) + 1) as file:
-        file.write(lines)
+    with path.open("ab+", buffering=0) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                text = b"\n" + text  # half a line that a killed run or a full disk left stays a line of its own
+        if file.write(text) != len(text):  # one call, which appends whole lines whoever else appends
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(file.fileno())
 
 
 def read_records(path: str | Path) -> list[dict]:

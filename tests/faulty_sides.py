@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class OutOfMemoryError(RuntimeError):
@@ -50,6 +51,11 @@ def fill_the_disk() -> None:
         file.write("more than it holds")
 
 
+def hang_and_say_so() -> None:
+    Path("hangs").touch()
+    time.sleep(60)
+
+
 def start_others_and_hang() -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     subprocess.Popen(sleep)
@@ -67,6 +73,7 @@ FAULTS = {
     "uses all memory": use_all_memory,
     "gets no GPU memory": get_no_gpu_memory,
     "hangs": lambda: time.sleep(60),
+    "hangs and says so": hang_and_say_so,
     "aborts": os.abort,
     "segfaults": lambda: ctypes.string_at(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),

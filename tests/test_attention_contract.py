@@ -222,36 +222,6 @@ def test_gradients_pass_gradcheck(backend):
     assert torch.autograd.gradcheck(lambda *x: dilated_attention(*x, pattern, is_causal=True, backend=backend), leaves)
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_second_derivatives_and_torch_func_raise(backend):
-    leaves = qkv(length=8)
-
-    def run(q):
-        return dilated_attention(q, *leaves[1:], ALIGNED, backend=backend).sum()
-
-    # `sum` gives a constant dout: the case in which torch's once_differentiable stays silent.
-    (grad,) = torch.autograd.grad(run(leaves[0]), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="can be differentiated once"):
-        grad.sum().backward()
-    with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
-        torch.func.grad(run)(leaves[0])
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_autocast_casts_the_inputs_and_nothing_inside(backend):
-    q, k, v = qkv(dtype=torch.float32)
-
-    def run(*tensors):
-        out, lse = dilated_attention(*tensors, ALIGNED, backend=backend, return_lse=True)
-        return out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = run(q, k.to(torch.bfloat16), v)
-    assert cast[0].dtype == torch.bfloat16
-    for got, expected in zip(cast, run(*(x.to(torch.bfloat16) for x in (q, k, v))), strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_autocast_leaves_float64_alone():
     leaves = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -298,19 +268,6 @@ def test_an_expanded_gradient_and_a_strided_last_dimension_are_served():
         torch.autograd.grad(out.sum(), strided)[0],
         torch.autograd.grad(dilated_attention(q, k, v, ALIGNED, backend="reference").sum(), q)[0],
     )
-
-
-def test_activation_checkpointing_gives_the_same_gradients_with_dropout():
-    leaves = qkv()
-
-    def run(*tensors):
-        return dilated_attention(*tensors, ALIGNED, dropout_p=0.2)
-
-    torch.manual_seed(3)
-    plain = torch.autograd.grad(run(*leaves).square().sum(), leaves)
-    torch.manual_seed(3)
-    out = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), plain)
 
 
 def test_explain_backend_says_what_was_chosen_and_why_the_others_were_not():

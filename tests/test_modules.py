@@ -265,16 +265,6 @@ def test_a_compiled_module_is_one_graph_with_the_bits_of_the_eager_one(option, o
     assert all(map(torch.equal, *results))
 
 
-def test_another_length_is_not_compiled_again():
-    ours = multihead().eval()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for length, stance in ((12, "default"), (9, "fail_on_recompile")):
-        x = tokens(2, length)
-        torch._dynamo.mark_dynamic(x, 1)
-        with torch.compiler.set_stance(stance):
-            assert torch.equal(compiled(x)[0], ours(x)[0])
-
-
 def test_with_an_ordering_each_length_is_compiled_once_and_past_torchs_limit_runs_uncompiled():
     programs = CompileCounter()
     ours = DilatedAttention(DILATED, kv_ordering=HILBERT)

@@ -164,7 +164,7 @@ def test_autocast_casts_before_the_operator_and_nothing_inside(backend, is_compi
 
     def block(q, k, v):
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            return attend(q, k, v)
+            return attend(q, k.to(torch.bfloat16), v)  # what has the dtype already stays
 
     def cast(q, k, v):
         return attend(*(x.to(torch.bfloat16) for x in (q, k, v)))
@@ -200,6 +200,8 @@ def test_what_is_not_implemented_raises(backend):
         torch.func.vmap(attend)(*(x.detach()[None] for x in tensors))
     with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
         torch.func.jvp(attend, tuple(tensors), tuple(tensors))
+    with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
+        torch.func.grad(lambda *x: attend(*x).sum())(*tensors)
 
 
 def test_a_backward_gets_no_gradient_of_lse_to_be_filled_with_zeros(monkeypatch):

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,39 +14,23 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from own_processes import mark, marked_processes, wait_for
 
 from hilbert_lib.ring import workers
 from hilbert_lib.ring.worker_main import beat_file
 from hilbert_lib.ring.workers import RankError, _fault, _Supervisor, run_ranks
 
-OWN_MARK, BEGAN = "HILBERT_TEST", "HILBERT_TEST_BEGAN"
+BEGAN = "HILBERT_TEST_BEGAN"
 PATIENCE = 20  # seconds, for a busy machine; what hangs in these tests hangs for ten minutes
 STALLED = {"stall_seconds": 2}  # the others keep the default, for a busy machine
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))  # other runs of these tests have processes too
+    mark(monkeypatch)
     monkeypatch.setenv(BEGAN, str(tmp_path_factory.mktemp("began")))
     yield
     wait_for(lambda: not marked_processes(), PATIENCE)
-
-
-def marked_processes():
-    """Every process that the running test started, orphans too."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(OWN_MARK) == os.environ[OWN_MARK]:
-                found.append(process)
-    return found
-
-
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 def seconds_since_the_last_rank_began():

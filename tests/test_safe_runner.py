@@ -8,13 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from own_processes import mark, marked_processes, wait_for
 
 from hilbert_lib import DilatedPattern, committed
 from hilbert_lib.records import RESULTS, read_records
@@ -27,7 +26,6 @@ from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.safety.watch import Watcher
 
 FAULTY = Benchmark("faulty_sides:measure")
-OWN_MARK = "HILBERT_TEST"
 
 
 @pytest.fixture
@@ -47,21 +45,10 @@ def point(*sides, length=8):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
-    monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))  # other runs of these tests have processes too
+    mark(monkeypatch)
     yield
     assert not psutil.Process().children(recursive=True)
-    assert not marked_processes()
-
-
-def marked_processes():
-    """Every process that an isolated call of the running test started, orphans too."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            environ = process.environ()
-            if MARK in environ and environ.get(OWN_MARK) == os.environ[OWN_MARK]:
-                found.append(process)
-    return found
+    assert not marked_processes(having=MARK)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +105,7 @@ def test_sides_without_a_record_are_tried_alone_and_marked_unpaired(runner):
 def test_processes_that_a_side_started_end_with_it(runner):
     (line,) = runner(max_seconds=1).run([point("starts others and hangs")])
     assert line["outcomes"]["starts others and hangs"]["status"] == "timed out"
-    assert not marked_processes()
+    assert not marked_processes(having=MARK)
 
 
 def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
@@ -362,7 +349,7 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         from hilbert_lib.safety.config import SafetyConfig
         from hilbert_lib.safety.runner import SafeBenchmarkRunner
 
-        points = [{"length": 8, "sides": ["good"]}, {"length": 8, "sides": ["good", "early", "hangs"]}]
+        points = [{"length": 8, "sides": ["good"]}, {"length": 8, "sides": ["good", "early", "hangs and says so"]}]
         config = SafetyConfig(max_seconds=60)
         benchmark = Benchmark("faulty_sides:measure")
         SafeBenchmarkRunner("points.jsonl", benchmark=benchmark, config=config, device="cpu").run(points)
@@ -376,19 +363,17 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
     )
     path = tmp_path / "points.jsonl"
-    wait_for(lambda: path.exists() and path.read_text().endswith("\n"), 30)
-    wait_for(marked_processes, 5)
-    time.sleep(0.3)  # in which the second point measures its first pair
+    wait_for((tmp_path / "hangs").exists, 180)  # in the second point, when its first pair is measured
     start = time.monotonic()
     process.send_signal(number)
     process.wait(10)
-    wait_for(lambda: not marked_processes(), 5)
+    wait_for(lambda: not marked_processes(having=MARK), 5)
     assert time.monotonic() - start < 5
     lines = read_records(path)
     assert lines[0]["outcomes"]["good"]["status"] == "ok"
     if number == signal.SIGINT:
         statuses = {side: outcome["status"] for side, outcome in lines[1]["outcomes"].items()}
-        assert statuses == {"good": "ok", "early": "ok", "hangs": "interrupted"}
+        assert statuses == {"good": "ok", "early": "ok", "hangs and says so": "interrupted"}
         assert len(lines[1]["records"]) == 1
 
 
@@ -409,23 +394,3 @@ def test_the_committed_points_are_those_of_the_newest_run(monkeypatch, tmp_path)
     assert benchmarks.outcome_table(lines).status.tolist() == ["timed out"] * 2
     later = {**lines[0], "outcomes": {"eager": {**outcome, "status": "interrupted"}}}
     assert benchmarks.outcome_table([*lines, later]).status.tolist() == ["interrupted", "timed out"]
-
-
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
-
-
-def test_what_was_measured_stands_beside_what_is_predicted():
-    asked = {"backends": ["eager", "reference"], "directions": ["forward"], "heads": 1, "head_dim": 8, "device": "cpu"}
-    (point,) = benchmarks.attention_points(DilatedPattern((16,), (1,)), lengths=[64], **asked)
-    records = list(benchmarks.measure_attention({**point, "sides": ["eager"]}))
-    ended = {"eager": ("ok", ""), "reference": ("timed out", "longer than 1 s")}
-    outcomes = {side: {"status": status, "cause": cause, "paired": False} for side, (status, cause) in ended.items()}
-    (row,) = benchmarks.predicted_memory(
-        [{"key": "one", "point": point, "records": records, "outcomes": outcomes}]
-    ).itertuples(index=False)
-    predicted = benchmarks.attention_estimate(point, "eager").peak
-    assert row == (64, "forward", "eager", records[0]["peak_bytes"][0], predicted)

@@ -96,7 +96,8 @@ def sampled_errors(
             inside = torch.randint(length, (1,), generator=generator) // w * w + pattern.offset(branch, head, kv_heads)
             inside = inside + torch.randint(max(1, min(w, length) // r), (1,), generator=generator) * r
             at = inside.clamp(max=length - 1).to(q.device)
-            keys = _keys(pattern, at, head, kv_heads, length, is_causal)
+            seen = pattern.keys(int(at), kv_head=head, kv_heads=kv_heads, length=length, is_causal=is_causal)
+            keys = seen.to(q.device)
             (query,), key_rows, value_rows = rows(q, at, head * group), rows(k, keys, head), rows(v, keys, head)
             weights = (key_rows @ query * q.shape[3] ** -0.5).softmax(0)
             exact = {"out": weights @ value_rows}
@@ -110,15 +111,3 @@ def sampled_errors(
                 squares[name][0] += (found - row).square().sum().item()
                 squares[name][1] += row.square().sum().item()
     return {name: (wrong / whole) ** 0.5 if whole else None for name, (wrong, whole) in squares.items()}
-
-
-def _keys(pattern: DilatedPattern, at: Tensor, head: int, kv_heads: int, length: int, is_causal: bool) -> Tensor:
-    # Once for each branch through which the query sees a key: so often it counts in the softmax.
-    position, keys = int(at), []
-    for branch in pattern.head_branches(head, kv_heads):
-        w, r = pattern.branches[branch]
-        segment, offset = position // w * w, pattern.offset(branch, head, kv_heads)
-        if position % w % r == offset:
-            end = min(segment + w, length, position + 1 if is_causal else length)
-            keys.append(torch.arange(segment + offset, end, r, device=at.device))
-    return torch.cat(keys) if keys else at[:0]

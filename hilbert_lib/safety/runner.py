@@ -1,9 +1,7 @@
 """Benchmarks that cannot take the machine down: each point in a process of its own, recorded before the next begins."""
 
-import errno
 import hashlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hilbert_lib.environment import MACHINE, environment
-from hilbert_lib.records import read_records
+from hilbert_lib.records import append_lines, read_records
 from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.isolated import Ending, run_isolated
@@ -159,7 +157,8 @@ class SafeBenchmarkRunner:
             line["records"] = [each for each in before if lost & _paired([each]).keys()] + line["records"]
             line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings)
             line["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
-            self._append(line)
+            if self.path is not None:
+                append_lines([line], self.path)
 
     def _attempt(self, point: dict, sides: list[str], line: dict) -> Ending:
         on_gpu = self.device.type == "cuda"
@@ -181,20 +180,6 @@ class SafeBenchmarkRunner:
             ending = replace(ending, status="failed", cause="it ended without a record")
         line["attempts"].append({"sides": sides, **vars(ending)})
         return ending
-
-    def _append(self, line: dict) -> None:
-        if self.path is None:
-            return
-        text = (json.dumps(line) + "\n").encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+", buffering=0) as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":
-                    text = b"\n" + text  # half a line that a killed run or a full disk left stays a line of its own
-            if file.write(text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(file.fileno())
 
 
 def _paired(records: list[dict]) -> dict[str, bool]:

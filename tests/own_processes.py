@@ -1,0 +1,36 @@
+"""The processes that a test started, and waiting for what they do."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+OWN_MARK = "HILBERT_TEST"  # in the environment of the running test, and of all that it starts
+
+
+def mark(monkeypatch) -> None:
+    """Mark what is started from here on: other runs of the same tests have processes too."""
+    monkeypatch.setenv(OWN_MARK, str(uuid.uuid4()))
+
+
+def marked_processes(*, having: str = OWN_MARK) -> list[psutil.Process]:
+    """Every process that the running test started, orphans too, whose environment has this name."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            own = process.pid != os.getpid() and environ.get(OWN_MARK) == os.environ[OWN_MARK]
+            if own and having in environ:
+                found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    """Until the condition holds; an error after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)
