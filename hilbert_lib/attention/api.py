@@ -152,8 +152,8 @@ def _validated(
     _check_padding(k, key_padding_mask)
     if kv_ordering is not None and kv_ordering != "auto":
         if not isinstance(kv_ordering, Ordering):
-            got = f"{type(kv_ordering).__name__}; of names, only 'auto' is one"
-            raise TypeError(f"kv_ordering must be an Ordering or None, got {got}")
+            allowed = "an Ordering such as Ordering.from_curve('hilbert', length), None or 'auto'"
+            raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
         if kv_ordering.length != k.shape[1]:
             raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
     check_backend(backend)

@@ -121,24 +121,26 @@ def grid_gains(records: Records) -> pd.DataFrame:
     return ratios.rename(columns={"b": "order"})[columns]
 
 
-def fused_speeds(records: Records) -> pd.DataFrame:
+def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
     """Speed of the fused kernel and of the fastest other backend on the reference work, not causal.
 
     Args:
         records: of notebook 06.
+        longest: whether at the greatest length, rather than where most backends were timed.
 
     Returns:
-        length (at which most backends were timed), heads, branches, direction, head_dim, tflop_per_s, error (relative,
+        length, heads, branches, direction, head_dim, tflop_per_s, error (relative,
         against float64), other (its name), other_tflop_per_s, times_as_fast (the least paired ratio to any other) and
         others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
     sides = side_table(records, "backends").query(reference)
     timed = sides.groupby("length").name.nunique()
-    sides = sides[sides.length == max(timed.index, key=lambda n: (timed[n], n))].sort_values("tflop_per_s")
+    length = max(timed.index, key=lambda n: (not longest and timed[n], n))
+    sides = sides[sides.length == length].sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
     pairs = ratio_table(records, "backends").query(reference)
-    least = pairs[pairs.length == sides.length.iloc[0]].groupby(case).ratio.min().rename("times_as_fast")
+    least = pairs[pairs.length == length].groupby(case).ratio.min().rename("times_as_fast")
     others = sides[sides.name != "triton"]
     names = ", ".join(sorted(others.name.unique()))
     others = others.drop_duplicates(case, keep="last").set_index(case)[["name", "tflop_per_s"]]

@@ -28,16 +28,22 @@ def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFram
     Returns:
         what, measured and record (the notebook whose record holds it).
     """
-    rows = [(*row, KERNELS) for row in (*_speeds(records), *_public(records), *_orders(records))]
+    rows = [
+        (*row, KERNELS)
+        for row in (*_speeds(records), *_public(records), *_speeds(records, longest=True), *_orders(records))
+    ]
     rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
     return pd.DataFrame(rows, columns=["what", "measured", "record"])
 
 
-def _speeds(records: Records) -> list[tuple[str, str]]:
-    speeds, rows = fused_speeds(records), []
+def _speeds(records: Records, *, longest: bool = False) -> list[tuple[str, str]]:
+    # Nothing of the longest where there is one length.
+    speeds, rows = fused_speeds(records, longest=longest), []
+    if longest and speeds.length.iloc[0] == fused_speeds(records).length.iloc[0]:
+        return rows
     work = speeds.iloc[0]
-    branches = ", ".join(work.branches.split())
-    of = f"of {work.length:,} tokens, {work.heads} heads, branches {branches} (segment:rate), in bfloat16"
+    branches = "the same branches" if longest else f"branches {', '.join(work.branches.split())} (segment:rate)"
+    of = f"of {work.length:,} tokens, {work.heads} heads, {branches}, in bfloat16"
     for direction, table in speeds.groupby("direction", sort=False):
         own = " / ".join(f"{speed:.0f}" for speed in table.tflop_per_s)
         others = " / ".join(f"{row.other_tflop_per_s:.0f} ({row.other})" for row in table.itertuples())
@@ -106,8 +112,12 @@ def _longest(rings: Records) -> list[tuple[str, str]]:
     for name, works in (("forward", checked), ("forward and backward", checked[checked.backward])):
         longest = works.loc[works.tokens.idxmax()]
         took = longest.forward_ms + (longest.backward_ms if name != "forward" else 0)
-        what = f"The longest {name} on {longest.ranks} GPUs: heads x head_dim of {longest.heads} x {longest.head_dim}"
-        rows.append((what, f"{longest.tokens:,} tokens in {took / 1e3:.2f} s"))
+        branches = list(zip(longest.segment_lengths, longest.dilation_rates, strict=True))
+        ends = " to ".join(f"{w}:{r}" for w, r in (branches[0], branches[-1]))
+        heads = f"{longest.heads} head{'s' if longest.heads > 1 else ''} of {longest.head_dim}"
+        what = f"The longest {name} that was tried on {longest.ranks} GPUs: {heads}, {len(branches)} branches, {ends}"
+        tokens, peak = f"{longest.tokens:,} tokens", f"{longest.peak_bytes / 1e9:.0f} GB"
+        rows.append((what, f"{tokens} in {took / 1e3:.2f} s, with {peak} of each GPU at the most"))
     return rows
 
 

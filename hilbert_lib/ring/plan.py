@@ -170,8 +170,8 @@ def plan_ring(
     needed = max(cost.memory_forward for cost in plan.ranks)
     if memory_limit is not None and needed > memory_limit:
         raise ValueError(
-            f"memory_limit must be at least {needed} bytes, which a forward takes on one rank by "
-            f"transport={transport!r}; got {memory_limit}"
+            f"memory_limit must be at least {needed} bytes ({needed / 1e9:.3g} GB), which a forward takes on one rank "
+            f"by transport={transport!r}; got {memory_limit} ({memory_limit / 1e9:.3g} GB)"
         )
     return plan
 
