@@ -69,8 +69,10 @@ def _print_table(answers: Sequence) -> None:
         console = Console(width=200)
     table = Table("id", "claim", "verdict", "value", "of", "from", show_lines=True)
     for each in answers:
-        table.add_row(each.claim.id, each.claim.claim, each.verdict, each.value, each.claim.quantity, each.source)
+        verdict = f"{each.verdict} *" if each.claim.note else each.verdict
+        table.add_row(each.claim.id, each.claim.claim, verdict, each.value, each.claim.quantity, each.source)
     console.print(table)
+    click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 
 def _print_entries(answers: Sequence) -> None:

@@ -52,6 +52,7 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
 def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger):
     shown = hilbert("claims")
     assert all(f"│ {name}" in shown for name in ledger)
+    assert shown.count("*") == sum(bool(claim.note) for claim in ledger.values()) + 1  # and what it means, below
     entry = hilbert("claims", "K3")
     assert "does not hold" in entry
     assert answer(ledger["K3"]).record.relative_to(ROOT).as_posix() in entry
