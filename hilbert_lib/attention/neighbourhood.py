@@ -62,16 +62,17 @@ def neighbourhood_attention(
         raise ValueError(f"ordering must have the {neighbourhood.length} tokens of the grid, got {ordering.length}")
     if k.shape != q.shape:
         raise ValueError(f"k must have the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
-    if not q.is_cuda and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError(
-            "q, k and v must not require grad on a CPU, where FlexAttention has no backward, got one that does"
-        )
     mask = neighbourhood_mask(neighbourhood, ordering, block_size, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not q.is_cuda:
         with warnings.catch_warnings():  # that it is not compiled, as said above
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
+            try:
+                return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
+            except NotImplementedError as error:
+                raise ValueError(
+                    "q, k and v must not require grad on a CPU, where FlexAttention has no backward"
+                ) from error
     with _tiles_within(block_size):
         return compiled_flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
 
