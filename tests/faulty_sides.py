@@ -52,6 +52,7 @@ def fill_the_disk() -> None:
 
 
 def hang_and_say_so() -> None:
+    time.sleep(1)  # in which the pairs before it are read
     Path("hangs").touch()
     time.sleep(60)
 
