@@ -93,3 +93,14 @@ def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is
     torch.testing.assert_close(got_lse.cpu().double(), lse, atol=tolerances[1], rtol=0)
     for mine, theirs in zip(got_grads, grads, strict=True):
         torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
+
+
+def tiles_of(tables, one, g, length):
+    """Positions of the rows of each tile of a head that the tables of a pass hold."""
+    for at in range(-(-length // tables.chunk)):
+        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
+            row = u + torch.arange(size)
+            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
+            tile = tile[tile < min((at + 1) * tables.chunk, length)]
+            if len(tile):
+                yield tile

@@ -23,8 +23,9 @@ from hilbert_lib.attention.triton import hopper as hopper_forward
 from hilbert_lib.attention.triton import hopper_backward
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
+from hilbert_lib.attention.triton.division import BRANCHES
 from hilbert_lib.attention.triton.forward import forward_kernel
-from hilbert_lib.attention.triton.launch import CONFIGS, HOPPER_BACKWARD, HOPPER_BRANCHES, HOPPER_FORWARD
+from hilbert_lib.attention.triton.launch import CONFIGS, HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves_triton import decode_kernel, encode_kernel
 
 ATTENTION_TYPES = {
@@ -37,7 +38,7 @@ CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "cuts", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
-BRANCHES = 5  # of the warp-specialised kernels: one fewer than they have room for, so that one has no descriptor
+SOME = BRANCHES - 1  # so that one of the warp-specialised kernels' branches has no descriptor
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
@@ -117,13 +118,13 @@ def described(rows: int, columns: int, dtype) -> str:
 
 
 def forward_on_hopper(columns: int, causal: bool) -> tuple:
-    """What `compiled` takes for the warp-specialised forward, before the architecture."""
+    """What `compiled` takes for the warp-specialised forward, before the architecture; the causal one goes on."""
     config = HOPPER_FORWARD[columns]
     keys = described(config.block_n, columns, gl.bfloat16)
-    types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(HOPPER_BRANCHES)}
-    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "MASKED": causal}
-    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages}
-    constants |= {f"{x}{i}": None for x in "kv" for i in range(BRANCHES, HOPPER_BRANCHES)}
+    types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "MASKED": causal}
+    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": causal}
+    constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4}
 
 
@@ -133,18 +134,19 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     for columns in (64, 128):
         for causal in (False, True):
             forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
-            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": BRANCHES, "CAUSAL": causal, "CUT": True}
+            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
+            common |= {"READ_PARTIAL": causal}
             if forward:
                 args = *forward_on_hopper(columns, causal), architecture, GluonASTSource
                 ptx[f"forward {columns} {causal}"] = compiled(*args)
             config = HOPPER_BACKWARD[columns]
             queries = described(config.block_m, columns, gl.bfloat16)
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
-            types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(HOPPER_BRANCHES)}
-            types |= {f"dq{i}": part for i in range(HOPPER_BRANCHES)}
+            types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
+            types |= {f"dq{i}": part for i in range(BRANCHES)}
             for with_dq in (True, False)[: backward + (causal and every)]:
                 constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-                constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(BRANCHES, HOPPER_BRANCHES)}
+                constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
                 args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
                 name = f"backward {columns} {causal}" + ("" if with_dq else " without dq")
                 ptx[name] = compiled(hopper_backward.backward_kernel, *args)

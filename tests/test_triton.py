@@ -1,12 +1,13 @@
 """The fused kernels equal the oracle; without a GPU they run here in Triton's interpreter, at small sizes."""
 
 from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 from allpairspy import AllPairs
-from cases import BRANCHES, LAYOUTS, SHAPES, check
+from cases import BRANCHES, LAYOUTS, SHAPES, check, tiles_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from hilbert_lib.attention.triton import schedule  # noqa: E402
+from hilbert_lib.attention.triton import division, schedule  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -190,16 +191,6 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
             assert all((tile.diff() > 0).all() for tile in tiles)
 
 
-def tiles_of(tables, one, g, length):
-    for at in range(-(-length // tables.chunk)):
-        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
-            row = u + torch.arange(size)
-            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
-            tile = tile[tile < min((at + 1) * tables.chunk, length)]
-            if len(tile):
-                yield tile
-
-
 @pytest.mark.parametrize(
     ("segment_lengths", "dilation_rates"), [((64, 128, 256), (1, 2, 4)), ((64, 128, 256), (1, 2, 6))]
 )
@@ -261,36 +252,48 @@ def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
         pytest.param("zero", False, False, marks=pytest.mark.full),
     ],
 )
-def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypatch, offsets, heads_first, is_causal):
-    # As where a warp-specialised kernel computes the finest rates; a plain one stands in for it.
+@pytest.mark.parametrize("parts", ["one part", "two parts", "two parts, with NaN"])
+def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
+    monkeypatch, offsets, heads_first, is_causal, parts
+):
+    # As where the warp-specialised kernels compute the finest rates, in one launch or two; plain ones stand in. The
+    # NaN are what tiles that are cut off may give: they are computed once more.
     from hilbert_lib.attention.call import Call
     from hilbert_lib.attention.triton import launch
 
     served = []
 
-    def forward_of_one(q, k, v, call, one, out, lse):
+    def forward_of_one(q, k, v, call, one, out, lse, flag, *, first):
         served.append(one.branches)
         config = launch.config_of("forward", q)
-        grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
+        grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
         launch.forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
+        if parts.endswith("NaN"):
+            out.fill_(torch.nan)
+            flag.fill_(1)
 
-    def backward_of_one(dout, q, k, v, lse, delta, call, one, sums):
+    def backward_of_one(dout, q, k, v, lse, delta, dk, dv, call, one, sums, *, first):
         strides = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
-        dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
         grid, shared = launch._launch(
-            q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=True, last=True
+            q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=first, last=True
         )
         launch.dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides)
         if sums is not None:
             config = launch.config_of("dq", q)
-            grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=True, last=False)
+            grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=False)
             launch.dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides)
-        return dk, dv
 
+    def launches(pattern, length, *_):
+        cuts = (0, 2) if parts == "one part" else (0, 1, 2)
+        some = *pairwise(cuts), (2, 3), (3, 4)
+        every = tuple(schedule.pass_of(pattern, tuple(range(a, b)), length) for a, b in some)
+        return every[:-2], every[-2:]
+
+    monkeypatch.setattr(division, "launches", launches)
     monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
     monkeypatch.setattr(launch, "_forward_on_hopper", forward_of_one)
     monkeypatch.setattr(launch, "_backward_on_hopper", backward_of_one)
-    pattern = DilatedPattern((48, 96, 96), (2, 24, 48), offsets=offsets)  # some rows are in no branch of rate 2
+    pattern = DilatedPattern((48, 96, 96, 96), (2, 2, 24, 48), offsets=offsets)  # some rows are in no branch
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 90, heads, 16) for heads in (4, 2, 2, 4))
     if heads_first:
@@ -309,7 +312,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(monkeypa
         for a, b in zip((found, *grads), expected, strict=True):
             assert a.is_contiguous()  # as the operators promise, whatever the strides of q, k and v
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
-    assert set(served) == {(0,)}
+    assert set(served) == ({(0, 1)} if parts == "one part" else {(0,), (1,)})
 
 
 def test_a_scale_by_which_float32_cannot_be_divided_is_refused():

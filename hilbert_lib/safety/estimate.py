@@ -350,6 +350,5 @@ def _on_hopper(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
     # Whether the warp-specialised kernels serve, as `launch` decides it for dense tensors.
     from hilbert_lib.attention.triton import launch
 
-    todo = schedule.passes(call.pattern, k.shape[1], launch.HOPPER_BACKWARD[128].block_n)
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
-    return device.type == "cuda" and hopper and launch.hopper_serves(q, k.shape[1], call, todo)
+    return device.type == "cuda" and hopper and launch.hopper_serves(q, k.shape[1], call)

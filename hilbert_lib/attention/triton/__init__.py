@@ -4,7 +4,8 @@ schedule         which rows a program takes, and in how many passes: pure, on th
 geometry         where a tile of rows stands in the segments of a branch
 forward          output and lse
 backward         dq; dk and dv
-hopper           the forward where a Hopper GPU and an aligned pattern allow warp specialisation
+division         which branches share a launch of the kernels for Hopper: pure, on the host
+hopper           the forward on a Hopper GPU, warp-specialised
 hopper_backward  likewise the backward
 hopper_tiles     what the two share
 decode           a few queries against many keys

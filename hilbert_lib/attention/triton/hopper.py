@@ -43,13 +43,14 @@ def forward_kernel(
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of 128 queries through all branches.
 
     k0 to v5 are descriptors of k and v as (batch, row, residue, head, dim), a pair for each branch. MASKED says
     whether any tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile gave
-    NaN: zero times a value that is not finite, which the plain kernel tells from a value that was attended to.
+    NaN: zero times a value that is not finite, which the plain kernel tells from a value that was attended to. With
+    READ_PARTIAL the results are merged with those of other branches, which are in out and lse.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
@@ -65,12 +66,12 @@ def forward_kernel(
         (_attend, (
             0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
             stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
         )),
         (_attend, (
             1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
             stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
         )),
         (_copy, (
             (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), branches, offsets, items, classes, k_tiles, v_tiles,
@@ -132,6 +133,7 @@ def _attend(
     k_full, v_full, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
@@ -147,13 +149,14 @@ def _attend(
                 NUMBER, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
                 stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
                 n_classes, u, size, chunk_end, first, lowest, highest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
-                CAUSAL,
+                CAUSAL, READ_PARTIAL,
             )  # fmt: skip
         else:
             _attend_whole(
                 NUMBER, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
                 stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
                 n_classes, u, size, chunk_end, first, lowest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
+                READ_PARTIAL,
             )  # fmt: skip
     elif size > 0:  # this group's half of the tile is empty
         block = 0
@@ -171,7 +174,7 @@ def _attend_whole(
     NUMBER: gl.constexpr, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
     stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
     chunk_end, first, lowest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off: only how many blocks there are counts."""
     SCORES: gl.constexpr = product_layout(BLOCK_N)
@@ -210,6 +213,11 @@ def _attend_whole(
     written = gl.where(exists, position, -1)
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    if READ_PARTIAL:
+        row = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
+        out_rows = ((b.to(gl.int64) * queries + row - first_query) * heads + h) * HEAD_DIM
+        here = (row >= 0) & (dims < HEAD_DIM)
+        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, query >= 0)
     gl.store(lse + lse_rows, result_lse, mask=query >= 0)
     query = gl.convert_layout(written, gl.SliceLayout(1, ROWS))[:, None]
     out_rows = ((b.to(gl.int64) * queries + query - first_query) * heads + h) * HEAD_DIM
@@ -222,7 +230,7 @@ def _attend_masked(
     NUMBER: gl.constexpr, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
     stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
     chunk_end, first, lowest, highest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off.
 
@@ -301,6 +309,9 @@ def _attend_masked(
     bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
     gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    if READ_PARTIAL:
+        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists)
     gl.store(lse + lse_rows, result_lse, mask=exists)
     out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
     gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
@@ -340,6 +351,24 @@ def _normalized(acc, total, m):
     lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * LN_2)
     inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
     return acc * inverse[:, None], lse
+
+
+@gluon.jit
+def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
+    """Output and lse of these keys and of those whose results are in memory already."""
+    before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))
+    largest = gl.maximum(lse, before)
+    finite = gl.where(largest == float("-inf"), 0.0, largest)
+    weight = gl.exp2((lse - finite) * LOG2_E)
+    weight_before = gl.exp2((before - finite) * LOG2_E)
+    total = weight + weight_before
+    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
+    COLUMNS: gl.constexpr = gl.SliceLayout(1, result.type.layout)
+    own = gl.convert_layout(weight / denominator, COLUMNS)[:, None]
+    other = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]
+    out_before = gl.convert_layout(gl.load(out_ptrs, mask=here, other=0.0), result.type.layout).to(gl.float32)
+    result = result * own + out_before * other
+    return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * LN_2)
 
 
 @gluon.jit

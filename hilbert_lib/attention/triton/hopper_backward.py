@@ -64,12 +64,13 @@ def backward_kernel(
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
+    READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
     q0 to dq5 are descriptors of q, dout and dq as (batch, row, residue, head, dim), three for each branch. CUT says
-    whether any tile has fewer than 128 keys. Past a segment's end stand rows of the next one, with weight 0: a NaN
-    among them does reach the gradients of this segment.
+    whether any tile has fewer than 128 keys. With READ_PARTIAL dk and dv are added to what is there. Past a segment's
+    end stand rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     k_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
@@ -98,13 +99,13 @@ def backward_kernel(
             0, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL,
         )),
         (_differentiate, (
             1, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles, lse_rows,
             delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
             stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ,
+            HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL, CUT, WITH_DQ, READ_PARTIAL,
         )),
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, branches, offsets, items, classes,
@@ -213,6 +214,7 @@ def _differentiate(
     stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
+    READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -300,7 +302,11 @@ def _differentiate(
         out_dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, GRADIENTS))
         written = ((out_number < size) & (out_rows < chunk_end))[:, None] & (out_dims[None, :] < HEAD_DIM)
         at = ((b.to(gl.int64) * keys + out_rows) * kv_heads + g) * HEAD_DIM
-        gl.store(dk + at[:, None] + out_dims[None, :], (dk_acc * scale).to(dtype), mask=written)
+        dk_acc = dk_acc * scale
+        if READ_PARTIAL:
+            dk_acc += gl.load(dk + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
+            dv_acc += gl.load(dv + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
+        gl.store(dk + at[:, None] + out_dims[None, :], dk_acc.to(dtype), mask=written)
         gl.store(dv + at[:, None] + out_dims[None, :], dv_acc.to(dtype), mask=written)
 
 

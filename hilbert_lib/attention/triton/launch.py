@@ -10,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends import TRITON_POSITIONS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton import decode, schedule
+from hilbert_lib.attention.triton import decode, division, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
@@ -66,7 +66,6 @@ CONFIGS = {
 # they reach is recorded in reports/h200.
 HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
 HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
-HOPPER_BRANCHES = 6  # branches for which the kernels have descriptors
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
@@ -83,21 +82,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     dtype = q.dtype
     q, k, v = _as_computed(q, k, v)
     config = config_of("forward", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    if _on_hopper((q, k, v), k.shape[1], call, todo):
-        *others, finest = _in_place(todo)
-        out = _result(q, (finest,), call)
-        flag = _forward_on_hopper(q, k, v, call, finest, out, lse)
+    if _on_hopper((q, k, v), k.shape[1], call):
+        ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+        out = _result(q, ours[:1], call)
+        masked = [_is_masked(call, one, k.shape[1]) for one in ours]
+        flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
+        for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True)):
+            own = flag if is_masked else None
+            _forward_on_hopper(q, k, v, call, one, out, lse, own, first=number == 0)
+
+        def plain(one: schedule.Pass, first: bool, flag: Tensor | None) -> None:
+            grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
+            if_flag = flag is not None
+            forward_kernel[grid](q, k, v, out, lse, out, lse, flag if if_flag else q, **shared, IF_FLAG=if_flag)
+
         if flag is not None:
-            # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not.
-            grid, shared = _launch(q, k, v, call, finest, config, rows="queries", first=True, last=True)
-            forward_kernel[grid](q, k, v, out, lse, out, lse, flag, **shared, IF_FLAG=True)
-        # Of few rows, these passes go on from the results and replace them, rounded once more each time.
-        for one in others:
-            grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=True)
-            forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
+            # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of
+            # several launches the first then begins every row anew.
+            plain(replace(ours[0], covers_all=len(ours) > 1), True, flag)
+            for one in ours[1:]:
+                plain(one, False, flag)
+        for one in theirs:  # these go on from the results and replace them, rounded once more each time
+            plain(one, False, None)
         return out, lse
+    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
     out = _result(q, todo, call)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
@@ -125,21 +134,22 @@ def backward(
     )  # fmt: skip
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
-    todo = schedule.passes(call.pattern, k.shape[1], HOPPER_BACKWARD[128].block_n)
-    on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call, todo)
+    on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call)
     if on_hopper:
-        # Of few rows the other passes add the gradients to the results themselves. Sums are dense whatever q's strides.
+        # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         sums = None if is_deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        *others, finest = _in_place(todo)
-        dk, dv = _backward_on_hopper(dout, q, k, v, lse, delta, call, finest, sums)
+        ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
+        dk, dv = (_result(x, ours[:1], call) for x in (k, v))
+        for number, one in enumerate(ours):
+            _backward_on_hopper(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
         config = config_of("dkv", q)
-        for one in others:
+        for one in theirs:
             grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=False, last=True)
             dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides_d)
         if sums is not None:
             config = config_of("dq", q)
-            for one in others:
+            for one in theirs:
                 grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=False)
                 dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides_d)
             return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype)), dk, dv
@@ -190,16 +200,15 @@ def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
-    """Whether the warp-specialised kernels can serve the last pass of a call, the one with the finest rates.
+def hopper_serves(q: Tensor, keys: int, call: Call) -> bool:
+    """Whether the warp-specialised kernels can serve some branch of a call.
 
-    They do so on a GPU that runs them; the plain kernels serve every call, and the other passes.
+    They do so on a GPU that runs them; the plain kernels serve every call, and the other branches.
 
     Args:
         q: queries; shape and dtype count.
         keys: rows of k and v.
         call: the rest of the request.
-        todo: its passes.
     """
     return (
         q.element_size() == 2
@@ -208,10 +217,7 @@ def hopper_serves(q: Tensor, keys: int, call: Call, todo: tuple[schedule.Pass, .
         and call.inverse is None
         and call.key_padding_mask is None
         and call.dropout_p == 0.0
-        and len(todo[-1].branches) <= HOPPER_BRANCHES
-        and todo[-1].is_aligned
-        # Rows past the last multiple of r are reached from the row before, which segment 0 may not have.
-        and all(min(w, keys) <= keys // r * r for w, r in _branches(call, todo[-1]))
+        and any(division.is_reached(w, r, keys) for w, r in call.pattern.branches)
     )
 
 
@@ -221,43 +227,50 @@ def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
     return [branches[i] for i in one.branches]
 
 
-def _in_place(todo: tuple[schedule.Pass, ...]) -> tuple[schedule.Pass, ...]:
-    # The passes where the last one comes first, and leaves alone the rows that are in none of its branches.
-    return *todo[:-1], replace(todo[-1], covers_all=False)
+def _is_masked(call: Call, one: schedule.Pass, keys: int) -> bool:
+    # Whether a tile of keys may be cut off, by causality or by the end of a segment.
+    block = HOPPER_FORWARD[128].block_n
+    return call.is_causal or any(min(w, keys) % (r * block) or keys % min(w, keys) for w, r in _branches(call, one))
 
 
-def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call, todo: tuple[schedule.Pass, ...]) -> bool:
+def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call) -> bool:
     # Whether the warp-specialised kernels serve a call with these tensors.
     q = tensors[0]
     return (
         q.is_cuda
         and get_gpu_info(q.device).capability == (9, 0)
-        and hopper_serves(q, keys, call, todo)
+        and hopper_serves(q, keys, call)
         # The copy engine takes no tensor that is expanded.
         and all(stride > 0 for x in tensors for stride in x.stride())
     )
 
 
 def _forward_on_hopper(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, out: Tensor, lse: Tensor
-) -> Tensor | None:
-    # Writes out and lse; returns the flag of `hopper.forward_kernel`, or None where no tile can be cut off.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    one: schedule.Pass,
+    out: Tensor,
+    lse: Tensor,
+    flag: Tensor | None,
+    *,
+    first: bool,
+) -> None:
+    # Writes out and lse; unless it is the first, goes on from them. flag is that of `hopper.forward_kernel`, or None
+    # where no tile can be cut off.
     from hilbert_lib.attention.triton import hopper, hopper_tiles  # only where it runs: the interpreter knows no Gluon
 
     columns = 64 if q.shape[-1] <= 64 else 128
     config = HOPPER_FORWARD[columns]
     branches = _branches(call, one)
-    keys = k.shape[1]
-    is_masked = call.is_causal or any(min(w, keys) % (r * config.block_n) or keys % min(w, keys) for w, r in branches)
-    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if is_masked else None
     descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
-    descriptors += [None] * (2 * HOPPER_BRANCHES - len(descriptors))
-    grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=True, last=True)
+    descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
+    grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
     hopper.forward_kernel[grid](
         q, out, lse, q if flag is None else flag, *descriptors, **_known(hopper.forward_kernel, shared),
-        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=is_masked,
+        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=flag is not None,
     )  # fmt: skip
-    return flag
 
 
 def _backward_on_hopper(
@@ -267,11 +280,16 @@ def _backward_on_hopper(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     call: Call,
     one: schedule.Pass,
     sums: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    # dk and dv; adds dq, without its scale, to sums in an order that varies. Without sums the bits are always the same.
+    *,
+    first: bool,
+) -> None:
+    # Writes dk and dv; unless it is the first, adds to them. It adds dq, without its scale, to sums in an order that
+    # varies. Without sums the bits are always the same.
     from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
 
     columns = 64 if q.shape[-1] <= 64 else 128
@@ -282,16 +300,14 @@ def _backward_on_hopper(
     for _, r in branches:
         descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
         descriptors.append(descriptors[-1] if sums is None else hopper_tiles.descriptor(sums, r, *part))
-    descriptors += [None] * (3 * HOPPER_BRANCHES - len(descriptors))
-    dk, dv = (_result(x, (one,), call) for x in (k, v))
-    grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=True, last=True)
+    descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
+    grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=first, last=True)
     hopper_backward.backward_kernel[grid](
         k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
         CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, True, q.device).cut,
         WITH_DQ=sums is not None,
     )  # fmt: skip
-    return dk, dv
 
 
 def _known(kernel, shared: dict) -> dict:

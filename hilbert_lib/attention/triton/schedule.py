@@ -2,8 +2,8 @@
 
 Positions are cut into chunks of the smallest segment length. Within a chunk, positions of one residue modulo `stride`,
 the lcm of the rates, are in the same branches; they are a class. Classes that are in the same branches are joined
-to one ascending list of rows, and a tile is BLOCK rows of such a list: tiles are full whatever the rates, and lie
-close together. Where the lcm outgrows the chunks, branches are split into groups, one pass each.
+to one ascending list of rows, and a tile is BLOCK rows of such a list: all but the last of a list are full whatever the
+rates, and lie close together. Where the lcm outgrows the chunks, branches are split into groups, one pass each.
 """
 
 from dataclasses import dataclass
@@ -92,21 +92,34 @@ def passes(pattern: DilatedPattern, length: int, block: int) -> tuple[Pass, ...]
             groups[-1].append(i)
         else:
             groups.append([i])
-    result = []
-    for number, group in reversed(list(enumerate(groups))):
-        lengths = [pattern.segment_lengths[i] for i in group]
-        chunk = max(1, min(length, *lengths))
-        end = max(1, ceil(length / chunk)) * chunk
-        result.append(
-            Pass(
-                branches=tuple(group),
-                chunk=chunk,
-                stride=min(chunk, lcm(*(pattern.dilation_rates[i] for i in group))),
-                segment_lengths=tuple(end if w >= length else w for w in lengths),
-                covers_all=number == 0 and len(groups) > 1,
-            )
-        )
-    return tuple(result)
+    return tuple(
+        pass_of(pattern, tuple(group), length, covers_all=number == 0 and len(groups) > 1)
+        for number, group in reversed(list(enumerate(groups)))
+    )
+
+
+def pass_of(pattern: DilatedPattern, branches: tuple[int, ...], length: int, covers_all: bool = False) -> Pass:
+    """The launch of some branches of a pattern.
+
+    Args:
+        pattern: the pattern.
+        branches: indices of its branches.
+        length: tokens.
+        covers_all: as in `Pass`.
+
+    >>> pass_of(DilatedPattern((64, 128), (1, 2)), (1,), 256).chunk
+    128
+    """
+    lengths = [pattern.segment_lengths[i] for i in branches]
+    chunk = max(1, min(length, *lengths))
+    end = max(1, ceil(length / chunk)) * chunk
+    return Pass(
+        branches=branches,
+        chunk=chunk,
+        stride=min(chunk, lcm(*(pattern.dilation_rates[i] for i in branches))),
+        segment_lengths=tuple(end if w >= length else w for w in lengths),
+        covers_all=covers_all,
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,116 @@
+"""Branches are divided among launches of the warp-specialised kernels where that makes less work."""
+
+import pytest
+import torch
+from cases import tiles_of
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import DilatedPattern
+
+division = pytest.importorskip("hilbert_lib.attention.triton.division", reason="triton has no build for this platform")
+from hilbert_lib.attention.triton import schedule  # noqa: E402
+
+REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def finest(pattern, length):
+    return schedule.passes(pattern, length, division.BLOCK)[-1]
+
+
+def counted(pattern, one, length, kv_heads, is_causal, block):
+    # Tiles, and blocks of keys that they visit, head by head and key by key.
+    tables = schedule.tables(pattern, one, length, kv_heads, block, False, torch.device("cpu"))
+    position = torch.arange(length)
+    tiles = blocks = 0
+    for g in range(kv_heads):
+        for tile in tiles_of(tables, one, g, length):
+            visited = 0
+            for i in one.branches:
+                keys = pattern.contains(i, position, g, kv_heads)
+                if keys[tile[0]]:
+                    w = pattern.segment_lengths[i]
+                    seen = keys & (position // w == tile[0] // w) & (position <= (tile[-1] if is_causal else length))
+                    visited += -(-int(seen.sum()) // block)
+            tiles += visited > 0
+            blocks += visited
+    return tiles, blocks
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([8, 16, 48]), st.integers(1, 7)), min_size=1, max_size=4),
+    st.sampled_from([5, 48, 96, 144]),  # whole segments: kernels take a tile that the end cuts off to reach up to it
+    st.integers(1, 3),
+    st.booleans(),
+)
+@example([(16, 1), (48, 6)], 144, 3, True)
+def test_the_work_of_a_launch_is_what_its_tiles_visit(pairs, length, kv_heads, is_causal):
+    pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)))
+    one = schedule.passes(pattern, length, 8)[-1]
+    if not one.is_aligned:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(division, "BLOCK", 8)
+        work = division._work(pattern, one, length, kv_heads, is_causal)
+    tiles, blocks = counted(pattern, one, length, kv_heads, is_causal, 8)
+    assert work == pytest.approx(blocks + tiles * division.TILE + division.LAUNCH)
+
+
+@pytest.mark.parametrize("length", [65537, 262144])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_sample_of_tiles_tells_the_work_of_all(monkeypatch, length, is_causal):
+    one = finest(PAPER, length)
+    sample = division._work(PAPER, one, length, 24, is_causal)
+    monkeypatch.setattr(division, "CHUNKS", length)
+    monkeypatch.setattr(division, "HEADS", 24)
+    assert sample == pytest.approx(division._work(PAPER, one, length, 24, is_causal), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "is_causal", "parts"),
+    [
+        (REFERENCE, 65536, False, 1),  # all tiles are full
+        (REFERENCE, 65536, True, 2),  # a tile of one class in sixteen spans a chunk
+        (PAPER, 65536, False, 2),  # a third of the tiles would not be full
+        (PAPER, 65536, True, 2),
+        (REFERENCE, 2048, True, 1),  # too little to do for a second launch
+        (DilatedPattern((2**20, 2**21), (2**12, 2**13)), 2**22, True, 1),  # more classes than are counted
+        (DilatedPattern((64,), (1,)), 64, True, 1),
+    ],
+)
+def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causal, parts):
+    found, left = division.launches(pattern, length, 16, is_causal)
+    assert len(found) == parts
+    assert sum((one.branches for one in found), ()) == tuple(range(len(pattern.branches)))
+    assert left == ()
+
+
+@pytest.mark.parametrize(
+    ("branches", "length", "ours", "theirs"),
+    [
+        (((2048, 16384), (1, 6)), 16385, [(0,)], [(1,)]),  # rows past the last multiple of 6
+        (((2048, 16384), (1, 2)), 16384, [(0, 1)], []),
+        (((2048, 3000), (1, 1)), 16384, [(0,), (1,)], []),  # a tile of both would lie across segments
+        (((2048, 16384), (1, 64)), 16384, [(0,), (1,)], []),  # tiles of both would be short
+        (((9,), (4,)), 10, [], [(0,)]),
+    ],
+)
+def test_branches_that_the_copy_engine_does_not_reach_are_left_to_the_plain_kernels(branches, length, ours, theirs):
+    found = division.launches(DilatedPattern(*branches), length, 1, False)
+    assert [[one.branches for one in some] for some in found] == [ours, theirs]
+
+
+def test_a_part_whose_tiles_would_cross_segments_is_no_choice():
+    pattern = DilatedPattern((2048, 8192, 12288), (1, 2, 6))  # 8192 does not divide 12288
+    found, _ = division.launches(pattern, 98304, 8, True)
+    assert len(found) > 1
+    assert all(one.is_aligned for one in found)
+
+
+def test_a_launch_has_no_more_branches_than_the_kernels_have_descriptors():
+    pattern = DilatedPattern([64 << n for n in range(9)], [1] * 9)
+    found, _ = division.launches(pattern, 32768, 1, False)
+    assert len(found) == 2
+    assert all(len(one.branches) <= division.BRANCHES for one in found)
