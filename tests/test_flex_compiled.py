@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from hilbert_lib.attention.flex_compiled import compiled_flex_attention, run_to_keep
 
@@ -49,6 +50,18 @@ def test_a_backward_runs_again_after_those_that_ran_once(name, inputs):
     (expected,) = gradients(function, inputs, 1)
     for grads in gradients(lambda *x: run_to_keep(compiled, *x), inputs, 3):
         torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+@inductor
+def test_autograds_cache_is_not_asked_to_keep_what_holds_tensors(inputs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(AOTAutogradCache, "save", lambda *_, **__: asked.append(True))
+    compiled = torch.compile(product, dynamic=False)
+    run_to_keep(compiled, *inputs)
+    assert not asked
+    torch._dynamo.reset()
+    compiled(*inputs).sum().backward()
+    assert asked
 
 
 @inductor

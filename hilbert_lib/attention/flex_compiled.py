@@ -31,7 +31,11 @@ def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
     """
     # The backward is compiled here, where these settings hold, and not by autograd's thread when it first runs. The
     # tag keeps it apart from one of the same code that does take buffers over: inductor's cache knows them as one.
-    kept = functorch_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
+    # Autograd's cache cannot keep code that holds tensors, like a mask's, and would warn of that; whoever keeps the
+    # warning keeps a call's tensors with it.
+    kept = functorch_config.patch(
+        donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+    )
     tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}, buffers kept")
     with kept, tag:
         results = run(*arguments, **options)
