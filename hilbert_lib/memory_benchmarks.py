@@ -6,13 +6,14 @@ All times are from an idle device to the finished result: what the host spends o
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.modules import DilatedAttention
-from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton import division, schedule
 from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.device_memory import begin_peak
 from hilbert_lib.environment import environment
@@ -26,7 +27,6 @@ from hilbert_lib.workload import Workload
 
 # "Memory Usage" of seeds/004: GB by tokens, without a pool, and with one and the Hilbert order. Its sizes are not told.
 SEED_MEMORY_GB = {8192: (0.08, 0.25), 16384: (0.92, 0.92), 32768: (1.08, 1.08)}
-BLOCK = 128  # rows of a tile in the kernels for Hopper, whose tables are built
 
 Calls = Callable[[int], Results]
 
@@ -313,7 +313,7 @@ def pattern_cache(
         ordering = Ordering.from_curve("hilbert", length).to(device)
         tables = partial(_schedule_tables, pattern, length, heads, device)
         kept = {
-            "schedule tables": (partial(tables, schedule.passes.__wrapped__, schedule.tables.__wrapped__), tables),
+            "schedule tables": (partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables),
             "Hilbert ordering": (
                 partial(compute_tables, ordering),
                 lambda o=ordering: (o.perm, o.inverse, o.slots(o.device)),
@@ -346,10 +346,11 @@ def _schedule_tables(
     length: int,
     kv_heads: int,
     device: torch.device,
-    passes: Callable = schedule.passes,
+    launches: Callable = division.launches,
     tables: Callable = schedule.tables,
 ) -> list[Tensor]:
-    found = [tables(pattern, one, length, kv_heads, BLOCK, True, device) for one in passes(pattern, length, BLOCK)]
+    ones = chain(*launches(pattern, length, kv_heads, False))
+    found = [tables(pattern, one, length, kv_heads, division.BLOCK, True, device) for one in ones]
     return [x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes)]
 
 
