@@ -35,7 +35,7 @@ class Number(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576; `1k,4k,3000` is a list."""
+    """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576, the end included; `1k,4k,3000` is a list."""
 
     name = "numbers"
 
@@ -49,6 +49,8 @@ class Numbers(click.ParamType):
             numbers.append(first)
             while last and numbers[-1] * 2 <= last[0]:
                 numbers.append(numbers[-1] * 2)
+            if last and numbers[-1] < last[0]:  # the last step may be a shorter one: an end that is named is meant
+                numbers.append(last[0])
         return numbers
 
 

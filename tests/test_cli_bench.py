@@ -41,11 +41,11 @@ def bench(tmp_path, monkeypatch):
     [
         ("1k:1m", [2**n for n in range(10, 21)]),
         ("1k,4k,3000", [1024, 4096, 3000]),
-        ("1:5,7", [1, 2, 4, 7]),
+        ("1:5,7", [1, 2, 4, 5, 7]),
         ("2K:2K", [2048]),
     ],
 )
-def test_lengths_double_over_a_range_and_are_taken_as_they_are_in_a_list(text, numbers):
+def test_lengths_double_to_the_end_of_a_range_and_are_taken_as_they_are_in_a_list(text, numbers):
     assert Numbers().convert(text, None, None) == numbers
 
 
