@@ -1,7 +1,7 @@
 """Other versions of the warp-specialised kernels beside the library's: the same work in turn, on a Hopper GPU.
 
 A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder, whose
-hopper.py or hopper_backward.py takes the place of the library's file of that name.
+hopper.py, hopper_backward.py or division.py takes the place of the library's file of that name.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ import torch
 
 import hilbert_lib.attention.triton as package
 from hilbert_lib import DilatedPattern, get_gpu_info
-from hilbert_lib.attention.triton import hopper, hopper_backward
+from hilbert_lib.attention.triton import division, hopper, hopper_backward, launch
 from hilbert_lib.cli_options import Numbers, usage_errors
 from hilbert_lib.kernel_benchmarks import backends
 from hilbert_lib.paired import Side, run_sides
 
-OURS = {"hopper": hopper, "hopper_backward": hopper_backward}
+OURS = {"hopper": hopper, "hopper_backward": hopper_backward, "division": division}
 
 
 def files(folder: Path) -> list[Path]:
@@ -47,25 +47,29 @@ def kernels(folder: Path) -> dict[str, ModuleType]:
 @contextmanager
 def in_place(folder: Path) -> Iterator[None]:
     """The kernels of a version in place of the library's."""
-    vars(package).update(kernels(folder))
+    theirs = OURS | kernels(folder)
+    vars(package).update(theirs)
+    launch.division = theirs["division"]  # bound when launch was imported; the kernels are looked up at each call
     try:
         yield
     finally:
         vars(package).update(OURS)
+        launch.division = division
 
 
-def pairs(folders: Sequence[Path], **shape) -> Iterator[tuple[Side, Side]]:
-    """Each version and the library's kernels on the reference work, direction by direction, causal and not.
+def pairs(folders: Sequence[Path], dilation_rates: Sequence[int], **shape) -> Iterator[tuple[Side, Side]]:
+    """Each version and the library's kernels on the same branches, direction by direction, causal and not.
 
     Args:
         folders: of the versions.
+        dilation_rates: of the branches, whose segments double from 2,048 on.
         **shape: lengths, heads, head_dims and device, as `backends` takes them.
     """
-    pattern = DilatedPattern([2048 << n for n in range(5)], [1 << n for n in range(5)])
+    pattern = DilatedPattern([2048 << n for n in range(len(dilation_rates))], dilation_rates)
     for folder in folders:
         # By what it holds, too: a record of the same name is not taken for it.
         name = f"{folder.name}-{sha256(b''.join(path.read_bytes() for path in files(folder))).hexdigest()[:8]}"
-        for theirs, ours in backends({"reference": pattern}, opponents=["triton"], **shape):
+        for theirs, ours in backends({"doubling": pattern}, opponents=["triton"], **shape):
 
             def run(folder=folder, theirs=theirs):
                 with in_place(folder):
@@ -83,17 +87,29 @@ def compile_one(folder: Path, shape: dict, number: int) -> None:
 @click.command(help=__doc__)
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--lengths", type=Numbers(), default="64k", show_default=True, help="Tokens: 64k,256k.")
+@click.option(
+    "--dilation-rates",
+    type=Numbers(),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="Of branches whose segments double from 2,048 on. The paper's are 1,2,4,6,12.",
+)
 @click.option("--heads", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--head-dims", type=Numbers(), default="64,128", show_default=True)
 @click.option("--repetitions", type=click.IntRange(min=5), default=20, show_default=True, help="Samples a side.")
 @click.option("--out", default="", help="Folder whose results.jsonl keeps the records; without it nothing is written.")
-def main(folders, lengths, heads, head_dims, repetitions, out) -> None:
+def main(folders, lengths, dilation_rates, heads, head_dims, repetitions, out) -> None:
     for folder in folders:
         if not files(folder):
-            raise click.BadParameter(f"{folder} must hold {' or '.join(f'{name}.py' for name in OURS)}")
+            raise click.BadParameter(f"{folder} must hold one of {', '.join(f'{name}.py' for name in OURS)}")
     if get_gpu_info().capability != (9, 0):
         raise click.ClickException("a GPU of compute capability 9.0 is needed, the only one that these kernels run on")
-    shape = {"heads": heads, "head_dims": head_dims, "device": torch.device("cuda")}
+    shape = {
+        "dilation_rates": dilation_rates,
+        "heads": heads,
+        "head_dims": head_dims,
+        "device": torch.device("cuda"),
+    }
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         small = shape | {"lengths": lengths[:1], "heads": 1}
         tasks = [(folder, small, n) for folder in folders for n in range(4 * len(head_dims))]

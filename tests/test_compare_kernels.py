@@ -37,6 +37,14 @@ def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, ver
     assert (script.package.hopper, script.package.hopper_backward) == ours
 
 
+def test_a_version_may_divide_branches_otherwise(script, tmp_path):
+    ours = script.package.launch.division
+    (tmp_path / "division.py").write_text("mark = 'of the version'\n")
+    with script.in_place(tmp_path):
+        assert script.package.launch.division.mark == "of the version"
+    assert script.package.launch.division is ours
+
+
 def test_each_side_computes_the_reference_work_with_its_own_kernels(script, version, monkeypatch):
     seen, original = [], script.package.launch.forward
 
@@ -45,7 +53,7 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
         return original(*arguments)
 
     monkeypatch.setattr(script.package.launch, "forward", forward)
-    shape = {"lengths": [48], "heads": 1, "head_dims": [16], "device": torch.device("cpu")}
+    shape = {"lengths": [48], "dilation_rates": [1, 2], "heads": 1, "head_dims": [16], "device": torch.device("cpu")}
     records = script.run_sides(script.pairs([version], **shape), device="cpu")
     assert [record["a"]["parameters"]["direction"] for record in records] == ["forward", "backward"] * 2
     assert all(record["output_difference"] == 0 for record in records)
@@ -61,7 +69,10 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
 
 def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version, tmp_path):
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    for folder, told in ((version, "compute capability 9.0"), (tmp_path, "must hold hopper.py or hopper_backward.py")):
+    for folder, told in (
+        (version, "compute capability 9.0"),
+        (tmp_path, "must hold one of hopper.py, hopper_backward.py, division.py"),
+    ):
         done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, env=env)
         assert done.returncode != 0
         assert told in done.stderr
