@@ -117,13 +117,13 @@ def described(rows: int, columns: int, dtype) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
 
-def forward_on_hopper(columns: int, causal: bool) -> tuple:
-    """What `compiled` takes for the warp-specialised forward, before the architecture; the causal one goes on."""
+def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tuple:
+    """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
     keys = described(config.block_n, columns, gl.bfloat16)
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "MASKED": causal}
-    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": causal}
+    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4}
 
@@ -136,9 +136,9 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
             forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
             common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
             common |= {"READ_PARTIAL": causal}
-            if forward:
-                args = *forward_on_hopper(columns, causal), architecture, GluonASTSource
-                ptx[f"forward {columns} {causal}"] = compiled(*args)
+            for goes_on in (True, False)[: forward + every]:
+                args = *forward_on_hopper(columns, causal, goes_on), architecture, GluonASTSource
+                ptx[f"forward {columns} {causal} {goes_on}"] = compiled(*args)
             config = HOPPER_BACKWARD[columns]
             queries = described(config.block_m, columns, gl.bfloat16)
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)

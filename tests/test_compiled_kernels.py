@@ -51,7 +51,7 @@ def test_those_of_attention_compile(architecture, group):
 
 
 @pytest.mark.parametrize(
-    ("group", "kernels"), [("some of hopper", 2), pytest.param("hopper", 10, marks=pytest.mark.full)]
+    ("group", "kernels"), [("some of hopper", 2), pytest.param("hopper", 14, marks=pytest.mark.full)]
 )
 def test_the_warp_specialised_ones_compile_for_hopper_and_use_its_copy_engine(group, kernels):
     found = compiled(group, 90)

@@ -75,11 +75,13 @@ def test_a_sample_of_tiles_tells_the_work_of_all(monkeypatch, length, is_causal)
         (PAPER, 65536, True, 2),
         (REFERENCE, 2048, True, 1),  # too little to do for a second launch
         (DilatedPattern((2**20, 2**21), (2**12, 2**13)), 2**22, True, 1),  # more classes than are counted
+        (DilatedPattern((2**21, 3 * 2**20), (2**13, 2**13)), 3 * 2**21, True, 2),  # and of both across segments
+        (DilatedPattern((2**21,) * 7, (2**13,) * 7), 2**22, True, 2),  # and more branches than descriptors
         (DilatedPattern((64,), (1,)), 64, True, 1),
     ],
 )
 def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causal, parts):
-    found, left = division.launches(pattern, length, 16, is_causal)
+    found, left = division.launches(pattern, length, 16 if length < 2**20 else 1, is_causal)
     assert len(found) == parts
     assert sum((one.branches for one in found), ()) == tuple(range(len(pattern.branches)))
     assert left == ()
@@ -105,6 +107,13 @@ def test_a_part_whose_tiles_would_cross_segments_is_no_choice():
     found, _ = division.launches(pattern, 98304, 8, True)
     assert len(found) > 1
     assert all(one.is_aligned for one in found)
+
+
+def test_a_call_has_no_more_launches_than_its_results_may_be_rounded_by():
+    lengths = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061]
+    ours, theirs = division.launches(DilatedPattern(lengths, [1] * 10), 8192, 2, False)
+    assert [one.branches for one in ours] == [(i,) for i in range(division.LAUNCHES)]
+    assert [one.branches for one in theirs] == [(8, 9)]
 
 
 def test_a_launch_has_no_more_branches_than_the_kernels_have_descriptors():

@@ -115,6 +115,18 @@ def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, b
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_a_part_of_the_queries_has_the_rows_of_all(served, is_causal, divided):
+    q, k, v, dout = drawn(4096, 4, 2, 128, torch.bfloat16)
+    pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
+    every = served((q, k, v, dout), pattern, is_causal=is_causal, divided=divided)[0]
+    part = slice(700, 3100)
+    with torch.no_grad():
+        some = dilated_attention(q[:, part], k, v, pattern, is_causal=is_causal, query_start=700, backend="triton")
+    assert (some - every[:, part]).norm() < 4e-3 * every.norm()
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served, head_dim, is_causal, divided):
     tensors = drawn(4096, 4, 2, head_dim, torch.bfloat16)

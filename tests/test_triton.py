@@ -252,9 +252,10 @@ def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
         pytest.param("zero", False, False, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.parametrize("finest", [1, 2])  # of rate 2 some rows are in no branch
 @pytest.mark.parametrize("parts", ["one part", "two parts", "two parts, with NaN"])
 def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
-    monkeypatch, offsets, heads_first, is_causal, parts
+    monkeypatch, offsets, heads_first, is_causal, parts, finest
 ):
     # As where the warp-specialised kernels compute the finest rates, in one launch or two; plain ones stand in. The
     # NaN are what tiles that are cut off may give: they are computed once more.
@@ -283,7 +284,9 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
             grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=False)
             launch.dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides)
 
-    def launches(pattern, length, *_):
+    def launches(*asked):
+        assert asked == (pattern, 90, 2, is_causal)
+        length = 90
         cuts = (0, 2) if parts == "one part" else (0, 1, 2)
         some = *pairwise(cuts), (2, 3), (3, 4)
         every = tuple(schedule.pass_of(pattern, tuple(range(a, b)), length) for a, b in some)
@@ -293,7 +296,9 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
     monkeypatch.setattr(launch, "_forward_on_hopper", forward_of_one)
     monkeypatch.setattr(launch, "_backward_on_hopper", backward_of_one)
-    pattern = DilatedPattern((48, 96, 96, 96), (2, 2, 24, 48), offsets=offsets)  # some rows are in no branch
+    # What nobody has written yet may be anything.
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, torch.nan, **options))
+    pattern = DilatedPattern((48, 96, 96, 96), (finest, finest, 24, 48), offsets=offsets)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 90, heads, 16) for heads in (4, 2, 2, 4))
     if heads_first:
@@ -313,6 +318,38 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
             assert a.is_contiguous()  # as the operators promise, whatever the strides of q, k and v
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5)
     assert set(served) == ({(0, 1)} if parts == "one part" else {(0,), (1,)})
+
+
+@pytest.mark.parametrize(
+    ("segment_length", "rate", "is_causal", "is_masked"),
+    [(256, 2, False, False), (256, 2, True, True), (192, 1, False, True), (256, 4, False, True), (384, 1, False, True)],
+)
+def test_a_tile_of_keys_may_be_cut_off_by_causality_its_segment_or_the_last_one(
+    segment_length, rate, is_causal, is_masked
+):
+    pattern = DilatedPattern((segment_length,), (rate,))
+    call, one = Call(pattern, is_causal=is_causal), schedule.pass_of(pattern, (0,), 1024)
+    assert launch._is_masked(call, one, 1024, 128) == is_masked
+
+
+@pytest.mark.parametrize(
+    ("segment_lengths", "rates", "length", "serves"),
+    [((8, 9), (1, 4), 10, True), ((9,), (4,), 10, False), ((9,), (4,), 12, True)],
+)
+def test_a_call_is_served_where_the_copy_engine_reaches_some_branch(segment_lengths, rates, length, serves):
+    q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
+    assert launch.hopper_serves(q, length, Call(DilatedPattern(segment_lengths, rates))) == serves
+
+
+def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
+    monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
+    monkeypatch.delattr(launch, "_backward_on_hopper")
+    torch.manual_seed(0)
+    q, dout, out = torch.randn(3, 1, 5, 1, 16)
+    k, v = torch.randn(2, 1, 48, 1, 16)
+    call = Call(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
+    grads = launch.backward(dout, q, k, v, out, torch.zeros(1, 1, 5), call)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_a_scale_by_which_float32_cannot_be_divided_is_refused():

@@ -20,7 +20,8 @@ BRANCHES = 6  # of one launch: those for which the kernels have descriptors
 # divisions that were timed on an H200, what they choose took at most 2.4 % longer than the fastest
 # (reports/HISTORY.md).
 TILE, LAUNCH = 5, 750
-CLASSES = 4096  # residues up to which branches are divided: to count the tiles of more takes a call seconds
+LAUNCHES = 8  # of these kernels in one call: each rounds the results of its rows once more
+CLASSES = 4096  # residues up to which tiles are counted, since more would take seconds: then the fewest launches
 CHUNKS, HEADS = 64, 16  # of which tiles are counted, where there are more
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -31,7 +32,8 @@ def launches(
 ) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:
     """The launches of one call: those of the warp-specialised kernels, and those of the plain ones for what is left.
 
-    The finest rates come first. Each launch leaves alone the rows that are in none of its branches.
+    The finest rates come first. A launch changes what the rows of its branches have, and nothing else. The choice is
+    that of one sequence with as many heads of q as of k, so that a sequence's bits do not depend on those beside it.
 
     Args:
         pattern: the pattern.
@@ -46,10 +48,11 @@ def launches(
     ours, theirs = [], []
     for one in reversed(schedule.passes(pattern, length, BLOCK)):
         within = tuple(i for i in one.branches if is_reached(*pattern.branches[i], length))
-        if within:
-            ours += _divided(pattern, within, length, kv_heads, is_causal)
-        if without := tuple(i for i in one.branches if i not in within):
-            theirs.append(schedule.pass_of(pattern, without, length))
+        parts = _divided(pattern, within, length, kv_heads, is_causal)[: LAUNCHES - len(ours)] if within else []
+        ours += parts
+        served = {i for part in parts for i in part.branches}
+        if left := tuple(i for i in one.branches if i not in served):
+            theirs.append(schedule.pass_of(pattern, left, length))
     return tuple(ours), tuple(theirs)
 
 
@@ -69,7 +72,7 @@ def _divided(
 ) -> list[schedule.Pass]:
     # The launches of least work for branches that could share a pass.
     whole = schedule.pass_of(pattern, branches, length)
-    if whole.is_aligned and (len(branches) == 1 or (len(branches) <= BRANCHES and whole.stride > CLASSES)):
+    if len(branches) == 1:
         return [whole]
     # The cheapest way for the first n branches, from those for fewer: its cost, and its launches. One branch alone is
     # always a choice.
@@ -79,7 +82,8 @@ def _divided(
         for begin in range(max(0, end - BRANCHES), end):
             part = schedule.pass_of(pattern, branches[begin:end], length)
             if part.is_aligned:
-                work = _work(pattern, part, length, kv_heads, is_causal)
+                counted = whole.stride <= CLASSES
+                work = _work(pattern, part, length, kv_heads, is_causal) if counted else LAUNCH
                 ways.append((best[begin][0] + work, [*best[begin][1], part]))
         best.append(min(ways, key=lambda way: way[0]))
     return best[-1][1]

@@ -86,7 +86,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if _on_hopper((q, k, v), k.shape[1], call):
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         out = _result(q, ours[:1], call)
-        masked = [_is_masked(call, one, k.shape[1]) for one in ours]
+        block_n = HOPPER_FORWARD[_columns(q)].block_n
+        masked = [_is_masked(call, one, k.shape[1], block_n) for one in ours]
         flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
         for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True)):
             own = flag if is_masked else None
@@ -100,7 +101,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         if flag is not None:
             # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of
             # several launches the first then begins every row anew.
-            plain(replace(ours[0], covers_all=len(ours) > 1), True, flag)
+            covers_all = len(ours) > 1 and not schedule.covers_all(call.pattern)
+            plain(replace(ours[0], covers_all=covers_all), True, flag)
             for one in ours[1:]:
                 plain(one, False, flag)
         for one in theirs:  # these go on from the results and replace them, rounded once more each time
@@ -227,10 +229,14 @@ def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
     return [branches[i] for i in one.branches]
 
 
-def _is_masked(call: Call, one: schedule.Pass, keys: int) -> bool:
-    # Whether a tile of keys may be cut off, by causality or by the end of a segment.
-    block = HOPPER_FORWARD[128].block_n
-    return call.is_causal or any(min(w, keys) % (r * block) or keys % min(w, keys) for w, r in _branches(call, one))
+def _columns(q: Tensor) -> int:
+    # Of a tile in the warp-specialised kernels.
+    return 64 if q.shape[-1] <= 64 else 128
+
+
+def _is_masked(call: Call, one: schedule.Pass, keys: int, block_n: int) -> bool:
+    # Whether a tile of block_n keys may be cut off, by causality or by the end of a segment.
+    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in _branches(call, one))
 
 
 def _on_hopper(tensors: tuple[Tensor, ...], keys: int, call: Call) -> bool:
@@ -261,7 +267,7 @@ def _forward_on_hopper(
     # where no tile can be cut off.
     from hilbert_lib.attention.triton import hopper, hopper_tiles  # only where it runs: the interpreter knows no Gluon
 
-    columns = 64 if q.shape[-1] <= 64 else 128
+    columns = _columns(q)
     config = HOPPER_FORWARD[columns]
     branches = _branches(call, one)
     descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
@@ -292,7 +298,7 @@ def _backward_on_hopper(
     # varies. Without sums the bits are always the same.
     from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
 
-    columns = 64 if q.shape[-1] <= 64 else 128
+    columns = _columns(q)
     config = HOPPER_BACKWARD[columns]
     branches = _branches(call, one)
     part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps

@@ -167,13 +167,15 @@ def tables(
     phases = min(chunks, lcm(one.chunk, *periods) // one.chunk) if one.is_aligned else 1
     known = one.is_aligned and phases * one.stride <= LARGEST_TABLE
 
-    members = [
-        [_members(head, used, one, phase if known else None) for phase in range(phases if known else 1)]
-        for head in (zip(*offsets, strict=True) if known else [(0,) * len(used)])
-    ]
-    tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members for each in by_phase))
+    # Of heads with the same offsets one is looked at.
+    heads = list(zip(*offsets, strict=True)) if known else [(0,) * len(used)]
+    members = {
+        head: [_members(head, used, one, phase if known else None) for phase in range(phases if known else 1)]
+        for head in dict.fromkeys(heads)
+    }
+    tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members.values() for each in by_phase))
     together, most = 1, TILES_TOGETHER // (phases * tiles)
-    differ = len({len(inside) for by_phase in members for each in by_phase for inside in each}) > 1
+    differ = len({len(inside) for by_phase in members.values() for each in by_phase for inside in each}) > 1
     if known and all_rows and differ and most:
         repeats = ceil(chunks / phases)
         # In equal shares: of the last, little is past the end. One alone needs no whole periods.
@@ -181,10 +183,11 @@ def tables(
     if together * one.stride > LARGEST_TABLE:
         together = 1
     lists: list[int] = []
-    items = []
-    for by_phase in members:
+    of_head = {}
+    for head, by_phase in members.items():
         rows = [[by_phase[n % phases] for n in range(together)]] if together > 1 else [[each] for each in by_phase]
-        items.append([_tiles(row, one, block, lists) for row in rows])
+        of_head[head] = [_tiles(row, one, block, lists) for row in rows]
+    items = [of_head[head] for head in heads]
     cut = bool(length % one.chunk) or any(0 < rows < block for head in items for row in head for *_, rows in row)
     most = max(1, *(len(row) for head in items for row in head))
     items = [[row + [(0, 1, 0, 0)] * (most - len(row)) for row in head] for head in items]
