@@ -71,9 +71,9 @@ def _divided(
     pattern: DilatedPattern, branches: tuple[int, ...], length: int, kv_heads: int, is_causal: bool
 ) -> list[schedule.Pass]:
     # The launches of least work for branches that could share a pass.
-    whole = schedule.pass_of(pattern, branches, length)
     if len(branches) == 1:
-        return [whole]
+        return [schedule.pass_of(pattern, branches, length)]
+    is_counted = schedule.pass_of(pattern, branches, length).stride <= CLASSES
     # The cheapest way for the first n branches, from those for fewer: its cost, and its launches. One branch alone is
     # always a choice.
     best: list[tuple[float, list[schedule.Pass]]] = [(0.0, [])]
@@ -82,8 +82,7 @@ def _divided(
         for begin in range(max(0, end - BRANCHES), end):
             part = schedule.pass_of(pattern, branches[begin:end], length)
             if part.is_aligned:
-                counted = whole.stride <= CLASSES
-                work = _work(pattern, part, length, kv_heads, is_causal) if counted else LAUNCH
+                work = _work(pattern, part, length, kv_heads, is_causal) if is_counted else LAUNCH
                 ways.append((best[begin][0] + work, [*best[begin][1], part]))
         best.append(min(ways, key=lambda way: way[0]))
     return best[-1][1]
