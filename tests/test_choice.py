@@ -82,7 +82,7 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_
 @pytest.mark.parametrize("absent", [(), ("flash_attn_4",), ("flash_attn_4", "cudnn")], ids=str)
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_little(monkeypatch, absent):
     monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
-    records = committed_records("05_backend_selection")
+    records = committed_records("05_ended_early")  # the notebook's last finished run is of kernels that are replaced
     calls, alone = choice_table(records), choice_table(records, on_device=True)
     # The device takes longer than the host in all calls of 262,144 tokens; what the record says of the host there
     # holds waits for room in the queue of launches.
@@ -94,7 +94,7 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_
         assert taken[first_that_is_there(taken, *work)] <= 1.05 * min(taken.values()), work
 
 
-def test_long_calls_on_hopper_go_to_dense_kernels_where_the_pass_has_empty_rows_or_a_long_diagonal():
+def test_long_calls_on_hopper_at_head_dim_64_go_to_dense_kernels_where_the_pass_is_behind():
     aligned, paper = ((2048, 4096), (1, 2)), ((2048, 4096), (1, 6))
 
     def first(*call):
@@ -102,17 +102,18 @@ def test_long_calls_on_hopper_go_to_dense_kernels_where_the_pass_has_empty_rows_
         order = next(rule.order for rule in HALF_RULES["Hopper"] if rule.fits(*call))
         return order[0], next(name for name in order if name != "flash_attn_4")
 
-    assert first(64, 2**18, 16, True, False, aligned) == ("cudnn", "cudnn")
-    assert first(64, 2**18, 16, True, True, aligned) == ("flash_attn_4", "triton")
-    assert first(64, 2**18, 16, False, True, aligned) == ("triton", "triton")
-    assert first(64, 2**18, 16, False, False, aligned) == ("flash_attn_4", "triton")
-    assert first(64, 2**16, 16, True, False, aligned) == ("triton", "triton")
-    assert first(128, 2**18, 16, True, False, aligned) == ("triton", "triton")
-    assert first(64, 2**18, 16, False, False, paper) == ("flash_attn_4", "cudnn")
-    assert first(64, 2**16, 16, False, True, paper) == ("triton", "triton")
-    assert first(128, 2**18, 16, True, False, paper) == ("flash_attn_4", "cudnn")
-    assert first(128, 2**18, 16, True, True, paper) == ("flash_attn_4", "triton")
-    assert first(128, 2**16, 16, True, True, paper) == ("triton", "triton")
+    assert first(64, 2**20, 4, True, False, aligned) == ("cudnn", "cudnn")
+    assert first(64, 2**20, 4, True, True, aligned) == ("flash_attn_4", "triton")
+    assert first(64, 2**18, 16, False, False, paper) == ("flash_attn_4", "triton")
+    assert first(64, 2**20, 4, True, True, paper) == ("flash_attn_4", "triton")
+    for call in (
+        (64, 2**20, 4, False, True, aligned),
+        (64, 2**18, 16, True, True, aligned),
+        (64, 2**16, 16, False, False, paper),
+        (128, 2**20, 4, True, True, aligned),
+        (128, 2**20, 4, True, True, paper),
+    ):
+        assert first(*call) == ("triton", "triton")
 
 
 def test_a_compiled_call_asks_whether_rates_divide_their_segments():

@@ -53,32 +53,24 @@ def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool
     return any(w % r for w, r in zip(segment_lengths, rates, strict=True))
 
 
-# On Hopper one pass over all branches is the fastest but where sequences are long and either rates do not divide their
-# segments, which leaves rows of its tiles empty, or calls are causal at head_dim 64, where it spends more on the
-# diagonal. Dense calls of each branch with one merge overtake it there: FlashAttention-4's by up to 27 %, cuDNN's by up
-# to 26 %; in forwards at head_dim 64 that are not causal FlashAttention-4's are ahead too, by about 5 %. Where rates do
-# not divide, they are ahead in shorter sequences too on the device; but such calls wait for the host, which launches
-# the pass in a fraction of their time.
-# The records are from before commit 6b6d7b8: where rates do not divide, and in causal calls, the pass takes up to a
-# fifth less time since (reports/HISTORY.md), so that the rules for such calls are to be measured again.
-# Gains under 5 % are left to the pass, which needs no room for partial results. FlashAttention-3 and -2 are not in the
-# records: each stands before what is older than it, and xFormers, which takes as long as torch's flash, behind both.
+# On Hopper one pass over all branches is the fastest, or at most 5 % behind, but in long sequences at head_dim 64:
+# where rates do not divide their segments, FlashAttention-4's calls of each branch with one merge are ahead by 5 %,
+# and in causal calls of 1,048,576 tokens by 6 % with a backward, cuDNN's as much without. Smaller gains are left to
+# the pass, which waits for the host the least and needs no room for partial results.
+# FlashAttention-3 and -2 are not in the records: each stands before what is older than it, and xFormers, which takes as
+# long as torch's flash, behind both.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
 _FLASH_FIRST = ("flash_attn_4", *(name for name in _HOPPER if name != "flash_attn_4"))
-_DENSE_FIRST = ("flash_attn_4", *(name for name in _CUDNN_FIRST if name != "flash_attn_4"))
-LONG = (2**18, None)  # lengths from which on it was seen
+LONG, LONGEST = (2**18, None), (2**20, None)  # lengths from which on it was seen
 _AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
 _BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _OLDER = ("sdpa", "xformers", "eager")
 HALF_RULES = {
     "Hopper": (
-        Rule(_DENSE_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
-        Rule(_DENSE_FIRST, CHOICE_RECORD, (128, 128), LONG, is_causal=True, gradient=False, uneven=True),
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (128, 128), LONG, gradient=True, uneven=True),
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, is_causal=True, gradient=True),
-        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONG, is_causal=True, gradient=False),
-        Rule(_FLASH_FIRST, HOPPER_RECORD, (64, 64), LONG, is_causal=False, gradient=False),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
+        Rule(_FLASH_FIRST, HOPPER_RECORD, (64, 64), LONGEST, is_causal=True, gradient=True),
+        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONGEST, is_causal=True, gradient=False),
         Rule(_HOPPER, HOPPER_RECORD),
     ),
     **dict.fromkeys(("Ampere", "Ada"), (Rule(_AMPERE, NOT_MEASURED),)),
