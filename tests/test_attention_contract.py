@@ -68,10 +68,22 @@ def test_aligned_patterns_reach_the_kernels_without_a_copy(offsets, layout, kv_h
     assert len(backward) == len(forward)
     assert all(pointers == storages for pointers in forward)
     assert all(pointers[:4] == [dout.untyped_storage().data_ptr(), *storages] for pointers in backward)
-    # One call a branch and offset, times the members of a group; more only where four dimensions cannot hold it.
+    # A call for each offset of a branch, or for each head of one: the fewer of both, times the members of a group; more
+    # only where four dimensions cannot hold it.
     if layout == "bshd":
-        offsets_taken = sum(len(pattern.offset_heads(i, kv_heads)) for i in range(3))
-        assert len(forward) == offsets_taken * (4 // kv_heads)
+        by_offset = [pattern.offset_heads(i, kv_heads).values() for i in range(3)]
+        fewest = sum(min(len(heads), max(len(range(kv_heads)[h]) for h in heads)) for heads in by_offset)
+        assert len(forward) == fewest * (4 // kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "length", "calls"),
+    [("head", 2048, 10), ("head_block", 2048, 10), ("branch", 2048, 5), ("head", 2049, 16), ("head", 2040, 21)],
+)
+def test_sixteen_heads_are_few_calls(offsets, length, calls):
+    pattern = DilatedPattern((64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), offsets=offsets)
+    q = torch.empty(1, length, 16, 8, device="meta")
+    assert sum(1 for _ in strided.steps(Call(pattern), [q], [q, q])) == calls
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "auto"])

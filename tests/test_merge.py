@@ -8,6 +8,7 @@ from cases import BRANCHES, LAYOUTS, SHAPES, check
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention import strided
+from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
@@ -156,4 +157,32 @@ def test_queries_that_begin_inside_segments_find_their_parts(at_once, query_star
         options = {"is_causal": True, "query_start": query_start, "backend": backend, "return_lse": True}
         out, lse = dilated_attention(q, k, v, pattern, **options)
         results.append([out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*results)
+
+
+VIEWS = {  # branches, offsets, mixing, (batch, length, heads, kv_heads), how many calls
+    "heads side by side": (((8, 32), (1, 8)), "head_block", "softmax", (2, 32, 4, 4), 2),
+    "heads two apart": (((8, 32), (1, 4)), "head_block", "softmax", (1, 32, 8, 8), 3),
+    "offsets that begin again": (((8, 32), (1, 4)), "head", "softmax", (1, 32, 8, 4), 4),
+    "offsets that begin inside": (((8, 32), (1, 4)), "head", "head_groups", (1, 30, 6, 6), 4),
+    "offsets of unequal rows": (((40,), (10,)), "head", "softmax", (1, 35, 10, 10), 2),
+    "one head at a time": (((8,), (2,)), "head", "softmax", (3, 21, 2, 2), 4),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, monkeypatch):
+    branches, offsets, mixing, (batch, length, heads, kv_heads), calls = VIEWS[case]
+    if by_kernel:
+        pytest.importorskip("hilbert_lib.attention.triton.merge", reason="triton has no build for this platform")
+        monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, length, h, 4, generator=generator) for h in (heads, kv_heads, kv_heads))
+    pattern = DilatedPattern(*branches, offsets=offsets, mixing=mixing)
+    assert sum(1 for _ in strided.steps(Call(pattern), [q], [k, v])) == calls
+    leaves, results = [x.requires_grad_() for x in (q, k, v)], []
+    for backend in ("eager", "reference"):
+        out, lse = dilated_attention(*leaves, pattern, backend=backend, is_causal=True, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)

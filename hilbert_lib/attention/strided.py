@@ -1,13 +1,16 @@
-"""Dilated attention by dense kernels over zero-copy views: one branch, one offset, one view.
+"""Dilated attention by dense kernels over zero-copy views: few launches, of many heads each.
 
 The rows of one residue in all whole segments of a branch are `x[:, :whole].unflatten(1, (segments, w))[:, :, o::r]`,
 a view of shape (batch, segments, rows, heads, head_dim). Heads that share an offset are a slice of it, and so is one
-member of every group of query heads. Dense kernels take four dimensions, so batch and segments are folded into one
-where the strides allow it; otherwise the shorter of batch and heads is looped over. Nothing is copied on the way in.
+member of every group of query heads. Heads whose offsets follow each other are a view too: the next one is the stride
+of a head and that of a position further. Of the two ways that with fewer views is taken: 16 heads at rate 16 are one
+view. Dense kernels take four dimensions, so batch and segments are folded into one where the strides allow it;
+otherwise the shorter of batch and heads is looped over. Nothing is copied on the way in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,12 +93,13 @@ def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """Equal segments of one branch and one offset; every segment is a dense attention of its own."""
+    """Equal segments of some heads of one branch; every segment is a dense attention of its own."""
 
     branch: int
     segment_length: int
     rate: int
     kv_heads: slice
+    shift: int  # positions from the first row of one head to that of the next: 1, or 0 where they share an offset
     segments: int
     start: int  # position at which the first segment begins
     first_query: int  # first row of q, counted from there
@@ -107,9 +111,15 @@ class _Block:
         """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); start: row of the first segment."""
         if self.segments == 1:
             begin = start + first  # start is negative where q begins inside the segment
-            return x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
-        whole = x[:, start : start + self.segments * self.segment_length]
-        return whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
+            seen = x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
+        else:
+            whole = x[:, start : start + self.segments * self.segment_length]
+            seen = whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
+        if self.shift == 0:
+            return seen
+        strides = list(seen.stride())
+        strides[3] += self.shift * x.stride(1)
+        return seen.as_strided(seen.shape, strides, seen.storage_offset())
 
     def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
         """(segments, rows) int64."""
@@ -124,14 +134,48 @@ def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Blo
         whole = range(-(-first // w), max(-(-first // w), end // w))
         cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
         runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
-        for offset, heads in call.pattern.offset_heads(branch, kv_heads).items():
-            for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
-                start = segment * w
-                key_rows = rows_in_segment(min(w, keys - start), r, offset)
-                before = rows_in_segment(first - start, r, offset)
-                rows = rows_in_segment(min(w, end - start), r, offset) - before
+        for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
+            start = segment * w
+            rows_of = partial(_rows, rate=r, keys=min(w, keys - start), first=first - start, end=min(w, end - start))
+            for heads, offset, shift in _views(call, branch, kv_heads, rows_of):
+                key_rows, before, rows = rows_of(offset)
                 if rows > 0:
-                    yield _Block(branch, w, r, heads, segments, start, offset + before * r, rows, offset, key_rows)
+                    at = offset + before * r
+                    yield _Block(branch, w, r, heads, shift, segments, start, at, rows, offset, key_rows)
+
+
+def _rows(offset: int, rate: int, keys: int, first: int, end: int) -> tuple[int, int, int]:
+    """Rows of one offset in a segment: of its keys, of the positions before the first query, of its queries."""
+    before = rows_in_segment(first, rate, offset)
+    return rows_in_segment(keys, rate, offset), before, rows_in_segment(end, rate, offset) - before
+
+
+def _views(call: Call, branch: int, kv_heads: int, rows_of: Callable[[int], tuple]) -> list[tuple[slice, int, int]]:
+    # Heads that one view holds, the offset of the first of them, and how far on the next one's is.
+    groups = call.pattern.offset_heads(branch, kv_heads)
+    along = [(heads, offset, 0) for offset, heads in groups.items()]
+    if call.dropout_p > 0.0 or call.key_padding_mask is not None:
+        return along  # a mask is of one offset
+    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items()}
+    across = []
+    for number in range(max(map(len, heads_of.values()), default=0)):
+        line = [(offset, heads[number]) for offset, heads in heads_of.items() if number < len(heads)]
+        for run in _runs(line, rows_of):
+            # Every rule puts heads of consecutive offsets at a constant distance.
+            (offset, head), (next_offset, next_head) = run[0], run[min(1, len(run) - 1)]
+            across.append((slice(head, run[-1][1] + 1, next_head - head or 1), offset, next_offset - offset))
+    return min(along, across, key=len)
+
+
+def _runs(line: list[tuple[int, int]], rows_of: Callable[[int], tuple]) -> list[list[tuple[int, int]]]:
+    """(offset, head), ..., cut where the next offset does not follow or has more or fewer rows."""
+    runs: list[list[tuple[int, int]]] = []
+    for offset, head in line:
+        if runs and offset == runs[-1][-1][0] + 1 and rows_of(offset) == rows_of(offset - 1):
+            runs[-1].append((offset, head))
+        else:
+            runs.append([(offset, head)])
+    return runs
 
 
 @dataclass(frozen=True)
@@ -143,7 +187,7 @@ class Step:
     keys: list[Tensor]
     block: "_Block"
     fold: "_Fold"
-    query_row: int  # row of q at which the first segment has its first query
+    query_row: int  # row of q at which the first segment has its first query, of the first head
     query_heads: range
     kv_heads: range
 
@@ -156,9 +200,11 @@ class Step:
         return self._part(results, self.block.start + self.block.first_key, self.kv_heads)
 
     def _part(self, results: tuple[Tensor, ...], start: int, heads: range) -> Part:
+        block = self.block
         batch, heads = self.fold.sequences_and_heads(heads)
-        tensors = tuple(self.fold.unfolded(x, self.block.segments) for x in results)
-        return Part(tensors, batch, heads, start, self.block.segment_length, self.block.rate)
+        tensors = tuple(self.fold.unfolded(x, block.segments) for x in results)
+        start += (self.fold.head or 0) * block.shift
+        return Part(tensors, batch, heads, start, block.segment_length, block.rate, block.shift)
 
 
 def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:

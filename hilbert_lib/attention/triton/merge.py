@@ -75,8 +75,8 @@ def _table(parts: list[Part], batch: int, heads: int, tensors: int) -> Tensor:
     for slot, part in zip(slots, parts, strict=True):
         numbers = table[slot, part.batch, part.heads]
         sequences, segments, rows, own_heads = part.tensors[0].shape[:4]
-        place = part.start, min(part.segment_length, 2**31 - 1), part.rate, segments, rows
-        numbers[..., : PLACE.value] = place
+        numbers[..., 0] = part.start + np.arange(own_heads) * part.shift
+        numbers[..., 1 : PLACE.value] = min(part.segment_length, 2**31 - 1), part.rate, segments, rows
         for n, x in enumerate(part.tensors):
             at = PLACE.value + n * ADDRESS.value
             of_sequence, of_segment, of_row, of_head = x.stride()[:4]
