@@ -195,7 +195,7 @@ def code_hash() -> str:
 
 @cache
 def code_version() -> tuple[str | None, bool | None]:
-    """The commit that the library stands on, and whether the tree differs from it.
+    """The commit that the library stands on, and whether the tree differs from it, its folder `reports` aside.
 
     Returns:
         commit (40 hexadecimal digits) and dirty; outside a checkout of this project the values of
@@ -207,7 +207,8 @@ def code_version() -> tuple[str | None, bool | None]:
     root = PACKAGE.parent
     if (root / ".git").exists():  # so that an enclosing repository's commit is never taken for ours
         commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-        status = _output("git", "-C", str(root), "status", "--porcelain")
+        # Not the records: a run that writes its own among them would call the next one's code changed.
+        status = _output("git", "-C", str(root), "status", "--porcelain", "--", ".", ":(exclude)reports")
         if commit is not None and status is not None:
             return commit, status != ""
     dirty = os.environ.get("HILBERT_DIRTY")

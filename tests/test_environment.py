@@ -246,6 +246,9 @@ def test_commit_and_dirt_come_from_git(checkout, monkeypatch):
     folder, commit = checkout
     monkeypatch.setenv("HILBERT_COMMIT", "not asked")
     assert code_version.__wrapped__() == (commit, False)
+    (folder / "reports").mkdir()
+    (folder / "reports" / "results.jsonl").touch()  # of the run before
+    assert code_version.__wrapped__() == (commit, False)
     (folder / "hilbert_lib" / "a.py").write_text("x = 2\n")
     assert code_version.__wrapped__() == (commit, True)
 
