@@ -62,7 +62,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         rows = {**self.items, "total": self.total}
         width = max(map(len, rows))
-        return "\n".join(f"{name.ljust(width)}  {size / 2**20:12.1f} MB" for name, size in rows.items())
+        return "\n".join(f"{name.ljust(width)}  {size / 2**20:12.1f} MiB" for name, size in rows.items())
 
 
 def estimate_memory(
