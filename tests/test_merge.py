@@ -164,7 +164,9 @@ VIEWS = {  # branches, offsets, mixing, (batch, length, heads, kv_heads), how ma
     "heads side by side": (((8, 32), (1, 8)), "head_block", "softmax", (2, 32, 4, 4), 2),
     "heads two apart": (((8, 32), (1, 4)), "head_block", "softmax", (1, 32, 8, 8), 3),
     "offsets that begin again": (((8, 32), (1, 4)), "head", "softmax", (1, 32, 8, 4), 4),
-    "offsets that begin inside": (((8, 32), (1, 4)), "head", "head_groups", (1, 30, 6, 6), 4),
+    "offsets that begin inside": (((8, 32), (1, 4)), "head", "head_groups", (1, 62, 6, 6), 6),
+    "a group that begins inside a block": (((10, 10), (5, 5)), "head_block", "head_groups", (1, 20, 9, 9), 4),
+    "distances that grow": (((20,) * 3, (10,) * 3), "head_block", "head_groups", (1, 40, 20, 20), 6),
     "offsets of unequal rows": (((40,), (10,)), "head", "softmax", (1, 35, 10, 10), 2),
     "one head at a time": (((8,), (2,)), "head", "softmax", (3, 21, 2, 2), 4),
 }
@@ -186,3 +188,36 @@ def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, mon
         out, lse = dilated_attention(*leaves, pattern, backend=backend, is_causal=True, return_lse=True)
         results.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("offsets", OFFSET_RULES)
+@pytest.mark.parametrize("mixing", MIXING_RULES)
+def test_every_head_is_in_one_call_of_a_branch_and_begins_at_its_offset(offsets, mixing):
+    for heads in range(3, 33):
+        q = torch.empty(1, 48, heads, 1, device="meta")
+        for rate in (2, 3, 5, 8, 12):
+            pattern = DilatedPattern((24, 48, 48), (1, rate, 2 * rate), offsets=offsets, mixing=mixing)
+            seen = []
+            for step in strided.steps(Call(pattern), [q], [q, q]):
+                block = step.block
+                for number, head in enumerate(step.kv_heads):
+                    seen.append((block.branch, head))
+                    assert block.first_key + number * block.shift == pattern.offset(block.branch, head, heads)
+            assert sorted(seen) == [(i, head) for i in range(3) for head in pattern.branch_heads(i, heads)]
+
+
+@pytest.mark.parametrize("query_start", [0, 4, 8])
+def test_heads_with_other_numbers_of_keys_are_calls_of_their_own(query_start):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 4, 4, generator=generator) for n in (4, 13, 13))
+    pattern = DilatedPattern((16,), (4,))
+    got, wanted = (
+        dilated_attention(q, k, v, pattern, query_start=query_start, backend=backend)
+        for backend in ("eager", "reference")
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+def test_heads_without_queries_make_no_calls():
+    q, k = (torch.empty(1, n, 64, 8, device="meta") for n in (1, 4096))
+    assert sum(1 for _ in strided.steps(Call(DilatedPattern((1024,), (16,)), query_start=2049), [q], [k, k])) == 1

@@ -119,7 +119,7 @@ class _Block:
             return seen
         strides = list(seen.stride())
         strides[3] += self.shift * x.stride(1)
-        return seen.as_strided(seen.shape, strides, seen.storage_offset())
+        return seen.as_strided(seen.shape, strides)
 
     def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
         """(segments, rows) int64."""
@@ -129,19 +129,20 @@ class _Block:
 
 def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
     first, end = call.first_query, call.first_query + queries
+    is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
     for branch, (w, r) in enumerate(call.pattern.branches):
         # Whole segments with all their queries are one block, of as many as kernels take; what is cut is one each.
         whole = range(-(-first // w), max(-(-first // w), end // w))
         cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
         runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
+        groups = call.pattern.offset_heads(branch, kv_heads)
         for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
             start = segment * w
             rows_of = partial(_rows, rate=r, keys=min(w, keys - start), first=first - start, end=min(w, end - start))
-            for heads, offset, shift in _views(call, branch, kv_heads, rows_of):
+            for heads, offset, shift in _views(groups, kv_heads, rows_of, is_masked):
                 key_rows, before, rows = rows_of(offset)
-                if rows > 0:
-                    at = offset + before * r
-                    yield _Block(branch, w, r, heads, shift, segments, start, at, rows, offset, key_rows)
+                at = offset + before * r
+                yield _Block(branch, w, r, heads, shift, segments, start, at, rows, offset, key_rows)
 
 
 def _rows(offset: int, rate: int, keys: int, first: int, end: int) -> tuple[int, int, int]:
@@ -150,32 +151,25 @@ def _rows(offset: int, rate: int, keys: int, first: int, end: int) -> tuple[int,
     return rows_in_segment(keys, rate, offset), before, rows_in_segment(end, rate, offset) - before
 
 
-def _views(call: Call, branch: int, kv_heads: int, rows_of: Callable[[int], tuple]) -> list[tuple[slice, int, int]]:
-    # Heads that one view holds, the offset of the first of them, and how far on the next one's is.
-    groups = call.pattern.offset_heads(branch, kv_heads)
-    along = [(heads, offset, 0) for offset, heads in groups.items()]
-    if call.dropout_p > 0.0 or call.key_padding_mask is not None:
-        return along  # a mask is of one offset
-    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items()}
-    across = []
-    for number in range(max(map(len, heads_of.values()), default=0)):
-        line = [(offset, heads[number]) for offset, heads in heads_of.items() if number < len(heads)]
-        for run in _runs(line, rows_of):
-            # Every rule puts heads of consecutive offsets at a constant distance.
-            (offset, head), (next_offset, next_head) = run[0], run[min(1, len(run) - 1)]
-            across.append((slice(head, run[-1][1] + 1, next_head - head or 1), offset, next_offset - offset))
-    return min(along, across, key=len)
-
-
-def _runs(line: list[tuple[int, int]], rows_of: Callable[[int], tuple]) -> list[list[tuple[int, int]]]:
-    """(offset, head), ..., cut where the next offset does not follow or has more or fewer rows."""
-    runs: list[list[tuple[int, int]]] = []
-    for offset, head in line:
-        if runs and offset == runs[-1][-1][0] + 1 and rows_of(offset) == rows_of(offset - 1):
-            runs[-1].append((offset, head))
-        else:
-            runs.append([(offset, head)])
-    return runs
+def _views(
+    groups: dict[int, slice], kv_heads: int, rows_of: Callable[[int], tuple[int, int, int]], is_masked: bool
+) -> list[tuple[slice, int, int]]:
+    # Heads that one view holds, the offset of the first of them, and how far on the next one's is: by offsets, or by
+    # runs of heads at one distance whose offsets follow each other and have as many rows, in whichever way is shorter.
+    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items() if rows_of(offset)[2] > 0}
+    ways = [[(groups[offset], offset, 0) for offset in heads_of]]
+    offset_of = {head: offset for offset, heads in heads_of.items() for head in heads}
+    if len(heads_of) > 1 and not is_masked:  # a mask is of one offset
+        for distance in {1, max(map(len, heads_of.values()))}:
+            runs: dict[int, list[int]] = {}  # by their last heads
+            for head in sorted(offset_of):
+                before, offset = head - distance, offset_of[head]
+                follows = offset_of.get(before) == offset - 1 and rows_of(offset - 1) == rows_of(offset)
+                runs[head] = [*(runs.pop(before) if follows else ()), head]
+            ways.append(
+                [(slice(run[0], run[-1] + 1, distance), offset_of[run[0]], int(len(run) > 1)) for run in runs.values()]
+            )
+    return min(ways, key=len)
 
 
 @dataclass(frozen=True)

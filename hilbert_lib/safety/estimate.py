@@ -101,11 +101,11 @@ def estimate_memory(
 
     >>> pattern = DilatedPattern((64, 128), (1, 2))
     >>> print(estimate_memory(pattern, length=2**14, heads=4, head_dim=64, backend="eager", device="cpu"))
-    q, k, v                       24.0 MB
-    out                            8.0 MB
-    lse                            0.2 MB
-    workspace: temporary          88.2 MB
-    total                        120.5 MB
+    q, k, v                       24.0 MiB
+    out                            8.0 MiB
+    lse                            0.2 MiB
+    workspace: temporary          88.2 MiB
+    total                        120.5 MiB
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
