@@ -350,7 +350,7 @@ def _schedule_tables(
     tables: Callable = schedule.tables,
 ) -> list[Tensor]:
     ones = chain(*launches(pattern, length, kv_heads, False))
-    found = [tables(pattern, one, length, kv_heads, division.BLOCK, True, device) for one in ones]
+    found = [tables(pattern, one, length, kv_heads, division.BLOCK, schedule.TILES_TOGETHER, device) for one in ones]
     return [x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes)]
 
 

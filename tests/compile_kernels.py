@@ -46,10 +46,8 @@ ATTENTION_FLAGS = {
 }
 
 
-def compiled(
-    kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource, form: str = "ptx"
-) -> str | bytes:
-    """The PTX of one kernel, or another form that it is compiled to; constants that it does not have are left out."""
+def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource):
+    """One kernel as Triton compiles it; constants that it does not have are left out."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
@@ -58,7 +56,12 @@ def compiled(
         if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options).asm[form]
+    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
+
+
+def ptx_of(*arguments, **options) -> str:
+    """The PTX of one kernel; arguments as `compiled` takes them."""
+    return compiled(*arguments, **options).asm["ptx"]
 
 
 def attention(architecture: int, every: bool = True) -> dict[str, str]:
@@ -69,7 +72,7 @@ def attention(architecture: int, every: bool = True) -> dict[str, str]:
         config = CONFIGS[name][2, 64]
         constants = {**ATTENTION_FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        ptx[name] = compiled(kernel, ATTENTION_TYPES, constants, options, architecture)
+        ptx[name] = ptx_of(kernel, ATTENTION_TYPES, constants, options, architecture)
     return ptx
 
 
@@ -81,9 +84,9 @@ def decode(architecture: int) -> dict[str, str]:
     for block_m, several in ((16, False), (32, True)):
         constants = {**common, "BLOCK_M": block_m, "SEVERAL": several}
         options = {"num_warps": 4, "num_stages": 3}
-        ptx[f"{block_m} rows"] = compiled(decoding.decode_kernel, ATTENTION_TYPES, constants, options, architecture)
+        ptx[f"{block_m} rows"] = ptx_of(decoding.decode_kernel, ATTENTION_TYPES, constants, options, architecture)
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK": 64}
-    ptx["merge"] = compiled(decoding.merge_kernel, ATTENTION_TYPES, constants, {"num_warps": 4}, architecture)
+    ptx["merge"] = ptx_of(decoding.merge_kernel, ATTENTION_TYPES, constants, {"num_warps": 4}, architecture)
     return ptx
 
 
@@ -93,7 +96,7 @@ def curves(architecture: int) -> dict[str, str]:
     for ndim in (2, 3):
         for name, kernel in (("decode", decode_kernel), ("encode", encode_kernel)):
             constants = {"NDIM": ndim, "STEP" if name == "decode" else "BLOCK": 256}
-            ptx[f"{name} {ndim}"] = compiled(kernel, CURVE_TYPES, constants, {"num_warps": 1}, architecture)
+            ptx[f"{name} {ndim}"] = ptx_of(kernel, CURVE_TYPES, constants, {"num_warps": 1}, architecture)
     return ptx
 
 
@@ -106,7 +109,7 @@ def rows(architecture: int) -> dict[str, str]:
             types = dict.fromkeys(wholes, dtype) | dict.fromkeys(("lse", "other_lse"), "*fp32")
             types |= {"first": "*i64", "second": "*i64"}
             name = f"{kernel.__name__} {dtype}"
-            ptx[name] = compiled(kernel, types, constants, {"num_warps": 4}, architecture)
+            ptx[name] = ptx_of(kernel, types, constants, {"num_warps": 4}, architecture)
     return ptx
 
 
@@ -125,7 +128,7 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tupl
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "MASKED": causal}
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
     constants |= {f"{x}{i}": None for x in "kv" for i in range(SOME, BRANCHES)}
-    return hopper_forward.forward_kernel, types, constants, {"num_warps": 4}
+    return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
@@ -138,7 +141,7 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
             common |= {"READ_PARTIAL": causal}
             for goes_on in (True, False)[: forward + every]:
                 args = *forward_on_hopper(columns, causal, goes_on), architecture, GluonASTSource
-                ptx[f"forward {columns} {causal} {goes_on}"] = compiled(*args)
+                ptx[f"forward {columns} {causal} {goes_on}"] = ptx_of(*args)
             config = HOPPER_BACKWARD[columns]
             queries = described(config.block_m, columns, gl.bfloat16)
             part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
@@ -149,24 +152,49 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
                 constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
                 args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
                 name = f"backward {columns} {causal}" + ("" if with_dq else " without dq")
-                ptx[name] = compiled(hopper_backward.backward_kernel, *args)
+                ptx[name] = ptx_of(hopper_backward.backward_kernel, *args)
     return ptx
 
 
 def waits(architecture: int) -> dict[str, str]:
     """The SASS of each loop of the forward from the wait for scores to that for the product with v, held late."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource, form="cubin"))
+        file.write(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource).asm["cubin"])
         file.flush()
         sass = subprocess.check_output([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], text=True)
     loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return {f"group {number}": loop for number, loop in enumerate(loops)}
 
 
+def resident(architecture: int) -> dict[str, dict[str, int]]:
+    """How many programs of the forward a multiprocessor of an H100 holds, and whether products wait for each other."""
+    found = {}
+    for columns in (64, 128):
+        for causal in (False, True):
+            kernel = compiled(*forward_on_hopper(columns, causal), architecture, GluonASTSource)
+            ptx = kernel.asm["ptx"]
+            registers, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(ptx)
+                file.flush()
+                command = [
+                    triton.knobs.nvidia.ptxas.path,
+                    "-v",
+                    f"-arch=sm_{architecture}a",
+                    file.name,
+                    "-o",
+                    "/dev/null",
+                ]
+                told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+            programs = min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024))
+            found[f"{columns} {causal}"] = {"programs": programs, "serialized": told.count("are serialized")}
+    return found
+
+
 GROUPS = {
     **{"attention": attention, "some of attention": partial(attention, every=False)},
     **{"decode": decode, "curves": curves, "rows": rows},
-    **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits},
+    **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits, "resident": resident},
 }
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
@@ -178,7 +206,9 @@ if __name__ == "__main__":
     architecture, *groups = sys.argv[1:]
     ptx = {group: GROUPS[group](int(architecture)) for group in groups}
     found = {
-        group: {name: Counter(INSTRUCTIONS.findall(text)) for name, text in texts.items()}
+        group: {
+            name: Counter(INSTRUCTIONS.findall(text)) if isinstance(text, str) else text for name, text in texts.items()
+        }
         for group, texts in ptx.items()
     }
     print(json.dumps(found))

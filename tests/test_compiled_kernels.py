@@ -69,6 +69,17 @@ def test_the_wait_for_the_product_with_v_stays_behind_the_exponentials_where_it_
     assert all(instructions.get("MUFU.EX2", 0) >= 64 for instructions in loops.values())  # one for each of 64 scores
 
 
+@pytest.mark.full
+def test_two_programs_of_narrow_rows_fit_a_multiprocessor_and_no_product_waits_for_another():
+    """ptxas puts waits between products where registers are short: 6 % of the time at head_dim 64."""
+    found = compiled("resident", 90)
+    assert {name: each["programs"] for name, each in found.items()} == {
+        **{"64 False": 2, "64 True": 2},
+        **{"128 False": 1, "128 True": 1},
+    }
+    assert not any(each["serialized"] for each in found.values())
+
+
 @pytest.mark.parametrize("architecture", SMALL_ON)
 def test_those_for_few_queries_compile(architecture):
     instructions = compiled("decode", architecture)

@@ -19,7 +19,7 @@ def finest(pattern, length):
 
 def counted(pattern, one, length, kv_heads, is_causal, block):
     # Tiles, and blocks of keys that they visit, head by head and key by key.
-    tables = schedule.tables(pattern, one, length, kv_heads, block, False, torch.device("cpu"))
+    tables = schedule.tables(pattern, one, length, kv_heads, block, 0, torch.device("cpu"))
     position = torch.arange(length)
     tiles = blocks = 0
     for g in range(kv_heads):

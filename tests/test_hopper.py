@@ -197,3 +197,22 @@ def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, he
     weights = scores.softmax(0)
     assert (lse.double() - scores.logsumexp(0)).abs().max() < 2e-4
     assert (out.double() - (weights[: length // 2].sum() - weights[length // 2 :].sum())).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("bits", [0.01, 0.05, 0.5, -0.05])  # of a weight, from each key to the next
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head_dim, is_causal, bits):
+    # A row's maximum is left where it is until it has grown by some bits: weights before and after must fit each other.
+    tensors = drawn(2048, 2, 2, head_dim, torch.bfloat16)
+    q, k, v, dout = (x * 0 if number < 2 else x for number, x in enumerate(tensors))
+    q[..., 0] = 1
+    k[..., 0] = (torch.arange(2048, device=DEVICE) * bits * 0.6931)[:, None]
+    pattern = DilatedPattern((1024, 2048), (1, 2))
+    exact = (x.double() for x in (q, k, v))
+    options = {"is_causal": is_causal, "scale": 1.0}
+    expected, lse = dilated_attention(*exact, pattern, backend="reference", return_lse=True, **options)
+    out = served((q, k, v, dout), pattern, **options)[0]
+    assert (out - expected).norm() < 4e-3 * expected.norm()
+    found = dilated_attention(q, k, v, pattern, backend="triton", return_lse=True, **options)[1]
+    assert (found - lse).abs().max() < 1e-4 * lse.abs().max()

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -156,13 +155,12 @@ branches = st.lists(
     st.integers(1, 150),
     st.sampled_from(OFFSET_RULES),
     st.integers(1, 3),
-    st.booleans(),
     st.sampled_from([4, 16]),
-    st.sampled_from([4, 16, 256]),
+    st.sampled_from([0, 4, 16, 256]),
 )
-@example([(50, 1), (100, 3)], 700, "zero", 1, True, 16, 40)  # several tables of several chunks, of two kinds
+@example([(50, 1), (100, 3)], 700, "zero", 1, 16, 40)  # several tables of several chunks, of two kinds
 def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(
-    pairs, length, rule, kv_heads, all_rows, block, together
+    pairs, length, rule, kv_heads, block, together
 ):
     pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
     todo = schedule.passes(pattern, length, block)
@@ -170,10 +168,9 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
     assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [len(todo) > 1]
     position = torch.arange(length)
     for one in todo:
-        with mock.patch.object(schedule, "TILES_TOGETHER", together):  # with few, several tables of several chunks
-            make = schedule.tables.__wrapped__  # what the cache holds was made with another number
-            tables = make(pattern, one, length, kv_heads, block, all_rows, torch.device("cpu"))
-        assert all_rows or tables.chunk == one.chunk
+        # With few together, several tables of several chunks.
+        tables = schedule.tables(pattern, one, length, kv_heads, block, together, torch.device("cpu"))
+        assert together or tables.chunk == one.chunk
         assert tables.chunk == one.chunk or tables.items.shape[2] <= together
         for g in range(kv_heads):
             tiles = list(tiles_of(tables, one, g, length))
@@ -197,7 +194,7 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
 def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_lengths, dilation_rates):
     pattern, length, heads = DilatedPattern(segment_lengths, dilation_rates), 4096, 2
     (one,) = schedule.passes(pattern, length, 8)
-    tables = schedule.tables(pattern, one, length, heads, 8, True, torch.device("cpu"))
+    tables = schedule.tables(pattern, one, length, heads, 8, 256, torch.device("cpu"))
     assert tables.chunk % one.chunk == 0
     assert one.chunk < tables.chunk <= length
     assert tables.items.shape[1] == 1
@@ -217,7 +214,7 @@ def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_le
 def test_chunks_stand_apart_where_all_tiles_are_equally_long(segment_lengths):
     pattern = DilatedPattern(segment_lengths, (1,) * len(segment_lengths))
     (one,) = schedule.passes(pattern, 4096, 8)
-    tables = schedule.tables(pattern, one, 4096, 1, 8, True, torch.device("cpu"))
+    tables = schedule.tables(pattern, one, 4096, 1, 8, 256, torch.device("cpu"))
     assert tables.chunk == one.chunk
 
 
@@ -234,9 +231,7 @@ def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
     (one,) = schedule.passes(pattern, length, 128)
     programs = [
         tables.items.shape[2] * -(-length // tables.chunk)
-        for tables in (
-            schedule.tables(pattern, one, length, 1, 128, each, torch.device("cpu")) for each in (False, True)
-        )
+        for tables in (schedule.tables(pattern, one, length, 1, 128, each, torch.device("cpu")) for each in (0, 512))
     ]
     assert programs[0] <= programs[1] <= 1.05 * programs[0]
 

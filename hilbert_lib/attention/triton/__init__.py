@@ -7,6 +7,7 @@ backward         dq; dk and dv
 division         which branches share a launch of the kernels for Hopper: pure, on the host
 hopper           the forward on a Hopper GPU, warp-specialised
 hopper_backward  likewise the backward
+hopper_steps     what the forward does with a block of keys
 hopper_tiles     what the two share
 decode           a few queries against many keys
 merge            all partial results of dense kernels at once

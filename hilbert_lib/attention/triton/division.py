@@ -90,7 +90,7 @@ def _divided(
 
 def _work(pattern: DilatedPattern, one: schedule.Pass, length: int, kv_heads: int, is_causal: bool) -> float:
     # Of one launch, in blocks of scores. What it counts by is not kept with the tables of calls.
-    tables = schedule.tables.__wrapped__(pattern, one, length, kv_heads, BLOCK, False, torch.device("cpu"))
+    tables = schedule.tables.__wrapped__(pattern, one, length, kv_heads, BLOCK, 0, torch.device("cpu"))
     branches, offsets, items, classes = (
         x.numpy() for x in (tables.branches, tables.offsets, tables.items, tables.classes)
     )

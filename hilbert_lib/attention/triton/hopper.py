@@ -3,26 +3,34 @@
 Written in Gluon, Triton's lower dialect; `forward.forward_kernel` is its plain twin and serves whatever this one does
 not. What it gains: the copy engine reads a dilated tile as the rows of one residue, without an instruction of the
 computing warps; each group multiplies 64 queries, and while one group is at its softmax the other has the tensor cores.
+What a group does with a block of keys is in `hopper_steps`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, key_range, segment_rows, tile_of, tile_positions
+from hilbert_lib.attention.triton.hopper_steps import (
+    as_operand,
+    first_scores,
+    halves,
+    k_free,
+    keys_at_once,
+    masked,
+    nothing,
+    pass_over,
+    seen_keys,
+    softmax,
+    step,
+    v_free,
+    values,
+)
 from hilbert_lib.attention.triton.hopper_tiles import (
-    FIRST_BARRIER,
     GROUP_ROWS,
     LN_2,
     LOG2_E,
     arrive,
-    arrive_behind,
     is_inside,
     meet,
     product_layout,
@@ -53,6 +61,8 @@ def forward_kernel(
     READ_PARTIAL the results are merged with those of other branches, which are in out and lse.
     """
     dtype: gl.constexpr = q.dtype.element_ty
+    # Of two programs on a multiprocessor, and of one; the first group has what the others leave.
+    REGISTERS: gl.constexpr = 104 if BLOCK_D == 64 else 240
     q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
@@ -78,19 +88,7 @@ def forward_kernel(
             k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
             count, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
         )),
-    ], [4, 1], [240, 24])  # fmt: skip
-
-
-@gluon.jit
-def k_free(block, STAGES: gl.constexpr):
-    """Number of the barrier at which the groups say that they need a tile of k no more."""
-    return FIRST_BARRIER + block % STAGES
-
-
-@gluon.jit
-def v_free(block, STAGES: gl.constexpr):
-    """The same of v."""
-    return FIRST_BARRIER + STAGES + block % STAGES
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -144,12 +142,12 @@ def _attend(
     if size > NUMBER * GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)
-        if MASKED:
-            _attend_masked(
+        if MASKED | (BLOCK_D == 64):
+            _attend_by_branch(
                 NUMBER, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
                 stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
                 n_classes, u, size, chunk_end, first, lowest, highest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
-                CAUSAL, READ_PARTIAL,
+                CAUSAL, MASKED, READ_PARTIAL,
             )  # fmt: skip
         else:
             _attend_whole(
@@ -165,7 +163,7 @@ def _attend(
             if inside:
                 _, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
                 for _j in range(0, end, BLOCK_N):
-                    _pass_over(block, k_full, v_full, STAGES)
+                    pass_over(block, k_full, v_full, STAGES)
                     block += 1
 
 
@@ -177,8 +175,7 @@ def _attend_whole(
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off: only how many blocks there are counts."""
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    OUT: gl.constexpr = product_layout(BLOCK_D)
+    SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = row_layout(BLOCK_D)
     # A thread finds one position and hands it on: for every row that it loads, divisions would outlast the loads.
     number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -192,21 +189,17 @@ def _attend_whole(
     q_tile.store(q_rows)  # which were on their way until here
     fence_async_shared()
 
-    # Measured at head_dim 128, against the same without it: 8 % less time; at 64 it is 3 % more.
-    LATE: gl.constexpr = BLOCK_D == 128
-    acc, total, m = _nothing(BLOCK_D, BLOCK_N)
+    acc, total, m = nothing(BLOCK_D, BLOCK_N)
     if blocks > 0:
-        scores = _first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
-        weights, _, m, total = _softmax(scores, m, total, scale)
-        weights = gl.convert_layout(weights.to(q_tile.dtype), gl.DotOperandLayout(0, OUT, 2))
-        block = 1
-        for _j in range(blocks - 1):
-            acc, total, m, weights = _step(
+        scores = first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        weights, _, m, total = softmax(scores, m, total, scale, True)
+        weights = as_operand(weights, q_tile.dtype, BLOCK_D)
+        for block in range(1, blocks):
+            acc, total, m, weights = step(
                 acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                scale, block, queries, BLOCK_D, BLOCK_N, STAGES, False, LATE,
+                scale, block, queries, BLOCK_D, BLOCK_N, STAGES, False, True,
             )  # fmt: skip
-            block += 1
-        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+        value_token = values(weights, acc, v_tiles, v_full, blocks - 1, BLOCK_D, BLOCK_N, STAGES)
         acc = warpgroup_mma_wait(0, deps=[value_token])
     result, result_lse = _normalized(acc, total, m)
     # Handed on once more: what the loads had would take registers all through the steps.
@@ -226,19 +219,19 @@ def _attend_whole(
 
 
 @gluon.jit
-def _attend_masked(
+def _attend_by_branch(
     NUMBER: gl.constexpr, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
     stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
     chunk_end, first, lowest, highest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` where tiles of keys may be cut off.
+    """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
     It finds positions as they are needed: begun as `_attend_whole` is, it took 6 % longer, by what the compiler made of
     its steps. Any edit may change that: compare_kernels.py measures it.
     """
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    OUT: gl.constexpr = product_layout(BLOCK_D)
+    SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = row_layout(BLOCK_D)
     rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
     position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
@@ -253,20 +246,51 @@ def _attend_masked(
     last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
     own_lowest = gl.maximum(lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride))
     own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
+    if BLOCK_D == 64:
+        acc, total, m = _walk_in_halves(
+            q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
+            highest, own_lowest, own_highest, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+        )  # fmt: skip
+    else:
+        acc, total, m = _walk(
+            q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
+            highest, own_lowest, own_highest, queries, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
+        )  # fmt: skip
+    result, result_lse = _normalized(acc, total, m)
+    exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
+    if MASKED:
+        bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
+        gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
+    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
+    if READ_PARTIAL:
+        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists)
+    gl.store(lse + lse_rows, result_lse, mask=exists)
+    out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
+    gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
+
+
+@gluon.jit
+def _walk(
+    q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
+    highest, own_lowest, own_highest, queries, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Products with v, sums of weights and maxima over all branches, by `step`."""
     first_branch = -1
     for i in range(N_BRANCHES):
         inside, _, _, _, _ = segment_of(branches, offsets, i, kv_heads, g, first)
         if (first_branch < 0) & inside:
             first_branch = i
 
-    acc, total, m = _nothing(BLOCK_D, BLOCK_N)
+    acc, total, m = nothing(BLOCK_D, BLOCK_N)
     if first_branch >= 0:
         _, start, w, r, o = segment_of(branches, offsets, first_branch, kv_heads, g, first)
         n = segment_rows(start, w, r, o, keys)
-        scores = _first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
-        scores = _masked(scores, _seen(n, start + o, r, query, CAUSAL))
-        weights, _, m, total = _softmax(scores, m, total, scale)
-        weights = gl.convert_layout(weights.to(q_tile.dtype), gl.DotOperandLayout(0, OUT, 2))
+        scores = first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))
+        weights, _, m, total = softmax(scores, m, total, scale, False)
+        weights = as_operand(weights, q_tile.dtype, BLOCK_D)
         block = 1
         for i in range(first_branch, N_BRANCHES):
             inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
@@ -275,14 +299,14 @@ def _attend_masked(
                 full = gl.minimum(full, end)
                 begin = gl.where(i == first_branch, BLOCK_N, 0)
                 for _j in range(begin, full, BLOCK_N):
-                    acc, total, m, weights = _step(
+                    acc, total, m, weights = step(
                         acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
                         scale, query, queries, BLOCK_D, BLOCK_N, STAGES, False, False,
                     )  # fmt: skip
                     block += 1
-                seen = _seen(n, start + o, r, query, CAUSAL)
+                seen = seen_keys(n, start + o, r, query, CAUSAL)
                 for j in range(gl.maximum(begin, full), end, BLOCK_N):
-                    acc, total, m, weights = _step(
+                    acc, total, m, weights = step(
                         acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
                         scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, False,
                     )  # fmt: skip
@@ -291,30 +315,57 @@ def _attend_masked(
                     _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
                     unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
                     if unseen > 0:
-                        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+                        value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
                         acc = warpgroup_mma_wait(0, deps=[value_token])
                         arrive(v_free(block - 1, STAGES))
                         for _j in range(unseen - 1):
-                            _pass_over(block, k_full, v_full, STAGES)
+                            pass_over(block, k_full, v_full, STAGES)
                             block += 1
                         # The last one stays, with weights of zero, as what the next step multiplies with v.
                         mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
                         arrive(k_free(block, STAGES))
                         block += 1
-                        weights = gl.zeros([GROUP_ROWS, BLOCK_N], q_tile.dtype, gl.DotOperandLayout(0, OUT, 2))
-        value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+                        OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
+                        weights = gl.zeros([GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)
+        value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
         acc = warpgroup_mma_wait(0, deps=[value_token])
-    result, result_lse = _normalized(acc, total, m)
-    exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
-    bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
-    gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
-    lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
-    if READ_PARTIAL:
-        out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
-        result, result_lse = _merged(result, result_lse, out + out_rows + dims, here, lse + lse_rows, exists)
-    gl.store(lse + lse_rows, result_lse, mask=exists)
-    out_rows = ((b.to(gl.int64) * queries + row) * heads + h) * HEAD_DIM
-    gl.store(out + out_rows + dims, gl.convert_layout(result.to(q_tile.dtype), ROWS), mask=here)
+    return acc, total, m
+
+
+@gluon.jit
+def _walk_in_halves(
+    q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
+    highest, own_lowest, own_highest, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The same by `halves`."""
+    acc, total, m = nothing(BLOCK_D, BLOCK_N)
+    block = 0
+    for i in range(N_BRANCHES):
+        inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+        if inside:
+            n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
+            full = gl.maximum(0, gl.minimum(full, end))
+            for _j in range(0, full, BLOCK_N):
+                acc, total, m = halves(
+                    acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, query, BLOCK_N,
+                    BLOCK_D, BLOCK_N, STAGES, False,
+                )  # fmt: skip
+                block += 1
+            if MASKED:
+                seen = seen_keys(n, start + o, r, query, CAUSAL)
+                for j in range(full, end, BLOCK_N):
+                    acc, total, m = halves(
+                        acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen - j, end - j,
+                        BLOCK_D, BLOCK_N, STAGES, True,
+                    )  # fmt: skip
+                    block += 1
+            if CAUSAL:
+                _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                for _j in range(gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)):
+                    pass_over(block, k_full, v_full, STAGES)
+                    block += 1
+    return acc, total, m
 
 
 @gluon.jit
@@ -332,15 +383,6 @@ def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, 
     inside, start = is_inside(w, r, o, first)
     n = segment_rows(start, w, r, o, keys)
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
-
-
-@gluon.jit
-def _nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What is summed over blocks of keys, before the first: products with v, sums of weights, and the maximum."""
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
-    total = _partial_sums(gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, SCORES))
-    return acc, total, gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
@@ -369,105 +411,3 @@ def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
     out_before = gl.convert_layout(gl.load(out_ptrs, mask=here, other=0.0), result.type.layout).to(gl.float32)
     result = result * own + out_before * other
     return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * LN_2)
-
-
-@gluon.jit
-def _pass_over(block, k_full, v_full, STAGES: gl.constexpr):
-    """Let a block of keys go that this group does not see."""
-    mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-    arrive(k_free(block, STAGES))
-    mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
-    arrive(v_free(block, STAGES))
-
-
-@gluon.jit
-def _step(
-    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, queries,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, LATE: gl.constexpr,
-):  # fmt: skip
-    """Scores and softmax of a block of keys, beside the product of the block before with its v.
-
-    LATE holds the wait for that product behind the softmax; without it the compiler puts it before or behind.
-    """
-    score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
-    value_token = _values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
-    scores = warpgroup_mma_wait(1, deps=[score_token])
-    if not LATE:
-        arrive(k_free(block, STAGES))
-    if MASKED:
-        scores = _masked(scores, seen)
-    new_weights, decay, m, total = _softmax(scores, m, total, scale)
-    if LATE:
-        arrive_behind(k_free(block, STAGES), total, queries)
-    acc = warpgroup_mma_wait(0, deps=[value_token])
-    arrive(v_free(block - 1, STAGES))
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
-    return acc, total, m, weights
-
-
-@gluon.jit
-def _first_scores(
-    q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Of the first block, alone; from then on the product with v of a block runs beside the scores of the next."""
-    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)])
-    arrive(k_free(0, STAGES))
-    return scores
-
-
-@gluon.jit
-def _scores(
-    q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    stage = block % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    k_tile = k_tiles.index(stage)._reinterpret(k_tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _values(
-    weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    stage = block % STAGES
-    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
-    v_tile = v_tiles.index(stage)._reinterpret(v_tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
-    return warpgroup_mma(weights, v_tile, acc, is_async=True)
-
-
-@gluon.jit
-def _seen(n, key, r, query, CAUSAL: gl.constexpr):
-    """How many keys of a segment each query sees: of n, at positions key, key + r, ..."""
-    seen = gl.zeros_like(query) + n
-    if CAUSAL:
-        seen = gl.minimum(seen, (query - key + r) // r)
-    return seen
-
-
-@gluon.jit
-def _masked(scores, seen):
-    """-inf where a column is not below the row's number of keys."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    return gl.where(column[None, :] < seen[:, None], scores, float("-inf"))
-
-
-@gluon.jit
-def _softmax(scores, m, total, scale):
-    """Weights, decay of what came before, the new maximum (scaled, to base 2) and the partial sums."""
-    largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
-    finite = gl.where(largest == float("-inf"), 0.0, largest)
-    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
-    # Both are rounded already: exactly 1 where they are equal. Rounding here would add up, once a block of keys.
-    decay = gl.exp2(m - finite)
-    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
-    return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
-
-
-@gluon.jit
-def _partial_sums(weights):
-    """(rows, 4): what each of the four threads of a row holds, summed without a word between them."""
-    rows: gl.constexpr = weights.shape[0]
-    columns: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(weights.reshape([rows, columns // 8, 4, 2]), 3), 1)

@@ -24,12 +24,16 @@ class Config:
     Attributes:
         block_m, block_n: queries and keys of a tile.
         num_warps, num_stages: as Triton takes them.
+        maxnreg: registers that a thread begins with, where more would keep a second program off a multiprocessor.
+        together: as in `schedule.tables`.
     """
 
     block_m: int
     block_n: int
     num_warps: int = 4
     num_stages: int = 2
+    maxnreg: int | None = None
+    together: int = schedule.TILES_TOGETHER
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
@@ -64,7 +68,10 @@ CONFIGS = {
 
 # The warp-specialised kernels by head_dim: the fastest of those tried on an H200, as reports/HISTORY.md tells. What
 # they reach is recorded in reports/h200.
-HOPPER_FORWARD = {64: Config(128, 128, 4, 4), 128: Config(128, 128, 4, 2)}
+HOPPER_FORWARD = {
+    64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
+    128: Config(128, 128, 4, 2),
+}
 HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
@@ -276,6 +283,7 @@ def _forward_on_hopper(
     hopper.forward_kernel[grid](
         q, out, lse, q if flag is None else flag, *descriptors, **_known(hopper.forward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=flag is not None,
+        maxnreg=config.maxnreg,
     )  # fmt: skip
 
 
@@ -311,7 +319,7 @@ def _backward_on_hopper(
     hopper_backward.backward_kernel[grid](
         k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
         BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
-        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, True, q.device).cut,
+        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device).cut,
         WITH_DQ=sums is not None,
     )  # fmt: skip
 
@@ -351,7 +359,8 @@ def _launch(
     start, rows_there, block = (
         (call.first_query, queries, config.block_m) if rows == "queries" else (0, keys, config.block_n)
     )
-    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, rows_there == keys, q.device)
+    together = config.together if rows_there == keys else 0
+    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device)
     chunks = (start + rows_there - 1) // tables.chunk - start // tables.chunk + 1
     phases, count = tables.items.shape[1:3]
     tile_heads = {"heads": heads} if rows == "queries" else {"kv_heads": kv_heads}

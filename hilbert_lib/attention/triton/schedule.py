@@ -17,7 +17,7 @@ from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.shared_tables import cached_for_graphs
 
 LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
-TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each multiprocessor of a large GPU
+TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each program that a large GPU runs at a time
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def covers_all(pattern: DilatedPattern) -> bool:
 
 @cached_for_graphs()
 def tables(
-    pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, all_rows: bool, device: torch.device
+    pattern: DilatedPattern, one: Pass, length: int, kv_heads: int, block: int, together: int, device: torch.device
 ) -> Tables:
     """The tables of one pass.
 
@@ -155,7 +155,7 @@ def tables(
         length: tokens.
         kv_heads: heads of k and v.
         block: rows of a tile.
-        all_rows: whether a launch visits the whole sequence; chunks stand apart where it may visit a part of one.
+        together: tiles of several chunks that may stand together; 0 where a launch may visit a part of a sequence.
         device: where the tensors go.
     """
     # Longer than the sequence is as good as its length, and fits 32 bits.
@@ -174,18 +174,19 @@ def tables(
         for head in dict.fromkeys(heads)
     }
     tiles = max(1, *(len(_tiles([each], one, block, [])) for by_phase in members.values() for each in by_phase))
-    together, most = 1, TILES_TOGETHER // (phases * tiles)
+    chunks_together, most = 1, together // (phases * tiles)
     differ = len({len(inside) for by_phase in members.values() for each in by_phase for inside in each}) > 1
-    if known and all_rows and differ and most:
+    if known and differ and most:
         repeats = ceil(chunks / phases)
         # In equal shares: of the last, little is past the end. One alone needs no whole periods.
-        together = min(chunks, ceil(repeats / ceil(repeats / most)) * phases)
-    if together * one.stride > LARGEST_TABLE:
-        together = 1
+        chunks_together = min(chunks, ceil(repeats / ceil(repeats / most)) * phases)
+    if chunks_together * one.stride > LARGEST_TABLE:
+        chunks_together = 1
     lists: list[int] = []
     of_head = {}
     for head, by_phase in members.items():
-        rows = [[by_phase[n % phases] for n in range(together)]] if together > 1 else [[each] for each in by_phase]
+        several = [by_phase[n % phases] for n in range(chunks_together)]
+        rows = [several] if chunks_together > 1 else [[each] for each in by_phase]
         of_head[head] = [_tiles(row, one, block, lists) for row in rows]
     items = [of_head[head] for head in heads]
     cut = bool(length % one.chunk) or any(0 < rows < block for head in items for row in head for *_, rows in row)
@@ -195,7 +196,7 @@ def tables(
         items *= kv_heads  # of an unknown class, every head visits all rows
     data = (used, offsets, one.branches, items, lists or [0])
     made = [torch.tensor(each, dtype=torch.int32, device=device) for each in data]
-    return Tables(*made, chunk=together * one.chunk, cut=cut)
+    return Tables(*made, chunk=chunks_together * one.chunk, cut=cut)
 
 
 def _members(
