@@ -290,3 +290,7 @@ def _run_points(
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return run_folder, 1 if failed else 0
+
+
+if __name__ == "__main__":  # where the package is not installed: python -m hilbert_lib.cli
+    main(prog_name="hilbert")

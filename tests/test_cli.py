@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import warnings
 from importlib.metadata import version
@@ -37,6 +38,12 @@ def hilbert(tmp_path, monkeypatch):
         return result.output
 
     return call
+
+
+def test_the_module_is_the_command_where_nothing_is_installed():
+    command = [sys.executable, "-m", "hilbert_lib.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: hilbert [OPTIONS] COMMAND")
 
 
 def test_a_run_ends_with_the_path_of_its_index_and_a_second_one_reuses_it(hilbert):

@@ -259,6 +259,7 @@ GPU = {"pattern": DilatedPattern((256, 512), (1, 2)), "heads": 2, "head_dim": 64
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_replays_are_timed_and_give_the_calls_bits():
     records = run_sides(graph_gains([256], device=torch.device("cuda"), **GPU), device="cuda", repetitions=5)
     table = pair_table(records, "graphs")

@@ -151,7 +151,7 @@ def _parsed(held: dict, machine: dict) -> Rule:
     for least, most in (rule.head_dims, rule.lengths, rule.heads):
         if not isinstance(least, int) or not isinstance(most, int):
             raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")
-    for name in ("is_causal", "gradient", "uneven"):
+    for name in ("is_causal", "gradient"):
         if getattr(rule, name) not in (None, True, False):
             raise TypeError(f"{name} must be true, false or null, got {getattr(rule, name)!r}")
     if not isinstance(rule.record, str):

@@ -18,7 +18,6 @@ class Rule(NamedTuple):
         is_causal: of the call, or None for both.
         gradient: whether its backward will run, or None for both.
         pattern: segment_lengths, dilation_rates, offsets and mixing, or None for all.
-        uneven: whether some rate does not divide its segment length, or None for both.
     """
 
     order: tuple[str, ...]
@@ -29,7 +28,6 @@ class Rule(NamedTuple):
     is_causal: bool | None = None
     gradient: bool | None = None
     pattern: tuple | None = None
-    uneven: bool | None = None
 
     @property
     def asks_for_length(self) -> bool:
@@ -44,33 +42,23 @@ class Rule(NamedTuple):
                 return False
         if self.is_causal not in (None, is_causal) or self.gradient not in (None, gradient):
             return False
-        if self.uneven is not None and self.uneven != _is_uneven(*pattern[:2]):
-            return False
         return self.pattern in (None, pattern)
 
 
-def _is_uneven(segment_lengths: tuple[int, ...], rates: tuple[int, ...]) -> bool:
-    return any(w % r for w, r in zip(segment_lengths, rates, strict=True))
-
-
-# On Hopper one pass over all branches is the fastest, or at most 5 % behind, but in long sequences at head_dim 64:
-# where rates do not divide their segments, FlashAttention-4's calls of each branch with one merge are ahead by 5 %,
-# and in causal calls of 1,048,576 tokens by 6 % with a backward, cuDNN's as much without. Smaller gains are left to
-# the pass, which waits for the host the least and needs no room for partial results.
+# On Hopper one pass over all branches is the fastest in all forwards, and in all calls with a backward but those of
+# long sequences at head_dim 64: there FlashAttention-4's calls of each branch with one merge are ahead by 4 to 6 %.
+# At head_dim 128 they are level.
 # FlashAttention-3 and -2 are not in the records: each stands before what is older than it, and xFormers, which takes as
 # long as torch's flash, behind both.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
-_CUDNN_FIRST = ("cudnn", "triton", *_HOPPER[2:])
 _FLASH_FIRST = ("flash_attn_4", *(name for name in _HOPPER if name != "flash_attn_4"))
-LONG, LONGEST = (2**18, None), (2**20, None)  # lengths from which on it was seen
+LONG = (2**18, None)  # lengths from which on it was seen
 _AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
 _BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _OLDER = ("sdpa", "xformers", "eager")
 HALF_RULES = {
     "Hopper": (
-        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, uneven=True),
-        Rule(_FLASH_FIRST, HOPPER_RECORD, (64, 64), LONGEST, is_causal=True, gradient=True),
-        Rule(_CUDNN_FIRST, HOPPER_RECORD, (64, 64), LONGEST, is_causal=True, gradient=False),
+        Rule(_FLASH_FIRST, CHOICE_RECORD, (64, 64), LONG, gradient=True),
         Rule(_HOPPER, HOPPER_RECORD),
     ),
     **dict.fromkeys(("Ampere", "Ada"), (Rule(_AMPERE, NOT_MEASURED),)),
