@@ -10,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import DilatedPattern
 
-QUERIES_AT_ONCE = 2048  # rows of a dense (queries, keys) matrix in float64
+QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 
 
 def sampled_positions(
@@ -61,12 +61,14 @@ def exact_out(q: Tensor, k: Tensor, v: Tensor, call: Call, *, head: int, queries
     Returns:
         (rows, head_dim) float64.
 
-    >>> x = torch.ones(1, 4, 1, 2)
-    >>> exact_out(x, x, x, Call(DilatedPattern((4,), (1,))), head=0, queries=torch.tensor([1])).tolist()
+    >>> x, one = torch.ones(1, 4, 1, 2), torch.tensor([1])
+    >>> exact_out(x, x, x, Call(DilatedPattern((4,), (1,))), head=0, queries=one).round(decimals=9).tolist()
     [[1.0, 1.0]]
     """
-    weights, seen = _weights(q, k, call, head, queries.to(q.device))
-    return weights @ v[0, seen, _kv_head(q, k, head)].double()
+    out = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)
+    for rows, keys, weights in _weights(q, k, call, head, queries.to(q.device)):
+        out[rows] += weights @ v[0, keys, _kv_head(q, k, head)].double()
+    return out
 
 
 def exact_gradients(
@@ -86,68 +88,75 @@ def exact_gradients(
     >>> x = torch.ones(1, 4, 1, 2)
     >>> one = torch.tensor([1])
     >>> call = Call(DilatedPattern((4,), (1,)))
-    >>> exact_gradients(x, x, x, x, call, kv_head=0, queries=one, keys=one)[2].tolist()
+    >>> exact_gradients(x, x, x, x, call, kv_head=0, queries=one, keys=one)[2].round(decimals=9).tolist()
     [[1.0, 1.0]]
     """
     group = q.shape[2] // k.shape[2]
-    queries, keys = queries.to(q.device), keys.to(q.device)
-    _, dscores, seen = _row_gradients(q, k, v, dout, call, kv_head * group, queries)
-    dq = dscores @ k[0, seen, kv_head].double() * call.scale
+    queries = queries.to(q.device)
+    dq = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)
+    for rows, seen, _, dscores in _row_gradients(q, k, v, dout, call, kv_head * group, queries):
+        dq[rows] += dscores @ k[0, seen, kv_head].double() * call.scale
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
-    for n, key in enumerate(keys):
-        attending = _attending(q, k, call, kv_head, key)
-        if not len(attending):
-            continue  # no query sees it: both gradients are 0
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            for rows in attending.split(QUERIES_AT_ONCE):
-                weights, dscores, seen = _row_gradients(q, k, v, dout, call, head, rows)
-                at = rows - call.first_query
-                dk[n] += dscores[:, key - seen.start] @ q[0, at, head].double() * call.scale
-                dv[n] += weights[:, key - seen.start] @ dout[0, at, head].double()
+    for n, key in enumerate(keys.tolist()):
+        for some in _attending(q, k, call, kv_head, key).split(QUERIES_AT_ONCE):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                for rows, seen, weights, dscores in _row_gradients(q, k, v, dout, call, head, some):
+                    here = seen == key
+                    at = some[rows] - call.first_query
+                    dk[n] += (dscores[:, here].T @ q[0, at, head].double()).sum(0) * call.scale
+                    dv[n] += (weights[:, here].T @ dout[0, at, head].double()).sum(0)
     return dq, dk, dv
 
 
 def _row_gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call, head: int, queries: Tensor
-) -> tuple[Tensor, Tensor, slice]:
-    # Softmax weights and gradients of the scores, (rows, keys), and which keys these are.
-    weights, seen = _weights(q, k, call, head, queries)
-    dout_rows = dout[0, queries - call.first_query, head].double()
-    dweights = dout_rows @ v[0, seen, _kv_head(q, k, head)].double().T
-    delta = (weights * dweights).sum(-1, keepdim=True)  # = rowsum(dout * out)
-    return weights, weights * (dweights - delta), seen
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    # What `_weights` gives, and the gradients of the scores.
+    delta = torch.zeros(len(queries), dtype=torch.float64, device=q.device)  # = rowsum(dout * out)
+    parts = []
+    for rows, keys, weights in _weights(q, k, call, head, queries):
+        dout_rows = dout[0, queries[rows] - call.first_query, head].double()
+        dweights = dout_rows @ v[0, keys, _kv_head(q, k, head)].double().T
+        delta[rows] += (weights * dweights).sum(-1)
+        parts.append((rows, keys, weights, dweights))
+    return [(rows, keys, weights, weights * (dweights - delta[rows, None])) for rows, keys, weights, dweights in parts]
 
 
-def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> tuple[Tensor, slice]:
+def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    # Segment by segment of each branch: which of the queries are in it, its keys, and the softmax weights of the pairs.
     g = _kv_head(q, k, head)
-    seen = _segments_around(call.pattern, queries, k.shape[1])
-    keys = torch.arange(seen.start, seen.stop, device=q.device)
-    count = sum(mask.double() for mask in _masks(call, g, k.shape[2], queries, keys))
-    scores = q[0, queries - call.first_query, head].double() @ k[0, seen, g].double().T * call.scale
-    # A key that c branches see counts c times: log(c) on its score. A row without keys is NaN before the mask.
-    return (scores + count.log()).softmax(-1).masked_fill(count == 0, 0.0), seen
+    parts = []
+    for i in call.pattern.head_branches(g, k.shape[2]):
+        w, r = call.pattern.branches[i]
+        offset = call.pattern.offset(i, g, k.shape[2])
+        inside = call.pattern.contains(i, queries, g, k.shape[2])
+        for segment in (queries[inside] // w).unique().tolist():
+            rows = (inside & (queries // w == segment)).nonzero()[:, 0]
+            end = min(segment * w + w, k.shape[1])
+            keys = torch.arange(segment * w + offset, end, r, device=q.device)
+            scores = q[0, queries[rows] - call.first_query, head].double() @ k[0, keys, g].double().T * call.scale
+            if call.is_causal:
+                scores.masked_fill_(keys > queries[rows, None], -torch.inf)
+            parts.append((rows, keys, scores))
+    # One softmax over all of them: a key that is seen through two branches counts twice.
+    lse = torch.full((len(queries),), -torch.inf, dtype=torch.float64, device=q.device)
+    for rows, _, scores in parts:
+        lse[rows] = torch.logaddexp(lse[rows], scores.logsumexp(-1))
+    return [(rows, keys, (scores - lse[rows, None]).exp()) for rows, keys, scores in parts]
 
 
-def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: Tensor) -> Tensor:
+def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: int) -> Tensor:
     # Positions of the queries that see a key.
-    near = _segments_around(call.pattern, key[None], k.shape[1])
-    low, high = max(near.start, call.first_query), min(near.stop, call.first_query + q.shape[1])
-    queries = torch.arange(low, high, device=q.device)
-    return queries[torch.cat(_masks(call, kv_head, k.shape[2], queries, key[None]), -1).any(-1)]
-
-
-def _masks(call: Call, kv_head: int, kv_heads: int, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    used = call.pattern.head_branches(kv_head, kv_heads)
-    heads = {"kv_head": kv_head, "kv_heads": kv_heads}
-    return [call.pattern.mask(i, queries, keys, is_causal=call.is_causal, **heads) for i in used]
-
-
-def _segments_around(pattern: DilatedPattern, positions: Tensor, length: int) -> slice:
-    # From the first to the last position of any segment that one of the positions is in.
-    first, last = int(positions[0]), int(positions[-1])
-    begin = min(first // w * w for w in pattern.segment_lengths)
-    end = max((last // w + 1) * w for w in pattern.segment_lengths)
-    return slice(begin, min(end, length))
+    found = [torch.empty(0, dtype=torch.int64, device=q.device)]
+    first, last = call.first_query, call.first_query + q.shape[1]
+    for i in call.pattern.head_branches(kv_head, k.shape[2]):
+        w, r = call.pattern.branches[i]
+        offset = call.pattern.offset(i, kv_head, k.shape[2])
+        start = key // w * w
+        if key % w % r == offset:
+            queries = torch.arange(key if call.is_causal else start + offset, min(start + w, last), r, device=q.device)
+            found.append(queries[queries >= first])
+    return torch.cat(found).unique()
 
 
 def _kv_head(q: Tensor, k: Tensor, head: int) -> int:
