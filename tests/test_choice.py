@@ -70,8 +70,7 @@ def first_that_is_there(times, branches, length, heads, head_dim, is_causal, gra
 
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_little(monkeypatch):
     monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
-    records = committed_records("06_ended_early")  # the notebook's last finished run is of kernels that are replaced
-    sides = [record[side] for record in of_sweep(records, "backends") for side in "ab"]
+    sides = [record[side] for record in of_sweep(committed_records(), "backends") for side in "ab"]
     calls = pd.DataFrame([{"name": side["name"], "ms": side["call_ms"], **side["parameters"]} for side in sides])
     calls = calls[calls.name.isin(BACKENDS) & (calls.pattern != "groups")]
     for work, group in calls.groupby(["branches", "length", "heads", "head_dim", "is_causal"]):
@@ -83,7 +82,7 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_
 @pytest.mark.parametrize("absent", [(), ("flash_attn_4",), ("flash_attn_4", "cudnn")], ids=str)
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_little(monkeypatch, absent):
     monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
-    records = committed_records("05_ended_early")  # as above
+    records = committed_records("05_backend_selection")
     calls, alone = choice_table(records), choice_table(records, on_device=True)
     # The device takes longer than the host in all calls of 262,144 tokens; what the record says of the host there
     # holds waits for room in the queue of launches.
