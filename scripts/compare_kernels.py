@@ -1,10 +1,13 @@
 """Other versions of the warp-specialised kernels beside the library's: the same work in turn, on a Hopper GPU.
 
 A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder, whose
-hopper.py, hopper_backward.py or division.py takes the place of the library's file of that name.
+hopper_steps.py, hopper.py, hopper_backward.py or division.py takes the place of the library's file of that name (of
+hopper_steps.py for its own hopper.py). Where its configurations are others, hopper.py has a HOPPER_FORWARD and
+hopper_backward.py a HOPPER_BACKWARD as the library's launch.py.
 """
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -20,12 +23,14 @@ import torch
 
 import hilbert_lib.attention.triton as package
 from hilbert_lib import DilatedPattern, get_gpu_info
-from hilbert_lib.attention.triton import division, hopper, hopper_backward, launch
+from hilbert_lib.attention.triton import division, hopper, hopper_backward, hopper_steps, launch
 from hilbert_lib.cli_options import Numbers, usage_errors
 from hilbert_lib.kernel_benchmarks import backends
 from hilbert_lib.paired import Side, run_sides
 
-OURS = {"hopper": hopper, "hopper_backward": hopper_backward, "division": division}
+# In this order, since hopper.py imports hopper_steps.py.
+OURS = {"hopper_steps": hopper_steps, "hopper": hopper, "hopper_backward": hopper_backward, "division": division}
+CONFIGURATIONS = {"HOPPER_FORWARD": "hopper", "HOPPER_BACKWARD": "hopper_backward"}
 
 
 def files(folder: Path) -> list[Path]:
@@ -37,10 +42,14 @@ def files(folder: Path) -> list[Path]:
 def kernels(folder: Path) -> dict[str, ModuleType]:
     """The modules of a version, by the names of those whose place they take."""
     found = {}
-    for path in files(folder):
-        spec = importlib.util.spec_from_file_location(f"{path.stem} of {folder}", path)
-        found[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[path.stem])
+    try:
+        for path in files(folder):
+            spec = importlib.util.spec_from_file_location(f"{path.stem} of {folder}", path)
+            found[path.stem] = importlib.util.module_from_spec(spec)
+            sys.modules[f"{package.__name__}.{path.stem}"] = found[path.stem]  # those after it import it
+            spec.loader.exec_module(found[path.stem])
+    finally:
+        sys.modules.update({f"{package.__name__}.{name}": module for name, module in OURS.items()})
     return found
 
 
@@ -48,13 +57,15 @@ def kernels(folder: Path) -> dict[str, ModuleType]:
 def in_place(folder: Path) -> Iterator[None]:
     """The kernels of a version in place of the library's."""
     theirs = OURS | kernels(folder)
+    ours = {name: vars(launch)[name] for name in CONFIGURATIONS}
     vars(package).update(theirs)
     launch.division = theirs["division"]  # bound when launch was imported; the kernels are looked up at each call
+    vars(launch).update({name: getattr(theirs[of], name, ours[name]) for name, of in CONFIGURATIONS.items()})
     try:
         yield
     finally:
         vars(package).update(OURS)
-        launch.division = division
+        vars(launch).update(ours, division=division)
 
 
 def pairs(folders: Sequence[Path], dilation_rates: Sequence[int], **shape) -> Iterator[tuple[Side, Side]]:

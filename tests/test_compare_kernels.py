@@ -37,6 +37,21 @@ def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, ver
     assert (script.package.hopper, script.package.hopper_backward) == ours
 
 
+def test_a_version_may_have_steps_and_configurations_of_its_own(script, tmp_path):
+    ours, launch = script.OURS["hopper_steps"], script.package.launch
+    (tmp_path / "hopper_steps.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "hopper.py").write_text(
+        "from hilbert_lib.attention.triton.hopper_steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
+    )
+    forward, backward = launch.HOPPER_FORWARD, launch.HOPPER_BACKWARD
+    with script.in_place(tmp_path):
+        assert script.package.hopper.mark == "of the version"
+        assert launch.HOPPER_FORWARD == {64: "another"}
+        assert launch.HOPPER_BACKWARD is backward
+    assert launch.HOPPER_FORWARD is forward
+    assert sys.modules["hilbert_lib.attention.triton.hopper_steps"] is ours
+
+
 def test_a_version_may_divide_branches_otherwise(script, tmp_path):
     ours = script.package.launch.division
     (tmp_path / "division.py").write_text("mark = 'of the version'\n")
@@ -71,7 +86,7 @@ def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version,
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     for folder, told in (
         (version, "compute capability 9.0"),
-        (tmp_path, "must hold one of hopper.py, hopper_backward.py, division.py"),
+        (tmp_path, "must hold one of hopper_steps.py, hopper.py, hopper_backward.py, division.py"),
     ):
         done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, env=env)
         assert done.returncode != 0

@@ -115,14 +115,16 @@ def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, b
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_part_of_the_queries_has_the_rows_of_all(served, is_causal, divided):
-    q, k, v, dout = drawn(4096, 4, 2, 128, torch.bfloat16)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("part", [slice(700, 3100), slice(1000, 1130)])  # the second in one half of some tiles
+def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_causal, divided):
+    q, k, v, dout = drawn(4096, 4, 2, head_dim, torch.bfloat16)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
     every = served((q, k, v, dout), pattern, is_causal=is_causal, divided=divided)[0]
-    part = slice(700, 3100)
     with torch.no_grad():
-        some = dilated_attention(q[:, part], k, v, pattern, is_causal=is_causal, query_start=700, backend="triton")
-    assert (some - every[:, part]).norm() < 4e-3 * every.norm()
+        options = {"is_causal": is_causal, "query_start": part.start, "backend": "triton"}
+        some = dilated_attention(q[:, part], k, v, pattern, **options)
+    assert (some - every[:, part]).norm() < 4e-3 * every[:, part].norm()
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -201,10 +203,10 @@ def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, he
 
 @pytest.mark.parametrize("bits", [0.01, 0.05, 0.5, -0.05])  # of a weight, from each key to the next
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head_dim, is_causal, bits):
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)])
+def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head_dim, dtype, is_causal, bits):
     # A row's maximum is left where it is until it has grown by some bits: weights before and after must fit each other.
-    tensors = drawn(2048, 2, 2, head_dim, torch.bfloat16)
+    tensors = drawn(2048, 2, 2, head_dim, dtype)
     q, k, v, dout = (x * 0 if number < 2 else x for number, x in enumerate(tensors))
     q[..., 0] = 1
     k[..., 0] = (torch.arange(2048, device=DEVICE) * bits * 0.6931)[:, None]
@@ -215,4 +217,4 @@ def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head
     out = served((q, k, v, dout), pattern, **options)[0]
     assert (out - expected).norm() < 4e-3 * expected.norm()
     found = dilated_attention(q, k, v, pattern, backend="triton", return_lse=True, **options)[1]
-    assert (found - lse).abs().max() < 1e-4 * lse.abs().max()
+    assert (found - lse).abs().max() < 1e-3

@@ -15,6 +15,7 @@ from hilbert_lib.attention.triton.hopper_steps import (
     as_operand,
     first_scores,
     halves,
+    in_halves,
     k_free,
     keys_at_once,
     masked,
@@ -61,8 +62,9 @@ def forward_kernel(
     READ_PARTIAL the results are merged with those of other branches, which are in out and lse.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    # Of two programs on a multiprocessor, and of one; the first group has what the others leave.
-    REGISTERS: gl.constexpr = 104 if BLOCK_D == 64 else 240
+    # Of the second group, where a multiprocessor runs two programs, and one. The first has what it and the copying
+    # warps leave: 112 of three times 80 (maxnreg of its configuration), since 24 are the fewest that those can have.
+    REGISTERS: gl.constexpr = 104 if in_halves(BLOCK_D) else 240
     q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
@@ -142,7 +144,7 @@ def _attend(
     if size > NUMBER * GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)
-        if MASKED | (BLOCK_D == 64):
+        if MASKED | in_halves(BLOCK_D):
             _attend_by_branch(
                 NUMBER, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
                 stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
@@ -175,7 +177,7 @@ def _attend_whole(
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off: only how many blocks there are counts."""
-    SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
+    SCORES: gl.constexpr = product_layout(BLOCK_N)
     ROWS: gl.constexpr = row_layout(BLOCK_D)
     # A thread finds one position and hands it on: for every row that it loads, divisions would outlast the loads.
     number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -228,8 +230,8 @@ def _attend_by_branch(
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
-    It finds positions as they are needed: begun as `_attend_whole` is, it took 6 % longer, by what the compiler made of
-    its steps. Any edit may change that: compare_kernels.py measures it.
+    It finds positions as they are needed: begun as `_attend_whole` is, it took 6 % longer at head_dim 128, by what the
+    compiler made of its steps. Any edit may change that: compare_kernels.py measures it.
     """
     SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = row_layout(BLOCK_D)
@@ -246,7 +248,7 @@ def _attend_by_branch(
     last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
     own_lowest = gl.maximum(lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride))
     own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
-    if BLOCK_D == 64:
+    if in_halves(BLOCK_D):
         acc, total, m = _walk_in_halves(
             q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
             highest, own_lowest, own_highest, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
@@ -338,7 +340,7 @@ def _walk_in_halves(
     highest, own_lowest, own_highest, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The same by `halves`."""
+    """What `_walk` computes, by `halves`."""
     acc, total, m = nothing(BLOCK_D, BLOCK_N)
     block = 0
     for i in range(N_BRANCHES):

@@ -19,8 +19,9 @@ from hilbert_lib.attention.triton.hopper_tiles import (
     shared_layout,
 )
 
-# Bits by which scores may pass the maximum that they are taken off. Half precision holds weights of 2^8 as exactly as
-# those below 1; what came before is scaled only where a row grows by more, which after a few blocks hardly any does.
+# Bits by which scores may pass the maximum that they are taken off: what came before is scaled only where a row grows
+# by more, which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those
+# below 1; but the largest of a row, once exactly 1, is rounded too.
 SLACK = gl.constexpr(8.0)
 
 
@@ -37,9 +38,15 @@ def v_free(block, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
+def in_halves(columns):
+    """Whether blocks of keys are taken by `halves`; otherwise by `step`."""
+    return columns == 64
+
+
+@gluon.constexpr_function
 def keys_at_once(columns, block_n):
     """Keys of a block whose scores a group holds at a time."""
-    return block_n // 2 if columns == 64 else block_n
+    return block_n // 2 if in_halves(columns) else block_n
 
 
 @gluon.jit
@@ -66,7 +73,10 @@ def halves(
     acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, left,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys, of which the group sees the first `left`, half after half."""
+    """A block of keys, of which the group sees the first `left`, half after half.
+
+    With MASKED a row sees the first `seen` of them; without, that is not looked at.
+    """
     HALF: gl.constexpr = BLOCK_N // 2
     acc, total, m = _half(
         0, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
@@ -87,6 +97,7 @@ def _half(
     NUMBER: gl.constexpr, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
+    """Scores, softmax and product with v of half a block, each waited for."""
     HALF: gl.constexpr = BLOCK_N // 2
     stage = block % STAGES
     if NUMBER == 0:
@@ -199,11 +210,11 @@ def masked(scores, seen):
 def softmax(scores, m, total, scale, LAZY: gl.constexpr):
     """Weights, decay of what came before, the new maximum (scaled, to base 2) and the partial sums.
 
-    LAZY leaves the maximum of a row that grows by less than SLACK as it is, so that what came before stays too.
+    LAZY leaves the maximum of a row that grows by no more than SLACK as it is, so that what came before stays too.
     """
     largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
     if LAZY:
-        largest = gl.where(largest > m + SLACK, largest, m)
+        largest = gl.where(largest - m > SLACK, largest, m)  # m + SLACK would round where m is large
     finite = gl.where(largest == float("-inf"), 0.0, largest)
     weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
     # Both are rounded already: exactly 1 where they are equal. Rounding here would add up, once a block of keys.
@@ -241,19 +252,18 @@ def _scaled_if_any(acc, decay):
 
 @gluon.constexpr_function
 def _constraints(n):
-    return ",".join(["=f"] * n + ["f"] * (2 * n))
+    # Results take the registers of acc, since they are written before the last factor is read.
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
 @gluon.constexpr_function
 def _scaled_if_any_asm(n):
-    # Results are $0 to $n-1, then acc, then factors.
-    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
+    # Results and acc are $0 to $n-1; acc's own numbers follow, and then the factors.
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return f"""{{
         .reg .pred one, other;
         setp.neu.f32 one, ${2 * n}, 0f3F800000; setp.neu.f32 other, ${2 * n + 2}, 0f3F800000;
         or.pred one, one, other; vote.sync.any.pred one, one, 0xffffffff;
-        {copies}
         @!one bra same;
         {products}
         same:
