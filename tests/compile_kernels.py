@@ -167,27 +167,19 @@ def waits(architecture: int) -> dict[str, str]:
 
 
 def resident(architecture: int) -> dict[str, dict[str, int]]:
-    """How many programs of the forward a multiprocessor of an H100 holds, and whether products wait for each other."""
+    """How many programs of the narrow forward a multiprocessor of an H100 holds, and whether its products wait."""
     found = {}
-    for columns in (64, 128):
-        for causal in (False, True):
-            kernel = compiled(*forward_on_hopper(columns, causal), architecture, GluonASTSource)
-            ptx = kernel.asm["ptx"]
-            registers, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
-            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-                file.write(ptx)
-                file.flush()
-                command = [
-                    triton.knobs.nvidia.ptxas.path,
-                    "-v",
-                    f"-arch=sm_{architecture}a",
-                    file.name,
-                    "-o",
-                    "/dev/null",
-                ]
-                told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-            programs = min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024))
-            found[f"{columns} {causal}"] = {"programs": programs, "serialized": told.count("are serialized")}
+    for causal in (False, True):
+        kernel = compiled(*forward_on_hopper(64, causal), architecture, GluonASTSource)
+        ptx = kernel.asm["ptx"]
+        registers, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(ptx)
+            file.flush()
+            ptxas = f"{triton.knobs.nvidia.ptxas.path} -v -arch=sm_{architecture}a {file.name} -o /dev/null"
+            told = subprocess.run(ptxas.split(), check=True, capture_output=True, text=True).stderr
+        programs = min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024))
+        found[f"causal {causal}"] = {"programs": programs, "serialized": told.count("are serialized")}
     return found
 
 
@@ -204,11 +196,9 @@ INSTRUCTIONS = re.compile(
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
     architecture, *groups = sys.argv[1:]
-    ptx = {group: GROUPS[group](int(architecture)) for group in groups}
+    made = {group: GROUPS[group](int(architecture)) for group in groups}
     found = {
-        group: {
-            name: Counter(INSTRUCTIONS.findall(text)) if isinstance(text, str) else text for name, text in texts.items()
-        }
-        for group, texts in ptx.items()
+        group: {name: Counter(INSTRUCTIONS.findall(x)) if isinstance(x, str) else x for name, x in kernels.items()}
+        for group, kernels in made.items()
     }
     print(json.dumps(found))

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
 SMALL = ("decode", "curves", "rows")
-HOPPER = ("attention", "some of hopper", *SMALL)  # one process compiles them, for 90
+HOPPER = ("attention", "some of hopper", "resident", *SMALL)  # one process compiles them, for 90
 # The small kernels compile for Hopper in every run, and for all in the full one: they take as long as the large ones.
 SMALL_ON = [pytest.param(each, marks=[] if each == 90 else pytest.mark.full) for each in ARCHITECTURES]
 
@@ -69,15 +69,10 @@ def test_the_wait_for_the_product_with_v_stays_behind_the_exponentials_where_it_
     assert all(instructions.get("MUFU.EX2", 0) >= 64 for instructions in loops.values())  # one for each of 64 scores
 
 
-@pytest.mark.full
 def test_two_programs_of_narrow_rows_fit_a_multiprocessor_and_no_product_waits_for_another():
-    """ptxas puts waits between products where registers are short: 6 % of the time at head_dim 64."""
-    found = compiled("resident", 90)
-    assert {name: each["programs"] for name, each in found.items()} == {
-        **{"64 False": 2, "64 True": 2},
-        **{"128 False": 1, "128 True": 1},
-    }
-    assert not any(each["serialized"] for each in found.values())
+    """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
+    wanted = {"programs": 2, "serialized": 0}
+    assert compiled("resident", 90) == {"causal False": wanted, "causal True": wanted}
 
 
 @pytest.mark.parametrize("architecture", SMALL_ON)

@@ -126,7 +126,7 @@ def step(
 
     WHOLE says that no block of the tile is cut off. It holds the wait for that product behind the softmax, 8 % less
     time than without (the compiler then puts it before or behind), and scales what came before only where a row needs
-    it, 3 % less; where blocks are cut off both take more time (reports/HISTORY.md).
+    it, 2 to 3 % less; where blocks are cut off both take more time (reports/HISTORY.md).
     """
     score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
     value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
