@@ -307,10 +307,13 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, choices, ans
     assert short_answer(records, grids, choices).premise.all()
     assert short_answer(other, grids, choices).premise.tolist() == [False, True, True]
     package = "flash_attn_4"
-    without = [line for line in choices if package not in {line.get(side, line)["name"] for side in "ab"}]
+    held = records, choices
+    without = [
+        [line for line in each if package not in {line.get(side, line).get("name") for side in "ab"}] for each in held
+    ]
     both = "05_backend_selection, 06_kernel_benchmarks"
-    for lines, notebooks in ((choices, both), (without, "06_kernel_benchmarks")):
-        assert short_answer(records, grids, lines).rests_on.iloc[2] == notebooks
+    for (timed, chosen), notebooks in ((held, both), (without, "06_kernel_benchmarks")):
+        assert short_answer(timed, grids, chosen).rests_on.iloc[2] == notebooks
 
 
 def test_what_other_packages_are_ahead_in_is_told_with_its_work():
@@ -322,9 +325,13 @@ def test_what_other_packages_are_ahead_in_is_told_with_its_work():
         comparison("flash_attn_4", "triton", 1.5, length=32, **work, **paper),
         comparison("cudnn", "triton", 0.5, length=32, **work, **paper),  # of torch itself
     ]
-    behind = kernels.behind_packages(choices)
+    behind = kernels.behind_packages(choices, [])
     assert behind.other.unique().tolist() == ["flash_attn_4"]
     assert behind[["length", "ratio"]].to_numpy().tolist() == [[16, 1.5], [8, 1.25]]
+    kernel = work | {"sweep": "backends"} | paper
+    records = [comparison(name, "triton", 0.5, length=64, **kernel) for name in ("flash_attn_4", "torchscale")]
+    behind = kernels.behind_packages(choices, records)
+    assert behind[["length", "ratio"]].to_numpy().tolist() == [[64, 2.0], [16, 1.5], [8, 1.25]]
 
 
 def test_orders_are_held_against_storage_in_sequence_order_without_a_table():

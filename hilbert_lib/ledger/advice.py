@@ -106,7 +106,7 @@ def _what_makes_it_fast(records: Records, choices: Records) -> tuple:
     speeds = speeds[speeds.head_dim == speeds.head_dim.max()].set_index("direction")
     over, gpu = speeds.times_as_fast, records[-1]["environment"]["gpus"][0]["name"]
     head_dim, length = speeds.head_dim.iloc[0], speeds.length.iloc[0]
-    elsewhere = "".join(f"; elsewhere {behind}" for behind in _behind(choices))
+    elsewhere = "".join(f"; elsewhere {behind}" for behind in _behind(choices, records))
     text = (
         f"What makes dilated attention fast is to do less, {_saved(long):.0f} times fewer FLOP than dense attention at "
         f"{long:,} tokens, in one kernel for all branches: {speeds.tflop_per_s.forward:.0f} TFLOP/s forward and "
@@ -189,9 +189,9 @@ def _order_of_a_grid(grids: Records) -> tuple:
     return "which order", text, (best.low > FASTER).mean() > 0.5, GRIDS
 
 
-def _behind(choices: Records) -> list[str]:
+def _behind(choices: Records, records: Records) -> list[str]:
     # Where each package that is ahead of the fused kernel somewhere is so the most.
-    most = behind_packages(choices).drop_duplicates("other")
+    most = behind_packages(choices, records).drop_duplicates("other")
     return [
         f"{each.other} is ahead, by up to {each.ratio:.2f} times on the device ({_work_of(each)})"
         for each in most.itertuples()
@@ -217,7 +217,7 @@ def _backend(records: Records, choices: Records) -> tuple:
     text += f"{len(ahead)} of {len(closest)} works"
     if len(behind):
         text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"
-    packages = [f"Elsewhere {each}." for each in _behind(choices)]
+    packages = [f"Elsewhere {each}." for each in _behind(choices, [])]  # what 06 has is told above
     return "which backend", " ".join([f"{text}.", *packages]), len(ahead) > len(closest) / 2, f"{CHOICE}, {KERNELS}"
 
 

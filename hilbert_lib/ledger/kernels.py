@@ -149,20 +149,23 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
     return fused[["length", "heads", "branches", *case, "tflop_per_s", "error", *others.columns]].reset_index(drop=True)
 
 
-def behind_packages(choices: Records) -> pd.DataFrame:
+def behind_packages(choices: Records, records: Records) -> pd.DataFrame:
     """Works in which a backend of another package is faster than the fused kernel, by the device's time.
 
     Args:
         choices: of notebook 05.
+        records: of notebook 06; none leaves them out.
 
     Returns:
         other (its name), pattern, branches, length, head_dim, is_causal, direction and ratio (the fused kernel's time
         over its own), the largest ratio first; empty where there is none.
     """
-    pairs = ratio_table(choices, "selection")
+    held = ((choices, "selection"), (records, "backends"))
+    pairs = pd.concat([ratio_table(each, sweep) for each, sweep in held if each])
     first, second = pairs[pairs.b == "triton"], pairs[pairs.a == "triton"]
     both = pd.concat([first.assign(other=first.a, ratio=1 / first.ratio), second.assign(other=second.b)])
-    both = both[both.other.map(lambda name: bool(backends.BACKENDS[name].package)) & (both.ratio > 1)]
+    packages = [name for name, backend in backends.BACKENDS.items() if backend.package]
+    both = both[both.other.isin(packages) & (both.ratio > 1)]
     work = ["pattern", "branches", "length", "head_dim", "is_causal", "direction"]
     return both.sort_values("ratio", ascending=False)[["other", *work, "ratio"]].reset_index(drop=True)
 
