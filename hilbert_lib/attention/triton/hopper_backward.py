@@ -1,9 +1,10 @@
 """The backward for Hopper, warp-specialised: dk, dv and dq in one kernel of five products.
 
-A program holds 128 keys, two groups of warps 64 each, and walks over the queries that see them. The scores are
-computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their gradient goes
-through shared memory, where both groups' halves meet for the product with k. The copy engine adds that to dq in
-global memory, in an order that differs from run to run.
+A program holds 128 keys, two groups of warps 64 each, and walks over the queries that see them, 64 at a time. The
+scores are computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their
+gradient goes through shared memory, where both groups' halves meet for the product with k. That product comes one block
+late, so that neither group waits for the other; the copy engine adds it to dq in global memory, in an order that
+differs from run to run.
 """
 
 from triton._C.libtriton import ir
@@ -32,9 +33,18 @@ from hilbert_lib.attention.triton.hopper_tiles import (
     shared_layout,
 )
 
-# The hardware's barriers, by number: both groups have stored a block's gradients of scores; their parts of its dq.
-SCORES_THERE = gl.constexpr(FIRST_BARRIER)
-DQ_THERE = gl.constexpr(FIRST_BARRIER + 1)
+# The hardware's barriers, by number: both groups have stored their parts of a block's dq; one of them, its gradients of
+# scores (four numbers, `_scores_of`).
+DQ_THERE = gl.constexpr(FIRST_BARRIER)
+SCORES_THERE = gl.constexpr(FIRST_BARRIER + 1)
+# For gradients of scores: while a group stores a block's, the other may still multiply those of two blocks before.
+SCORE_BUFFERS = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def keys_in_registers(columns):
+    """Whether a group keeps its rows of k and v in registers, so that products read less of shared memory."""
+    return columns == 64
 
 
 @gluon.constexpr_function
@@ -72,13 +82,14 @@ def backward_kernel(
     whether any tile has fewer than 128 keys. With READ_PARTIAL dk and dv are added to what is there. Past a segment's
     end stand rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
     """
+    gl.static_assert(BLOCK_M == GROUP_ROWS)
     dtype: gl.constexpr = k.dtype.element_ty
     k_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
     v_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], q0.layout)
     d_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, 1, BLOCK_D], d0.layout)
     if WITH_DQ:
-        s_tiles = gl.allocate_shared_memory(dtype, [2, 2 * GROUP_ROWS, BLOCK_M], shared_layout())
+        s_tiles = gl.allocate_shared_memory(dtype, [SCORE_BUFFERS, 2 * GROUP_ROWS, BLOCK_M], shared_layout())
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, GROUP_ROWS, 1, 1, dq0.block_shape[4]], dq0.layout)
     else:  # these stand in for them
         s_tiles, dq_tiles = k_tile, v_tile
@@ -120,21 +131,19 @@ def backward_kernel(
 
 
 @gluon.jit
-def _range(start, w, r, o, lowest, highest, keys, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """Which queries of a segment see any of the keys from `lowest` to `highest`.
-
-    Returns:
-        begin, n: number of the first, and past the last. free: number from which on, in steps of BLOCK_M from begin,
-        they see all of these keys.
-    """
+def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
+    """Which queries of a segment see any of the keys from `lowest` on: number of the first, and past the last."""
     n = segment_rows(start, w, r, o, keys)
     begin = 0
-    free = 0
     if CAUSAL:
-        begin = gl.maximum(0, lowest - start - o + r - 1) // r
-        free = gl.maximum(begin, (highest - start - o + r - 1) // r)
-        free = gl.minimum(n, begin + (free - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    return begin, free, n
+        begin = _first_query(lowest, start + o, r)
+    return begin, n
+
+
+@gluon.jit
+def _first_query(position, key, r):
+    """The number of the first query that sees a position, of those at key, key + r, ..."""
+    return gl.maximum(0, position - key + r - 1) // r
 
 
 @gluon.jit
@@ -144,14 +153,14 @@ def _copy(
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of q and dout, with lse (to base 2) and delta, into the ring of stages, in the order of their use."""
-    b, g, _, _, _, _, size, _, first, lowest, highest = tile_of(
+    b, g, _, _, _, _, size, _, first, lowest, _ = tile_of(
         gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
     )
     block = 0
     for i in gl.static_range(N_BRANCHES):
         inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
         if (size > 0) & inside:
-            begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
+            begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
             row, residue = segment_coordinates(start + o, r, n, keys)
             for member in range(group):
                 h = g * group + member
@@ -184,24 +193,29 @@ def _add(
     stride, chunks, phases, count, BLOCK_M: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
     WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """Adds what the groups computed for a block of queries to dq. Rows past a segment's end are zero there."""
+    """Adds what the groups computed for a block of queries to dq. Rows past a segment's end are zero there.
+
+    The groups hand it over a block late: what they bring first is of no block.
+    """
     if WITH_DQ:
-        b, g, _, _, _, _, size, _, first, lowest, highest = tile_of(
+        b, g, _, _, _, _, size, _, first, lowest, _ = tile_of(
             gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
         )
+        is_first = True
         for i in gl.static_range(N_BRANCHES):
             inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
             if (size > 0) & inside:
-                begin, _free, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
+                begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
                 row, residue = segment_coordinates(start + o, r, n, keys)
                 for member in range(group):
                     for j in range(begin, n, BLOCK_M):
+                        if is_first:
+                            meet(DQ_THERE)
+                            mbarrier.arrive(dq_free)
+                            is_first = False
                         meet(DQ_THERE)
                         for half in gl.static_range(2):
-                            if BLOCK_M == GROUP_ROWS:
-                                coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
-                            else:
-                                coordinates = [b, row + j + half * GROUP_ROWS, residue, g * group + member, 0]
+                            coordinates = [b, row + j, residue, g * group + member, half * dq_tiles.shape[5]]
                             add_shared_to_global(dq_descriptors[i], coordinates, dq_tiles.index(half))
                         tma.store_wait(0)
                         mbarrier.arrive(dq_free)
@@ -221,17 +235,10 @@ def _differentiate(
     SCORES: gl.constexpr = product_layout(BLOCK_M)
     GRADIENTS: gl.constexpr = product_layout(BLOCK_D)
     ROWS: gl.constexpr = row_layout(BLOCK_D)
-    b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
+    b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, _ = tile_of(
         gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
     )
     if size > 0:
-        if CUT:
-            is_empty = size <= NUMBER * GROUP_ROWS
-            if WITH_DQ:  # noqa: SIM102 - known when it compiles, the other one not
-                if is_empty:
-                    for half in gl.static_range(2):
-                        nothing = gl.zeros([GROUP_ROWS, BLOCK_M], dtype, SCORES)
-                        s_tiles.index(half).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(nothing)
         rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
         position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
@@ -243,17 +250,24 @@ def _differentiate(
         v_rows = v_tile.slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0)
         k_rows.store(gl.load(k_ptrs, mask=here, other=0.0))
         v_rows.store(gl.load(v_ptrs, mask=here, other=0.0))
+        if WITH_DQ:
+            _store_scores(NUMBER, s_tiles, gl.zeros([GROUP_ROWS, BLOCK_M], dtype, SCORES), -1)
         fence_async_shared()
         # The product for dq takes the keys of both groups.
         mbarrier.arrive(k_full)
         mbarrier.wait(k_full, 0)
+        if keys_in_registers(BLOCK_D):
+            k_rows = k_rows.load(gl.DotOperandLayout(0, SCORES, 2))
+            v_rows = v_rows.load(gl.DotOperandLayout(0, SCORES, 2))
         key_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
         key_position = tile_positions(chunk_start, members, n_classes, u + key_rows, stride)
 
         is_there = (key_rows < size) & (key_position < chunk_end)
-        is_full = (size == 2 * GROUP_ROWS) & (
-            tile_positions(chunk_start, members, n_classes, u + 2 * GROUP_ROWS - 1, stride) < chunk_end
-        )
+        # Fewer queries see a group than its tile where causal, and more of them see all of it.
+        own_lowest = tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride)
+        own_highest = tile_positions(chunk_start, members, n_classes, u + (NUMBER + 1) * GROUP_ROWS - 1, stride)
+        is_empty = size <= NUMBER * GROUP_ROWS
+        is_full = (size >= (NUMBER + 1) * GROUP_ROWS) & (own_highest < chunk_end)
 
         dk_acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
         dv_acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, GRADIENTS)
@@ -261,41 +275,51 @@ def _differentiate(
         for i in range(N_BRANCHES):
             inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
             if inside:
-                begin, unmasked, n = _range(start, w, r, o, lowest, highest, keys, BLOCK_M, CAUSAL)
+                begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
                 key = start + o
+                # Blocks of queries that see no key of the group come first, then those that need a mask, then the rest.
+                first_masked = 0
+                first_free = 0
+                if CAUSAL:
+                    first_masked = (_first_query(own_lowest, key, r) - begin) // BLOCK_M
+                    first_free = gl.cdiv(_first_query(own_highest, key, r) - begin, BLOCK_M)
                 if CUT:
-                    unmasked = gl.where(is_full, unmasked, n)
-                members_left = group
-                if CUT:
-                    if is_empty:
-                        for _j in range(group * gl.cdiv(n - begin, BLOCK_M)):
+                    blocks = gl.cdiv(n - begin, BLOCK_M)
+                    first_masked = gl.where(is_empty, blocks, gl.minimum(first_masked, blocks))
+                    first_free = gl.where(is_full, first_free, blocks)
+                free_from = gl.minimum(n, begin + first_free * BLOCK_M)
+                for _member in range(group):
+                    if CAUSAL or CUT:
+                        for _j in range(first_masked):
                             _empty_step(
                                 NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
                                 BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
                             )  # fmt: skip
                             block += 1
-                    members_left = gl.where(is_empty, 0, group)
-                for _member in range(members_left):
-                    if CAUSAL or CUT:
                         # The number of the first query that sees each key; for a key that is not there, none.
                         sees = gl.zeros_like(key_position)
                         if CAUSAL:
                             sees = (key_position - key + r - 1) // r
                         sees = gl.where(is_there, sees, n)
-                        for j in range(begin, unmasked, BLOCK_M):
+                        for j in range(begin + first_masked * BLOCK_M, free_from, BLOCK_M):
                             dk_acc, dv_acc = _step(
                                 NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
                                 dq_free, full, free, lse_rows, delta_rows, sees - j, block, scale,
                                 BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
                             )  # fmt: skip
                             block += 1
-                    for _j in range(gl.maximum(begin, unmasked), n, BLOCK_M):
+                    for _j in range(free_from, n, BLOCK_M):
                         dk_acc, dv_acc = _step(
                             NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
                             dq_free, full, free, lse_rows, delta_rows, key_position, block, scale,
                             BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
                         )  # fmt: skip
                         block += 1
+        if WITH_DQ:  # noqa: SIM102 - known when it compiles, the other one not
+            if block > 0:
+                meet(_scores_of(1 - NUMBER, block - 1), 256)
+                part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)])
+                _hand_over(NUMBER, part, dq_tiles, dq_free, block)
         # From where the products lie: positions in another layout would take registers all through the loop.
         out_rows = gl.convert_layout(key_position, gl.SliceLayout(1, GRADIENTS))
         out_number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, GRADIENTS))
@@ -339,9 +363,9 @@ def _step(
     delta_row = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
     dscores = (weights * (dweights - delta_row[None, :])).to(dtype)
     if WITH_DQ:
-        s_tiles.index(block % 2).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
-        fence_async_shared()
-        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D, BLOCK_M)
+        meet(_scores_of(1 - NUMBER, block - 1), 256)
+        _store_scores(NUMBER, s_tiles, dscores, block)
+        dq_token = _late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)
     dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
     if WITH_DQ:  # handed over beside the product for dk
         dv_acc, part = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
@@ -358,29 +382,41 @@ def _empty_step(
     NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """A step of a group without keys: its part of the product for dq alone."""
+    """A step of a group whose keys no query of the block sees: its part of the product for dq alone."""
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
     mbarrier.arrive(free.index(block % STAGES))
     if WITH_DQ:
-        dq_token = _share_of_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D, BLOCK_M)
-        _hand_over(NUMBER, warpgroup_mma_wait(0, deps=[dq_token]), dq_tiles, dq_free, block)
+        meet(_scores_of(1 - NUMBER, block - 1), 256)
+        nothing = gl.zeros([GROUP_ROWS, BLOCK_M], k_tile.dtype, product_layout(BLOCK_M))
+        _store_scores(NUMBER, s_tiles, nothing, block)
+        part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)])
+        _hand_over(NUMBER, part, dq_tiles, dq_free, block)
 
 
 @gluon.jit
-def _share_of_dq(
-    NUMBER: gl.constexpr, k_tile, s_tiles, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
-):  # fmt: skip
-    """One group's part of the product of both groups' score gradients with k, once they are there."""
-    meet(SCORES_THERE, 256)
-    s_tile = s_tiles.index(block % 2)
-    if BLOCK_M == GROUP_ROWS:  # each group takes half of the columns
-        COLUMNS: gl.constexpr = BLOCK_D // 2
-        left = s_tile.permute((1, 0))
-        right = k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)
-    else:  # half of the rows
-        COLUMNS: gl.constexpr = BLOCK_D
-        left = s_tile.slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 1).permute((1, 0))
-        right = k_tile
+def _scores_of(NUMBER: gl.constexpr, block):
+    """Number of the barrier at which a group says that its gradients of a block's scores are stored.
+
+    It may be a block ahead of the other group, which then has not met it at the last one: they take turns.
+    """
+    return SCORES_THERE + 2 * NUMBER + (block & 1)
+
+
+@gluon.jit
+def _store_scores(NUMBER: gl.constexpr, s_tiles, dscores, block):
+    """A group's gradients of a block's scores to where the other finds them."""
+    buffer = (block + SCORE_BUFFERS) % SCORE_BUFFERS  # the block before the first has one, too
+    s_tiles.index(buffer).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
+    fence_async_shared()
+    arrive(_scores_of(NUMBER, block), 256)
+
+
+@gluon.jit
+def _late_dq(NUMBER: gl.constexpr, k_tile, s_tiles, block, BLOCK_D: gl.constexpr):
+    """A group's half of the columns of dq for the block before: both groups' gradients of scores with k."""
+    COLUMNS: gl.constexpr = BLOCK_D // 2
+    left = s_tiles.index((block + SCORE_BUFFERS - 1) % SCORE_BUFFERS).permute((1, 0))
+    right = k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)
     zeros = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 

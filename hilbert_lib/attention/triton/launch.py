@@ -72,7 +72,7 @@ HOPPER_FORWARD = {
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     128: Config(128, 128, 4, 2),
 }
-HOPPER_BACKWARD = {64: Config(128, 128, 4, 2), 128: Config(64, 128, 4, 2)}
+HOPPER_BACKWARD = {64: Config(64, 128, 4, 4), 128: Config(64, 128, 4, 2)}
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
@@ -309,7 +309,7 @@ def _backward_on_hopper(
     columns = _columns(q)
     config = HOPPER_BACKWARD[columns]
     branches = _branches(call, one)
-    part = (64, columns // 2 if config.block_m == 64 else columns)  # of one group of warps
+    part = (config.block_m, columns // 2)  # of one group of warps
     descriptors = []
     for _, r in branches:
         descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
