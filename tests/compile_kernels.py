@@ -131,28 +131,31 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tupl
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
+def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True) -> tuple:
+    """What `compiled` takes for the warp-specialised backward, before the architecture."""
+    config = HOPPER_BACKWARD[columns]
+    queries = described(config.block_m, columns, gl.bfloat16)
+    part = described(config.block_m, columns // 2, gl.float32)
+    types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
+    types |= {f"dq{i}": part for i in range(BRANCHES)}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
+    constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+    constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
+    return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
+
+
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     """The PTX of the warp-specialised kernels, causal and not; unless every one, a forward and a backward with dq."""
     ptx = {}
     for columns in (64, 128):
         for causal in (False, True):
             forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
-            common = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
-            common |= {"READ_PARTIAL": causal}
             for goes_on in (True, False)[: forward + every]:
                 args = *forward_on_hopper(columns, causal, goes_on), architecture, GluonASTSource
                 ptx[f"forward {columns} {causal} {goes_on}"] = ptx_of(*args)
-            config = HOPPER_BACKWARD[columns]
-            queries = described(config.block_m, columns, gl.bfloat16)
-            part = described(64, columns // 2 if config.block_m == 64 else columns, gl.float32)
-            types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
-            types |= {f"dq{i}": part for i in range(BRANCHES)}
             for with_dq in (True, False)[: backward + (causal and every)]:
-                constants = common | {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-                constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
-                args = types, constants, {"num_warps": 4}, architecture, GluonASTSource
-                name = f"backward {columns} {causal}" + ("" if with_dq else " without dq")
-                ptx[name] = ptx_of(hopper_backward.backward_kernel, *args)
+                args = *backward_on_hopper(columns, causal, with_dq), architecture, GluonASTSource
+                ptx[f"backward {columns} {causal}" + ("" if with_dq else " without dq")] = ptx_of(*args)
     return ptx
 
 
@@ -167,19 +170,20 @@ def waits(architecture: int) -> dict[str, str]:
 
 
 def resident(architecture: int) -> dict[str, dict[str, int]]:
-    """How many programs of the narrow forward a multiprocessor of an H100 holds, and whether its products wait."""
+    """How many programs of the kernels for narrow rows a multiprocessor of an H100 holds; how often a product waits."""
     found = {}
-    for causal in (False, True):
-        kernel = compiled(*forward_on_hopper(64, causal), architecture, GluonASTSource)
+    kernels = {f"forward causal {causal}": forward_on_hopper(64, causal) for causal in (False, True)}
+    for name, source in (kernels | {"backward causal True": backward_on_hopper(64, True)}).items():
+        kernel = compiled(*source, architecture, GluonASTSource)
         ptx = kernel.asm["ptx"]
-        registers, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
+        registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(ptx)
             file.flush()
             ptxas = f"{triton.knobs.nvidia.ptxas.path} -v -arch=sm_{architecture}a {file.name} -o /dev/null"
             told = subprocess.run(ptxas.split(), check=True, capture_output=True, text=True).stderr
         programs = min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024))
-        found[f"causal {causal}"] = {"programs": programs, "serialized": told.count("are serialized")}
+        found[name] = {"programs": programs, "serialized": told.count("are serialized")}
     return found
 
 

@@ -69,10 +69,13 @@ def test_the_wait_for_the_product_with_v_stays_behind_the_exponentials_where_it_
     assert all(instructions.get("MUFU.EX2", 0) >= 64 for instructions in loops.values())  # one for each of 64 scores
 
 
-def test_two_programs_of_narrow_rows_fit_a_multiprocessor_and_no_product_waits_for_another():
+def test_two_programs_of_a_narrow_forward_fit_a_multiprocessor_and_no_product_waits_for_another():
     """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
-    wanted = {"programs": 2, "serialized": 0}
-    assert compiled("resident", 90) == {"causal False": wanted, "causal True": wanted}
+    of_a_forward, of_a_backward = ({"programs": programs, "serialized": 0} for programs in (2, 1))
+    assert compiled("resident", 90) == {
+        **{f"forward causal {causal}": of_a_forward for causal in (False, True)},
+        "backward causal True": of_a_backward,
+    }
 
 
 @pytest.mark.parametrize("architecture", SMALL_ON)
