@@ -113,6 +113,21 @@ def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, b
             assert (a - b).norm() / b.norm() < 4e-3
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch, head_dim, is_causal):
+    """Their programs have keys and no query. Tables are that short for rates past 262,144 alone."""
+    from hilbert_lib.attention.triton import schedule
+
+    monkeypatch.setattr(schedule, "LARGEST_TABLE", 2)
+    pattern, tensors = DilatedPattern((400, 1000), (5, 7)), drawn(1999, 4, 2, head_dim, torch.bfloat16)
+    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
+    expected = out, *torch.autograd.grad(out, exact, tensors[3].double())
+    for a, b in zip(served(tensors, pattern, is_causal=is_causal), expected, strict=True):
+        assert (a - b).norm() / b.norm() < 4e-3
+
+
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -3,8 +3,8 @@
 A program holds 128 keys, two groups of warps 64 each, and walks over the queries that see them, 64 at a time. The
 scores are computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their
 gradient goes through shared memory, where both groups' halves meet for the product with k. That product comes one block
-late, so that neither group waits for the other; the copy engine adds it to dq in global memory, in an order that
-differs from run to run.
+late, so that a group waits for nothing that the other does in the same block; the copy engine adds it to dq in global
+memory, in an order that differs from run to run.
 """
 
 from triton._C.libtriton import ir
@@ -141,9 +141,9 @@ def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _first_query(position, key, r):
-    """The number of the first query that sees a position, of those at key, key + r, ..."""
-    return gl.maximum(0, position - key + r - 1) // r
+def _first_query(position, origin, r):
+    """The number of the first query that sees a position, of those at origin, origin + r, ..."""
+    return gl.maximum(0, position - origin + r - 1) // r
 
 
 @gluon.jit
@@ -276,13 +276,13 @@ def _differentiate(
             inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
             if inside:
                 begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
-                key = start + o
+                origin = start + o
                 # Blocks of queries that see no key of the group come first, then those that need a mask, then the rest.
                 first_masked = 0
                 first_free = 0
                 if CAUSAL:
-                    first_masked = (_first_query(own_lowest, key, r) - begin) // BLOCK_M
-                    first_free = gl.cdiv(_first_query(own_highest, key, r) - begin, BLOCK_M)
+                    first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
+                    first_free = gl.cdiv(_first_query(own_highest, origin, r) - begin, BLOCK_M)
                 if CUT:
                     blocks = gl.cdiv(n - begin, BLOCK_M)
                     first_masked = gl.where(is_empty, blocks, gl.minimum(first_masked, blocks))
@@ -299,7 +299,7 @@ def _differentiate(
                         # The number of the first query that sees each key; for a key that is not there, none.
                         sees = gl.zeros_like(key_position)
                         if CAUSAL:
-                            sees = (key_position - key + r - 1) // r
+                            sees = (key_position - origin + r - 1) // r
                         sees = gl.where(is_there, sees, n)
                         for j in range(begin + first_masked * BLOCK_M, free_from, BLOCK_M):
                             dk_acc, dv_acc = _step(
@@ -315,9 +315,9 @@ def _differentiate(
                             BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
                         )  # fmt: skip
                         block += 1
-        if WITH_DQ:  # noqa: SIM102 - known when it compiles, the other one not
+        if WITH_DQ:
+            meet(_scores_of(1 - NUMBER, block - 1), 256)
             if block > 0:
-                meet(_scores_of(1 - NUMBER, block - 1), 256)
                 part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)])
                 _hand_over(NUMBER, part, dq_tiles, dq_free, block)
         # From where the products lie: positions in another layout would take registers all through the loop.
@@ -397,7 +397,7 @@ def _empty_step(
 def _scores_of(NUMBER: gl.constexpr, block):
     """Number of the barrier at which a group says that its gradients of a block's scores are stored.
 
-    It may be a block ahead of the other group, which then has not met it at the last one: they take turns.
+    It may say so of a block before the other group has met it for the block before: two barriers take turns.
     """
     return SCORES_THERE + 2 * NUMBER + (block & 1)
 
