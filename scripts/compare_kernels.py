@@ -9,11 +9,12 @@ hopper_backward.py a HOPPER_BACKWARD as the library's launch.py.
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
+from itertools import product
+from multiprocessing import TimeoutError as NotReady
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,8 @@ from hilbert_lib.paired import Side, run_sides
 # In this order, since hopper.py imports hopper_steps.py.
 OURS = {"hopper_steps": hopper_steps, "hopper": hopper, "hopper_backward": hopper_backward, "division": division}
 CONFIGURATIONS = {"HOPPER_FORWARD": "hopper", "HOPPER_BACKWARD": "hopper_backward"}
+DIRECTIONS = ("forward", "backward")
+COMPILE_SECONDS = 120  # for one pair's kernels, beside others
 
 
 def files(folder: Path) -> list[Path]:
@@ -68,12 +71,15 @@ def in_place(folder: Path) -> Iterator[None]:
         vars(launch).update(ours, division=division)
 
 
-def pairs(folders: Sequence[Path], dilation_rates: Sequence[int], **shape) -> Iterator[tuple[Side, Side]]:
+def pairs(
+    folders: Sequence[Path], dilation_rates: Sequence[int], directions: Sequence[str], **shape
+) -> Iterator[tuple[Side, Side]]:
     """Each version and the library's kernels on the same branches, direction by direction, causal and not.
 
     Args:
         folders: of the versions.
         dilation_rates: of the branches, whose segments double from 2,048 on.
+        directions: of `DIRECTIONS`.
         **shape: lengths, heads, head_dims and device, as `backends` takes them.
     """
     pattern = DilatedPattern([2048 << n for n in range(len(dilation_rates))], dilation_rates)
@@ -81,6 +87,8 @@ def pairs(folders: Sequence[Path], dilation_rates: Sequence[int], **shape) -> It
         # By what it holds, too: a record of the same name is not taken for it.
         name = f"{folder.name}-{sha256(b''.join(path.read_bytes() for path in files(folder))).hexdigest()[:8]}"
         for theirs, ours in backends({"doubling": pattern}, opponents=["triton"], **shape):
+            if theirs.parameters["direction"] not in directions:
+                continue
 
             def run(folder=folder, theirs=theirs):
                 with in_place(folder):
@@ -89,10 +97,32 @@ def pairs(folders: Sequence[Path], dilation_rates: Sequence[int], **shape) -> It
             yield replace(theirs, name=name, run=run), ours
 
 
-def compile_one(folder: Path, shape: dict, number: int) -> None:
-    """One pair's kernels into Triton's cache on the disk."""
+def run_once(folders: Sequence[Path], shape: dict, seconds: float = COMPILE_SECONDS) -> None:
+    """Every pair in a process of its own, so that all kernels are compiled at once and one that hangs is found.
+
+    Args:
+        folders: of the versions.
+        shape: what else `pairs` takes.
+        seconds: that one pair may take.
+
+    Raises:
+        click.ClickException: for a version of which a pair took longer.
+    """
+    numbers = range(2 * len(shape["directions"]) * len(shape["head_dims"]))  # causal and not
+    with get_context("spawn").Pool() as pool:  # whose processes end with it, hanging or not
+        waiting = [(folder, pool.apply_async(_run_pair, (folder, shape, n))) for folder, n in product(folders, numbers)]
+        for folder, result in waiting:
+            try:
+                result.get(timeout=seconds)
+            except NotReady:
+                raise click.ClickException(f"{folder}: a call did not end within {seconds} seconds") from None
+
+
+def _run_pair(folder: Path, shape: dict, number: int) -> None:
     for side in list(pairs([folder], **shape))[number]:
         side.run()
+    if shape["device"].type == "cuda":
+        torch.cuda.synchronize()
 
 
 @click.command(help=__doc__)
@@ -107,9 +137,12 @@ def compile_one(folder: Path, shape: dict, number: int) -> None:
 )
 @click.option("--heads", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--head-dims", type=Numbers(), default="64,128", show_default=True)
+@click.option(
+    "--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS, help="Repeatable."
+)
 @click.option("--repetitions", type=click.IntRange(min=5), default=20, show_default=True, help="Samples a side.")
 @click.option("--out", default="", help="Folder whose results.jsonl keeps the records; without it nothing is written.")
-def main(folders, lengths, dilation_rates, heads, head_dims, repetitions, out) -> None:
+def main(folders, lengths, dilation_rates, heads, head_dims, directions, repetitions, out) -> None:
     for folder in folders:
         if not files(folder):
             raise click.BadParameter(f"{folder} must hold one of {', '.join(f'{name}.py' for name in OURS)}")
@@ -117,14 +150,12 @@ def main(folders, lengths, dilation_rates, heads, head_dims, repetitions, out) -
         raise click.ClickException("a GPU of compute capability 9.0 is needed, the only one that these kernels run on")
     shape = {
         "dilation_rates": dilation_rates,
+        "directions": directions,
         "heads": heads,
         "head_dims": head_dims,
         "device": torch.device("cuda"),
     }
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        small = shape | {"lengths": lengths[:1], "heads": 1}
-        tasks = [(folder, small, n) for folder in folders for n in range(4 * len(head_dims))]
-        list(pool.map(compile_one, *zip(*tasks, strict=True)))
+    run_once(folders, shape | {"lengths": lengths[:1], "heads": 1})
     with usage_errors():
         run_sides(pairs(folders, lengths=lengths, **shape), device="cuda", output_dir=out, repetitions=repetitions)
 

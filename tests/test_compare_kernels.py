@@ -1,6 +1,7 @@
 """scripts/compare_kernels.py puts a version's kernels in the library's place, for its side of a pair alone."""
 
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import torch
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_kernels.py"
+SHAPE = {"lengths": [48], "dilation_rates": [1, 2], "directions": ("forward", "backward"), "heads": 1}
+SHAPE |= {"head_dims": [16], "device": torch.device("cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +71,7 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
         return original(*arguments)
 
     monkeypatch.setattr(script.package.launch, "forward", forward)
-    shape = {"lengths": [48], "dilation_rates": [1, 2], "heads": 1, "head_dims": [16], "device": torch.device("cpu")}
-    records = script.run_sides(script.pairs([version], **shape), device="cpu")
+    records = script.run_sides(script.pairs([version], **SHAPE), device="cpu")
     assert [record["a"]["parameters"]["direction"] for record in records] == ["forward", "backward"] * 2
     assert all(record["output_difference"] == 0 for record in records)
     assert {record["a"]["name"] for record in records} == {record["a"]["name"] for record in records[:1]}
@@ -78,8 +80,21 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
     assert True in seen
     assert False in seen
     (version / "hopper.py").write_text("mark = 'another'\n")
-    theirs, _ = next(script.pairs([version], **shape))
+    theirs, _ = next(script.pairs([version], **SHAPE))
     assert theirs.name != records[0]["a"]["name"]
+    backward = script.pairs([version], **SHAPE | {"directions": ("backward",)})
+    assert [theirs.parameters["direction"] for theirs, _ in backward] == ["backward"] * 2
+
+
+def test_a_version_that_hangs_is_named_and_its_processes_end(script, version, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # from where a new process imports the script
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    shape = SHAPE | {"directions": ("forward",)}
+    script.run_once([version], shape)
+    (version / "hopper.py").write_text("import time\n\ntime.sleep(600)\n")
+    with pytest.raises(script.click.ClickException, match="other: a call did not end within 1 seconds"):
+        script.run_once([version], shape, seconds=1)
+    assert not multiprocessing.active_children()
 
 
 def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version, tmp_path):
