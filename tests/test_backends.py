@@ -2,9 +2,13 @@
 
 import importlib.machinery
 import importlib.util
+import inspect
 import json
+import re
+import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +49,8 @@ def gpu(monkeypatch):
 
     def set_capability(*capability):
         monkeypatch.setattr(backends, "_capability", lambda device: capability)
-        monkeypatch.setattr(backends, "_package_absence", lambda package: "")
+        for question in ("_package_absence", "_package_breakage"):
+            monkeypatch.setattr(backends, question, lambda package: "")
         monkeypatch.setattr(backends, "_triton_absence", lambda device: "")
         monkeypatch.setattr(backends, "_kernel_mode", lambda: "compiled")
 
@@ -182,7 +187,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def forget():
-    for question in (*packages._ABSENCE.values(), packages._xformers_build):
+    for question in (*packages._ABSENCE.values(), packages._xformers_build, packages.breakage):
         question.cache_clear()
 
 
@@ -192,6 +197,42 @@ def test_the_state_of_a_package_is_told_in_words_and_nothing_is_imported(install
     installed(files, versions)
     got = packages.absence(package)
     assert reason in got if reason else got == ""
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch):
+    """Lets those files be imported, and forgets the modules."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed, importable, monkeypatch):
+    error = "libtvm_ffi.so: cannot open shared object file"
+    files = {"flash_attn/cute/interface.py": f"raise ImportError({error!r} + chr(10) + 'more')\n"}
+    installed(files, {"flash-attn-4": "4.0.0b36", **STACK})
+    gpu(9, 0)
+    monkeypatch.setattr(backends, "_package_breakage", packages.breakage)
+    monkeypatch.setattr(backends, "_package_absence", packages.absence)
+    backend, wanted = BACKENDS["flash_attn_4"], f"flash-attn-4 4.0.0b36 cannot be imported: ImportError: {error}"
+    assert backend.refusal(on_gpu(torch.float32), Call(PATTERN)).startswith("serves float16")
+    assert "flash_attn.cute" not in sys.modules  # nothing that cannot serve anyway is imported
+    assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted
+    (path,) = (Path(place) for place in packages._folders("flash_attn"))
+    (path / "cute" / "interface.py").write_text("")
+    importlib.invalidate_caches()
+    assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted  # asked once: what has failed to load is not whole
+    packages.breakage.cache_clear()
+    assert not backend.refusal(on_gpu(), Call(PATTERN))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_tried_is_what_its_kernels_are_imported_from(package):
+    kernel = {"flash_attn_2": "FlashAttn2", "flash_attn_3": "FlashAttn3", "flash_attn_4": "FlashAttn4"}
+    source = inspect.getsource(getattr(packages, kernel.get(package, "Xformers")))
+    assert set(re.findall(r"from (\S+) import", source)) == {packages.MODULES[package]}
 
 
 @pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("13.0", False), (None, False)])

@@ -92,7 +92,7 @@ def _half_refusal(
     if _capability(q.device)[0] not in majors:
         allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
         return f"needs compute capability {allowed}"
-    return _half_limits(q, call, largest_head_dim)
+    return _half_limits(q, call, largest_head_dim) or (_package_breakage(package) if package else "")
 
 
 def _flash_refusal(q: Tensor, call: Call) -> str:
@@ -133,7 +133,7 @@ def _xformers_refusal(q: Tensor, call: Call) -> str:
         return "serves float16, bfloat16 and float32, got float64"
     if q.dtype == torch.float32 and _capability(q.device) > HOPPER:
         return "no float32 above compute capability 9.0"
-    return _sdpa_refusal(q, call)
+    return _sdpa_refusal(q, call) or _package_breakage("xformers")
 
 
 def _flex_refusal(q: Tensor, call: Call) -> str:
@@ -194,12 +194,16 @@ def _package_absence(package: str) -> str:
     return packages.absence(package)
 
 
+def _package_breakage(package: str) -> str:
+    return packages.breakage(package)
+
+
 def _kernel_mode() -> str:
     return kernel_mode()
 
 
 # torch.compile cannot trace questions to the machine: it takes their answers as constants (said as in ordering.py).
-for _question in (_capability, _package_absence, _kernel_mode, _triton_absence):
+for _question in (_capability, _package_absence, _package_breakage, _kernel_mode, _triton_absence):
     _question._dynamo_marked_constant = True
 
 

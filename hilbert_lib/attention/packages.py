@@ -1,11 +1,13 @@
 """Other packages' dense kernels under the signature of `dense.Kernel`, and whether each package can be used here.
 
-Nothing is imported before a kernel runs: whether a package can be used is read from its files and its metadata. All
-take (batch, rows, heads, head_dim), of which the views here are transpositions, and any strides with a last one of 1.
+Whether a package is there is read from its files and its metadata; it is imported where nothing else keeps it from a
+call, and may turn out not to load. All take (batch, rows, heads, head_dim), of which the views here are transpositions,
+and any strides with a last one of 1.
 Their backwards are given the merged out and lse, as every kernel's is.
 """
 
 import ctypes
+import importlib
 import importlib.util
 import json
 import warnings
@@ -30,11 +32,18 @@ CUTE_STACK = (
     "einops",
 )
 ABSENT = "absent"  # how a reason begins where nothing is installed
+# What the kernels here are imported from.
+MODULES = {
+    "flash_attn_2": "flash_attn.flash_attn_interface",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute.interface",
+    "xformers": "xformers.ops",
+}
 FLASH_ATTN_2_SINCE = "2.7"  # before it, the functions called here return other things
 
 
 def absence(package: str) -> str:
-    """Why the package behind a backend cannot be used in this process, or "" where it can.
+    """Why the package behind a backend cannot be used in this process, or "" where its files say that it can.
 
     Args:
         package: "flash_attn_2", "flash_attn_3", "flash_attn_4" or "xformers".
@@ -50,6 +59,23 @@ def absence(package: str) -> str:
     return _ABSENCE[package]()
 
 
+@cache
+def breakage(package: str) -> str:
+    """Why a package that is there does not load in this process, or "" where it does: it is imported.
+
+    Such are packages built for another torch, and those of which a library is missing.
+
+    Args:
+        package: as in `absence`.
+    """
+    try:
+        importlib.import_module(MODULES[package])
+    except Exception as error:  # what it raises is its own affair
+        said, *_ = str(error).splitlines() or [""]
+        return f"{_named(package)} cannot be imported: {type(error).__name__}: {said}"
+    return ""
+
+
 def state(package: str) -> str:
     """What is installed of a package that can be used: name and version, and for xformers what it is compiled for.
 
@@ -61,9 +87,13 @@ def state(package: str) -> str:
     """
     if reason := absence(package):
         raise ValueError(f"package must be one that can be used, got {package!r}: {reason}")
-    distribution = package.removesuffix("_2").replace("_", "-")
-    found = f"{distribution} {_installed(distribution) or 'of unknown version'}"
+    found = _named(package)
     return f"{found} compiled for torch {_xformers_build()['torch']}" if package == "xformers" else found
+
+
+def _named(package: str) -> str:
+    distribution = package.removesuffix("_2").replace("_", "-")
+    return f"{distribution} {_installed(distribution) or 'of unknown version'}"
 
 
 @cache
