@@ -8,7 +8,6 @@ import re
 import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -209,7 +208,7 @@ def importable(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed, importable, monkeypatch):
+def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed, importable, monkeypatch, tmp_path):
     error = "libtvm_ffi.so: cannot open shared object file"
     files = {"flash_attn/cute/interface.py": f"raise ImportError({error!r} + chr(10) + 'more')\n"}
     installed(files, {"flash-attn-4": "4.0.0b36", **STACK})
@@ -220,8 +219,7 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
     assert backend.refusal(on_gpu(torch.float32), Call(PATTERN)).startswith("serves float16")
     assert "flash_attn.cute" not in sys.modules  # nothing that cannot serve anyway is imported
     assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted
-    (path,) = (Path(place) for place in packages._folders("flash_attn"))
-    (path / "cute" / "interface.py").write_text("")
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("")
     importlib.invalidate_caches()
     assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted  # asked once: what has failed to load is not whole
     packages.breakage.cache_clear()

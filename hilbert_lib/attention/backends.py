@@ -92,7 +92,7 @@ def _half_refusal(
     if _capability(q.device)[0] not in majors:
         allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
         return f"needs compute capability {allowed}"
-    return _half_limits(q, call, largest_head_dim) or (_package_breakage(package) if package else "")
+    return _half_limits(q, call, largest_head_dim) or (package and _package_breakage(package))
 
 
 def _flash_refusal(q: Tensor, call: Call) -> str:

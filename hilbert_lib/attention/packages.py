@@ -2,8 +2,7 @@
 
 Whether a package is there is read from its files and its metadata; it is imported where nothing else keeps it from a
 call, and may turn out not to load. All take (batch, rows, heads, head_dim), of which the views here are transpositions,
-and any strides with a last one of 1.
-Their backwards are given the merged out and lse, as every kernel's is.
+and any strides with a last one of 1. Their backwards are given the merged out and lse, as every kernel's is.
 """
 
 import ctypes
@@ -61,13 +60,21 @@ def absence(package: str) -> str:
 
 @cache
 def breakage(package: str) -> str:
-    """Why a package that is there does not load in this process, or "" where it does: it is imported.
+    """`absence`, and where there is none why the package does not load: it is imported.
 
-    Such are packages built for another torch, and those of which a library is missing.
+    Those do not that were built for another torch, or of which a library is missing.
 
     Args:
         package: as in `absence`.
+
+    Raises:
+        ValueError: as `absence`.
+
+    >>> breakage("xformers") == "" or "xformers" in breakage("xformers")
+    True
     """
+    if reason := absence(package):
+        return reason
     try:
         importlib.import_module(MODULES[package])
     except Exception as error:  # what it raises is its own affair

@@ -47,7 +47,8 @@ class Rule(NamedTuple):
 
 # On Hopper one pass over all branches is the fastest in all forwards, and in all calls with a backward but those of
 # long sequences at head_dim 64: there FlashAttention-4's calls of each branch with one merge are ahead by 4 to 6 %.
-# At head_dim 128 they are level.
+# At head_dim 128 they are level. That is of the backward before it came a block late (reports/HISTORY.md), which no
+# record has yet: the rule is to be measured anew.
 # FlashAttention-3 and -2 are not in the records: each stands before what is older than it, and xFormers, which takes as
 # long as torch's flash, behind both.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
