@@ -14,13 +14,14 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.baselines import BASELINES
-from hilbert_lib.committed import speaking_records
+from hilbert_lib.committed import newest_run
 from hilbert_lib.curves import curve_coordinates, curve_index
 from hilbert_lib.environment import say_hardware
 from hilbert_lib.locality.sweeps import compared_orderings
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.paired import Results, Side, relative_difference
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.workload import Workload
 
 Pairs = Iterator[tuple[Side, Side]]
@@ -204,7 +205,7 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
 
 
 def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
-    """The records that speak for a notebook (`committed.speaking_records`); empty where there are none.
+    """The records of a notebook's `newest_run`; empty where there is none.
 
     Args:
         notebook: its name.
@@ -212,7 +213,8 @@ def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
     >>> all("environment" in record for record in committed_records())
     True
     """
-    return [record for records in speaking_records(notebook).values() for record in records]
+    run = newest_run(notebook)
+    return read_records(run / RESULTS) if run else []
 
 
 def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:

@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
-
 from hilbert_lib import committed
-from hilbert_lib.committed import newest_run, speaking_records, sweep_of
+from hilbert_lib.committed import newest_run
 
 
 def test_the_newest_run_is_taken_of_the_ring_on_the_most_gpus_no_failed_one_and_none_of_a_longer_name(tmp_path):
@@ -23,27 +21,6 @@ def test_the_newest_run_is_taken_of_the_ring_on_the_most_gpus_no_failed_one_and_
         made(f"h200x4/d/{name}", 1, gpus=4)
         made(f"h200x2/e/{name}", 2, gpus=2)
         assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
-
-
-@pytest.mark.parametrize(("day", "speaks"), [(9, True), (3, False)])
-def test_a_later_run_that_ended_early_speaks_for_the_sweeps_that_it_had_finished_and_no_earlier_one(
-    tmp_path, day, speaks
-):
-    def made(folder, day, *sweeps):
-        path = tmp_path / "h200" / folder / "results.jsonl"
-        path.parent.mkdir(parents=True)
-        facts = {"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}]}, "day": day}
-        records = [facts | ({"a": {"parameters": {"sweep": sweep}}} if sweep else {}) for sweep in sweeps]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path.parent
-
-    run = made("a/05_x-1", 5, "first", "first", "second", "second", "third", None)
-    early = made("b/05_ended_early", day, "first", "first", "second")
-    found = speaking_records("05_x", [tmp_path / "h200"])
-    assert list(found) == ([run, early] if speaks else [run])
-    days = sorted((sweep_of(record) or "", record["day"]) for records in found.values() for record in records)
-    first = day if speaks else 5
-    assert days == [("", 5), ("first", first), ("first", first), ("second", 5), ("second", 5), ("third", 5)]
 
 
 def test_a_run_without_a_gpu_speaks_for_no_notebook_unless_its_folder_is_named(tmp_path, monkeypatch):

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hilbert_lib.committed import MACHINES, newest_run, run_environment, speaking_records, sweep_of
+from hilbert_lib.committed import MACHINES, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
 from hilbert_lib.files import write_whole
 from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.kernels import grid_gains
 from hilbert_lib.ledger.numbers import RING, key_numbers
+from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.suite.pages import EVIDENCE, EVIDENCE_MARKDOWN, NUMBERS_MARKDOWN, README_MARKDOWN
@@ -64,7 +65,7 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
         return {}
     found = {name: newest_run(name, machines=machines) for name in (KERNELS, GRIDS, RING, CHOICE)}
     waiting = [name for name, run in found.items() if run is None]
-    told = None if waiting else _told({name: speaking_records(name, machines) for name in found}, folder)
+    told = None if waiting else _told(found, folder)
     content = {
         "told": told,
         "waiting": waiting,
@@ -88,40 +89,32 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
     return pages
 
 
-def _told(found: dict[str, dict[Path, list[dict]]], folder: Path) -> dict:
-    """The answer, its figure and the numbers, with paths from the folder; of notebooks, the records by their runs."""
-    records = {name: [record for each in runs.values() for record in each] for name, runs in found.items()}
-
-    def run_of(name: str, sweep: str | None) -> Path:
-        runs = [run for run, each in found[name].items() if sweep in map(sweep_of, each)]
-        return (runs or list(found[name]))[0]
-
+def _told(found: dict[str, Path], folder: Path) -> dict:
+    """The answer, its figure and the numbers, with paths from the folder."""
+    records = {name: read_records(run / RESULTS) for name, run in found.items()}
     try:
         answer = short_answer(records[KERNELS], records[GRIDS], records[CHOICE])
         numbers = key_numbers(records[KERNELS], records[GRIDS], records[RING])
     except (LookupError, AttributeError, ValueError) as error:
-        runs = ", ".join(run.relative_to(folder).as_posix() for runs in found.values() for run in runs)
+        runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
         raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error
     if not answer.premise.all():
         raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
+    at = {name: run.relative_to(folder).as_posix() for name, run in found.items()}
     # There is one for each size of a block; that with the best of the answer is shown.
     gains = grid_gains(records[GRIDS])
     block = gains.block_size[gains[gains.order == "hilbert"].value.idxmax()]
-    grids, speeds = run_of(GRIDS, "neighbourhood"), run_of(KERNELS, "backends")
-    for run, figure in ((grids, f"speedups_{block}.png"), (speeds, "speeds.png")):
+    for run, figure in ((found[GRIDS], f"speedups_{block}.png"), (found[KERNELS], "speeds.png")):
         if not (run / figure).exists():
             raise ValueError(f"{run} holds no {figure}; hilbert report {run.parent} --redraw draws what has a table")
-    rows = []
-    for row in numbers.to_dict("records"):
-        run = run_of(row["record"], row.pop("sweep"))
-        rows.append({**row, "on": say_hardware(run_environment(run)), "run": run.relative_to(folder).as_posix()})
+    on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
         "answer": [{"text": row.answer, "notebooks": row.rests_on.split(", ")} for row in answer.itertuples()],
-        "numbers": rows,
-        "figure": f"{grids.relative_to(folder).as_posix()}/speedups_{block}.png",
+        "numbers": [{**row, "on": on[row["record"]], "run": at[row["record"]]} for row in numbers.to_dict("records")],
+        "figure": f"{at[GRIDS]}/speedups_{block}.png",
         "alt": "Times as fast as storage row by row, of every order on grids",
         "caption": CAPTION.format(block=block),
-        "speeds": f"{speeds.relative_to(folder).as_posix()}/speeds.png",
+        "speeds": f"{at[KERNELS]}/speeds.png",
         "speeds_alt": "Speed of the fused kernel beside the others that notebook 06 timed",
     }
 

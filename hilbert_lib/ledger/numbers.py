@@ -26,13 +26,14 @@ def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFram
         rings: of notebook 07.
 
     Returns:
-        what, measured, record (the notebook whose record holds it) and sweep (of the record, None of the ring's).
+        what, measured and record (the notebook whose record holds it).
     """
-    speeds = *_speeds(records), *_public(records), *_speeds(records, longest=True)
-    rows = [(*row, KERNELS, "backends") for row in speeds]
-    rows += [(*row, KERNELS, sweep) for row, sweep in zip(_orders(records), ("layouts", "decoding"), strict=True)]
-    rows += [(*_grid(grids), GRIDS, "neighbourhood"), *((*row, RING, None) for row in _longest(rings))]
-    return pd.DataFrame(rows, columns=["what", "measured", "record", "sweep"])
+    rows = [
+        (*row, KERNELS)
+        for row in (*_speeds(records), *_public(records), *_speeds(records, longest=True), *_orders(records))
+    ]
+    rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
+    return pd.DataFrame(rows, columns=["what", "measured", "record"])
 
 
 def _speeds(records: Records, *, longest: bool = False) -> list[tuple[str, str]]:
