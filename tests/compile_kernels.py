@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -131,17 +132,18 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tupl
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True) -> tuple:
-    """What `compiled` takes for the warp-specialised backward, before the architecture."""
+def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True, **constants) -> tuple:
+    """What `compiled` takes for the warp-specialised backward, before the architecture; more constants hold."""
     config = HOPPER_BACKWARD[columns]
     queries = described(config.block_m, columns, gl.bfloat16)
     part = described(config.block_m, columns // 2, gl.float32)
     types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
     types |= {f"dq{i}": part for i in range(BRANCHES)}
-    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
-    constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-    constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
-    return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
+    flags = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
+    flags |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+    flags |= constants
+    flags |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(flags["N_BRANCHES"], BRANCHES)}
+    return hopper_backward.backward_kernel, types, flags, {"num_warps": 4}
 
 
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
@@ -159,12 +161,18 @@ def hopper(architecture: int, every: bool = True) -> dict[str, str]:
     return ptx
 
 
+def sass_of(kernel) -> str:
+    """The machine code of a compiled kernel, as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def waits(architecture: int) -> dict[str, str]:
     """The SASS of each loop of the forward from the wait for scores to that for the product with v, held late."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource).asm["cubin"])
-        file.flush()
-        sass = subprocess.check_output([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], text=True)
+    sass = sass_of(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource))
     loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return {f"group {number}": loop for number, loop in enumerate(loops)}
 
@@ -187,10 +195,56 @@ def resident(architecture: int) -> dict[str, dict[str, int]]:
     return found
 
 
+def overwritten(sass: str) -> list[str]:
+    """Products of innermost loops with an operand in registers that the loop finds there and writes after them.
+
+    Such an operand holds in the first pass of the loop alone. What a pass makes for the next one would be told as well.
+    """
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
+            code.append(instruction[1])
+    back = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
+    back = {n: begin for n, begin in back.items() if begin <= n}
+    found = []
+    for end, begin in back.items():
+        if any(begin <= n < end for n in back):
+            continue
+        written = {}  # the first instruction that writes a register
+        for n in range(begin, end):
+            if (to := re.match(r"(\S+) R(\d+)\b", code[n])) and not to[1].startswith(("ST", "BAR", "RED", "SYNCS")):
+                columns = re.match(r"HGMMA\.64x(\d+)x", to[1])
+                wide = 4 if re.search(r"\.128|\.M88\.4", to[1]) else 2 if re.search(r"\.64|WIDE", to[1]) else 1
+                count = int(columns[1]) // 2 if columns else wide
+                for register in range(int(to[2]), int(to[2]) + count):
+                    written.setdefault(register, n)
+        for n in range(begin, end):
+            if operand := re.match(r"HGMMA\S* R\d+, R(\d+)", code[n]):
+                registers = range(int(operand[1]), int(operand[1]) + 4)
+                found += [code[n]] if any(written.get(register, n) > n for register in registers) else []
+    return found
+
+
+def operands(architecture: int, every: bool = True) -> dict[str, dict[str, list[str]]]:
+    """What of the warp-specialised backwards is `overwritten`; unless of every one, of those for narrow rows.
+
+    They hold keys and values in registers from before their loops. The forward makes weights for the next pass.
+    """
+    return {
+        f"{columns} {causal} {cut} {with_dq}": {"overwritten": overwritten(sass_of(kernel))}
+        for columns, causal, cut, with_dq in product((64, 128), (False, True), (False, True), (False, True))
+        if every or (columns == 64 and causal == cut)
+        for kernel in [compiled(*backward_on_hopper(columns, causal, with_dq, CUT=cut), architecture, GluonASTSource)]
+    }
+
+
 GROUPS = {
     **{"attention": attention, "some of attention": partial(attention, every=False)},
     **{"decode": decode, "curves": curves, "rows": rows},
     **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits, "resident": resident},
+    **{"operands": operands, "some operands": partial(operands, every=False)},
 }
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"

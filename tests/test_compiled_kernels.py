@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
 SMALL = ("decode", "curves", "rows")
-HOPPER = ("attention", "some of hopper", "resident", *SMALL)  # one process compiles them, for 90
+HOPPER = ("attention", "some of hopper", "resident", "some operands", *SMALL)  # one process compiles them, for 90
 # The small kernels compile for Hopper in every run, and for all in the full one: they take as long as the large ones.
 SMALL_ON = [pytest.param(each, marks=[] if each == 90 else pytest.mark.full) for each in ARCHITECTURES]
 
@@ -76,6 +76,16 @@ def test_two_programs_of_a_narrow_forward_fit_a_multiprocessor_and_no_product_wa
         **{f"forward causal {causal}": of_a_forward for causal in (False, True)},
         "backward causal True": of_a_backward,
     }
+
+
+@pytest.mark.parametrize(
+    ("group", "kernels"), [("some operands", 4), pytest.param("operands", 16, marks=pytest.mark.full)]
+)
+def test_keys_and_values_that_a_backward_holds_in_registers_are_not_overwritten(group, kernels):
+    """ptxas 12.8 did so where the next scores were asked for without dq: dk was then that of the last queries."""
+    found = compiled(group, 90)
+    assert len(found) == kernels
+    assert not any(products for each in found.values() for products in each.values()), found
 
 
 @pytest.mark.parametrize("architecture", SMALL_ON)

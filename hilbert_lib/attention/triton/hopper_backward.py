@@ -34,9 +34,10 @@ from hilbert_lib.attention.triton.hopper_tiles import (
 )
 
 # The hardware's barriers, by number: both groups have stored their parts of a block's dq; one of them, its gradients of
-# scores (four numbers, `_scores_of`).
+# scores (four numbers, `_scores_of`); with 64 columns, both need a stage's tiles no more (a number for each stage).
 DQ_THERE = gl.constexpr(FIRST_BARRIER)
 SCORES_THERE = gl.constexpr(FIRST_BARRIER + 1)
+FREE = gl.constexpr(FIRST_BARRIER + 5)
 # For gradients of scores: while a group stores a block's, the other may still multiply those of two blocks before.
 SCORE_BUFFERS = gl.constexpr(3)
 
@@ -45,6 +46,16 @@ SCORE_BUFFERS = gl.constexpr(3)
 def keys_in_registers(columns):
     """Whether a group keeps its rows of k and v in registers, so that products read less of shared memory."""
     return columns == 64
+
+
+@gluon.constexpr_function
+def scores_ahead(columns, with_dq):
+    """Whether a step asks for the next block's scores before it is done; where not, it computes its own.
+
+    Without dq ptxas (12.8) would put the gradients of scores where the rows of v are, which the next step takes: a
+    wrong dk. With 128 columns there are too few registers.
+    """
+    return keys_in_registers(columns) and with_dq
 
 
 @gluon.constexpr_function
@@ -121,7 +132,7 @@ def backward_kernel(
         (_copy, (
             (q0, q1, q2, q3, q4, q5), (d0, d1, d2, d3, d4, d5), lse, delta, branches, offsets, items, classes,
             q_tiles, d_tiles, lse_rows, delta_rows, full, free, keys, kv_heads, group, chunk, stride, chunks, phases,
-            count, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
+            count, BLOCK_D, BLOCK_M, STAGES, N_BRANCHES, CAUSAL,
         )),
         (_add, (
             (dq0, dq1, dq2, dq3, dq4, dq5), branches, offsets, items, classes, dq_tiles, dq_free, keys,
@@ -149,8 +160,8 @@ def _first_query(position, origin, r):
 @gluon.jit
 def _copy(
     q_descriptors, d_descriptors, lse, delta, branches, offsets, items, classes, q_tiles, d_tiles, lse_rows,
-    delta_rows, full, free, keys, kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    delta_rows, full, free, keys, kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of q and dout, with lse (to base 2) and delta, into the ring of stages, in the order of their use."""
     b, g, _, _, _, _, size, _, first, lowest, _ = tile_of(
@@ -168,7 +179,10 @@ def _copy(
                 delta_head = delta + (b.to(gl.int64) * kv_heads * group + h) * keys
                 for j in range(begin, n, BLOCK_M):
                     stage = block % STAGES
-                    mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
+                    if not keys_in_registers(BLOCK_D):
+                        mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
+                    elif block >= STAGES:
+                        meet(FREE + stage)
                     mbarrier.expect(full.index(stage), 2 * q_descriptors[i].block_type.nbytes)
                     tma.async_copy_global_to_shared(
                         q_descriptors[i], [b, row + j, residue, h, 0], full.index(stage), q_tiles.index(stage)
@@ -301,20 +315,25 @@ def _differentiate(
                         if CAUSAL:
                             sees = (key_position - origin + r - 1) // r
                         sees = gl.where(is_there, sees, n)
-                        for j in range(begin + first_masked * BLOCK_M, free_from, BLOCK_M):
-                            dk_acc, dv_acc = _step(
-                                NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
-                                dq_free, full, free, lse_rows, delta_rows, sees - j, block, scale,
-                                BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
+                        masked_from = begin + first_masked * BLOCK_M
+                        if masked_from < free_from:
+                            scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
+                            for j in range(masked_from, free_from, BLOCK_M):
+                                dk_acc, dv_acc, scores = _step(
+                                    NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
+                                    dq_tiles, dq_free, full, free, lse_rows, delta_rows, sees - j, block,
+                                    j + BLOCK_M < free_from, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
+                                )  # fmt: skip
+                                block += 1
+                    if free_from < n:
+                        scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
+                        for j in range(free_from, n, BLOCK_M):
+                            dk_acc, dv_acc, scores = _step(
+                                NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
+                                dq_tiles, dq_free, full, free, lse_rows, delta_rows, key_position, block,
+                                j + BLOCK_M < n, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
                             )  # fmt: skip
                             block += 1
-                    for _j in range(free_from, n, BLOCK_M):
-                        dk_acc, dv_acc = _step(
-                            NUMBER, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
-                            dq_free, full, free, lse_rows, delta_rows, key_position, block, scale,
-                            BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
-                        )  # fmt: skip
-                        block += 1
         if WITH_DQ:
             meet(_scores_of(1 - NUMBER, block - 1), 256)
             if block > 0:
@@ -335,23 +354,53 @@ def _differentiate(
 
 
 @gluon.jit
+def _first_scores(
+    k_rows, q_tiles, full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    """The scores of the first block of a walk; zeros, which nobody takes, where each step computes its own."""
+    scores = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, product_layout(BLOCK_M))
+    if scores_ahead(BLOCK_D, WITH_DQ):
+        token = _start_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES)
+        scores = warpgroup_mma_wait(0, deps=[token])
+    return scores
+
+
+@gluon.jit
+def _start_scores(
+    k_rows, q_tiles, full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The product of keys and a block of queries, once these are there; not waited for."""
+    stage = block % STAGES
+    mbarrier.wait(full.index(stage), block // STAGES & 1)
+    q_tile = q_tiles.index(stage)._reinterpret(q_tiles.dtype, [BLOCK_M, BLOCK_D], shared_layout())
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, product_layout(BLOCK_M))
+    return warpgroup_mma(k_rows, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _step(
-    NUMBER: gl.constexpr, dk_acc, dv_acc, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
-    dq_free, full, free, lse_rows, delta_rows, sees, block, scale, BLOCK_D: gl.constexpr,
+    NUMBER: gl.constexpr, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles,
+    dq_free, full, free, lse_rows, delta_rows, sees, block, goes_on, scale, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dq of a block of queries; with MASKED, a key is seen from column `sees` on."""
+    """dk, dv and dq of a block of queries, and the scores of the next where the walk goes on.
+
+    With MASKED, a key is seen from column `sees` on.
+    """
     dtype: gl.constexpr = k_tile.dtype
     SCORES: gl.constexpr = product_layout(BLOCK_M)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
+    AHEAD: gl.constexpr = scores_ahead(BLOCK_D, WITH_DQ)
     stage = block % STAGES
-    mbarrier.wait(full.index(stage), block // STAGES & 1)
     q_tile = q_tiles.index(stage)._reinterpret(dtype, [BLOCK_M, BLOCK_D], shared_layout())
     d_tile = d_tiles.index(stage)._reinterpret(dtype, [BLOCK_M, BLOCK_D], shared_layout())
     zeros = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    score_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not AHEAD:
+        score_token = _start_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES)
     weight_token = warpgroup_mma(v_rows, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[score_token])
+    if not AHEAD:
+        scores = warpgroup_mma_wait(1, deps=[score_token])
     lse_row = lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
     weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
     if MASKED:
@@ -359,7 +408,13 @@ def _step(
         weights = gl.where(column[None, :] >= sees[:, None], weights, 0.0)
     dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
     dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
-    dweights = warpgroup_mma_wait(1, deps=[weight_token])
+    if AHEAD:
+        # The last step of a walk computes its own once more, which nobody takes.
+        after = gl.where(goes_on, block + 1, block)
+        score_token = _start_scores(k_rows, q_tiles, full, after, BLOCK_D, BLOCK_M, STAGES)
+        dweights = warpgroup_mma_wait(2, deps=[weight_token])
+    else:
+        dweights = warpgroup_mma_wait(1, deps=[weight_token])
     delta_row = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
     dscores = (weights * (dweights - delta_row[None, :])).to(dtype)
     if WITH_DQ:
@@ -368,13 +423,16 @@ def _step(
         dq_token = _late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)
     dk_token = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), q_tile, dk_acc, is_async=True)
     if WITH_DQ:  # handed over beside the product for dk
-        dv_acc, part = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+        if AHEAD:
+            dv_acc, scores, part = warpgroup_mma_wait(1, deps=[dv_token, score_token, dq_token])
+        else:
+            dv_acc, part = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
         _hand_over(NUMBER, part, dq_tiles, dq_free, block)
         dk_acc = warpgroup_mma_wait(0, deps=[dk_token])
     else:
         dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-    mbarrier.arrive(free.index(stage))
-    return dk_acc, dv_acc
+    _give_back(free, stage, BLOCK_D)
+    return dk_acc, dv_acc, scores
 
 
 @gluon.jit
@@ -384,13 +442,22 @@ def _empty_step(
 ):  # fmt: skip
     """A step of a group whose keys no query of the block sees: its part of the product for dq alone."""
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
-    mbarrier.arrive(free.index(block % STAGES))
+    _give_back(free, block % STAGES, BLOCK_D)
     if WITH_DQ:
         meet(_scores_of(1 - NUMBER, block - 1), 256)
         nothing = gl.zeros([GROUP_ROWS, BLOCK_M], k_tile.dtype, product_layout(BLOCK_M))
         _store_scores(NUMBER, s_tiles, nothing, block)
         part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)])
         _hand_over(NUMBER, part, dq_tiles, dq_free, block)
+
+
+@gluon.jit
+def _give_back(free, stage, BLOCK_D: gl.constexpr):
+    """A group needs a stage's tiles no more."""
+    if keys_in_registers(BLOCK_D):
+        arrive(FREE + stage)
+    else:
+        mbarrier.arrive(free.index(stage))
 
 
 @gluon.jit

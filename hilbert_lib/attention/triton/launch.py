@@ -72,7 +72,7 @@ HOPPER_FORWARD = {
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     128: Config(128, 128, 4, 2),
 }
-HOPPER_BACKWARD = {64: Config(64, 128, 4, 4), 128: Config(64, 128, 4, 2)}
+HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
