@@ -290,7 +290,7 @@ def test_on_a_gpu_each_strategy_holds_its_results_and_leaves_nothing(direction):
 def test_on_a_gpu_tables_are_built_found_and_set_beside_a_call():
     table = pair_table(pattern_cache([4096], device=torch.device("cuda"), repetitions=5, **GPU), "pattern cache")
     assert table.b.tolist() == ["look-up", "call"] * 2
-    assert table[table.b == "look-up"].low.min() > 1
+    assert table[table.b == "look-up"].ratio.min() > 1  # medians: one of five samples may meet a busy host
 
 
 @pytest.mark.gpu
