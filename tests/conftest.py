@@ -67,7 +67,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # marks are read after it
 def pytest_collection_modifyitems(items):
+    for item in items:
+        # What is interpreted without a GPU is compiled where there is one: there `make test-gpu` runs it.
+        if str(getattr(getattr(item, "module", None), "DEVICE", "")) == "cuda" and not item.get_closest_marker("full"):
+            item.add_marker("gpu")
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         for marker, gpus in (("gpu", 1), ("multigpu", 2)):

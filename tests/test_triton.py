@@ -136,6 +136,45 @@ def test_large_scores_and_rows_with_one_key_are_exact(magnitude):
     assert torch.equal(dilated_attention(q, k, v, DilatedPattern((1,), (1,)), backend="triton"), v)
 
 
+@pytest.mark.parametrize("head_dim", [129, 256])
+def test_the_widest_heads_equal_the_reference(head_dim):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 20, heads, head_dim, generator=generator) for heads in (2, 1, 1, 2))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    leaves = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
+    found = []
+    for inputs, backend in ((exact, "reference"), (leaves, "triton")):
+        out = dilated_attention(*inputs, DilatedPattern((8, 20), (1, 3)), is_causal=True, backend=backend)
+        found.append([out, *torch.autograd.grad(out, inputs, dout.to(out))])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("allowed", ["ieee", "tf32"])
+def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
+    seen = []
+
+    def watched(kernel):
+        def launcher(grid):
+            return lambda *args, **flags: seen.append(flags["PRECISION"]) or kernel[grid](*args, **flags)
+
+        return type("Watched", (), {"__getitem__": staticmethod(launcher)})()
+
+    for module, names in ((launch, ("forward_kernel", "dq_kernel", "dkv_kernel")), (launch.decode, ("decode_kernel",))):
+        for name in names:
+            monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    q, k, v = (torch.randn(1, 16, 1, 16, device=DEVICE).requires_grad_() for _ in range(3))
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = allowed
+    try:
+        dilated_attention(q, k, v, DilatedPattern((16,), (1,)), backend="triton").sum().backward()
+        with torch.no_grad():
+            dilated_attention(q[:, -1:], k, v, DilatedPattern((16,), (1,)), query_start=15, backend="triton")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert seen == [allowed] * 4
+
+
 def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
     q = torch.zeros(1, 4, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     pattern = DilatedPattern((4,), (1,))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, segment_rows
+from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, products_of_float32, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.shared_tables import cached_for_graphs
@@ -99,7 +99,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         PAIRS=triton.next_power_of_2(pairs),
         SEVERAL=queries > 1, CAUSAL=call.is_causal, GATHER=call.inverse is not None,
         PADDING=call.key_padding_mask is not None, DROPOUT=call.dropout_p > 0.0,
-        PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        PRECISION=products_of_float32(),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES),
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=dtype, device=q.device)

@@ -1,5 +1,6 @@
 """Where a tile of rows stands in the segments of a branch: the arithmetic that every kernel shares."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +22,11 @@ def block_d(head_dim: int) -> int:
     """
     # Triton's own function is made for kernels, and slow on the host.
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def products_of_float32() -> str:
+    """How kernels multiply float32: "tf32" where torch's own setting allows it, otherwise exactly, "ieee"."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit

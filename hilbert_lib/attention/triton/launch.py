@@ -13,7 +13,7 @@ from hilbert_lib.attention.dropout import drop_below
 from hilbert_lib.attention.triton import decode, division, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
-from hilbert_lib.attention.triton.geometry import block_d
+from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.hardware import get_gpu_info
 
 
@@ -397,7 +397,7 @@ def _launch(
         "DROPOUT": call.dropout_p > 0.0,
         "READ_PARTIAL": not first,
         "WRITE_PARTIAL": not last,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        "PRECISION": products_of_float32(),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
