@@ -195,10 +195,11 @@ def resident(architecture: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def overwritten(sass: str) -> list[str]:
-    """Products of innermost loops with an operand in registers that the loop finds there and writes after them.
+def held_operands(sass: str) -> tuple[int, list[str]]:
+    """Products in innermost loops whose operand in registers is made before them: how many, and those that are spoilt.
 
-    Such an operand holds in the first pass of the loop alone. What a pass makes for the next one would be told as well.
+    Nothing may write such an operand between the load that makes it and the last pass: not its loop, nor those loops
+    around it that do not hold the load. One that a pass makes for the next would count as spoilt.
     """
     code, labels = [], {}
     for line in sass.splitlines():
@@ -206,34 +207,49 @@ def overwritten(sass: str) -> list[str]:
             labels[label[1]] = len(code)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
             code.append(instruction[1])
-    back = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
-    back = {n: begin for n, begin in back.items() if begin <= n}
-    found = []
-    for end, begin in back.items():
-        if any(begin <= n < end for n in back):
+    jumps = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
+    loops = [range(begin, end + 1) for end, begin in jumps.items() if begin <= end]
+    writes = {}  # of a register: where
+    for n, instruction in enumerate(code):
+        if (to := re.match(r"(\S+) (?:U?P[T\d]+, )?R(\d+)\b", instruction)) and not to[1].startswith(
+            ("ST", "BAR", "RED")
+        ):
+            columns = re.match(r"HGMMA\.64x(\d+)x", to[1])
+            wide = 4 if re.search(r"\.128|\.M88\.4", to[1]) else 2 if re.search(r"\.64|WIDE", to[1]) else 1
+            for register in range(int(to[2]), int(to[2]) + (int(columns[1]) // 2 if columns else wide)):
+                writes.setdefault(register, []).append(n)
+    held, spoilt = 0, []
+    for loop in loops:
+        if any(other != loop and other[0] in loop and other[-1] in loop for other in loops):
             continue
-        written = {}  # the first instruction that writes a register
-        for n in range(begin, end):
-            if (to := re.match(r"(\S+) R(\d+)\b", code[n])) and not to[1].startswith(("ST", "BAR", "RED", "SYNCS")):
-                columns = re.match(r"HGMMA\.64x(\d+)x", to[1])
-                wide = 4 if re.search(r"\.128|\.M88\.4", to[1]) else 2 if re.search(r"\.64|WIDE", to[1]) else 1
-                count = int(columns[1]) // 2 if columns else wide
-                for register in range(int(to[2]), int(to[2]) + count):
-                    written.setdefault(register, n)
-        for n in range(begin, end):
-            if operand := re.match(r"HGMMA\S* R\d+, R(\d+)", code[n]):
-                registers = range(int(operand[1]), int(operand[1]) + 4)
-                found += [code[n]] if any(written.get(register, n) > n for register in registers) else []
-    return found
+        around = sorted((each for each in loops if loop[0] in each and loop[-1] in each), key=len)
+        for n in loop:
+            if not (operand := re.match(r"HGMMA\S* R\d+, R(\d+)", code[n])):
+                continue
+            registers = range(int(operand[1]), int(operand[1]) + 4)
+            inside = [[at for at in writes.get(register, ()) if at in loop] for register in registers]
+            if all(some and some[0] < n for some in inside):
+                continue  # made in the same pass
+            held += 1
+            for each in around:
+                within = [at for register in registers for at in writes.get(register, ()) if at in each]
+                if any(code[at].startswith("LDSM") for at in within):
+                    break
+                if within:
+                    spoilt.append(code[n])
+                    break
+    return held, spoilt
 
 
-def operands(architecture: int, every: bool = True) -> dict[str, dict[str, list[str]]]:
-    """What of the warp-specialised backwards is `overwritten`; unless of every one, of those for narrow rows.
+def operands(architecture: int, every: bool = True) -> dict[str, dict]:
+    """What of the warp-specialised backwards is held and spoilt (`held_operands`); unless every one, of narrow rows.
 
     They hold keys and values in registers from before their loops. The forward makes weights for the next pass.
     """
     return {
-        f"{columns} {causal} {cut} {with_dq}": {"overwritten": overwritten(sass_of(kernel))}
+        f"{columns} {causal} {cut} {with_dq}": dict(
+            zip(("held", "spoilt"), held_operands(sass_of(kernel)), strict=True)
+        )
         for columns, causal, cut, with_dq in product((64, 128), (False, True), (False, True), (False, True))
         if every or (columns == 64 and causal == cut)
         for kernel in [compiled(*backward_on_hopper(columns, causal, with_dq, CUT=cut), architecture, GluonASTSource)]

@@ -19,15 +19,17 @@ from hilbert_lib.ring.plan import plan_ring
 
 
 def count_bytes(
-    branches: str, lengths: list[int], transport: str, *, is_causal: bool, dtype: str, **planning
+    branches: str, lengths: list[int], transport: str, *, is_causal: bool, dtype: str, padded: bool = False, **planning
 ) -> list[list[int]]:
     """Bytes sent and received forward, and backward: as counted where torch is called, and as planned."""
     dtype = getattr(torch, dtype)
     pattern, rank = DilatedPattern(*BRANCHES[branches]), dist.get_rank()
     *leaves, dout = inputs(lengths[rank], dtype=dtype)
     leaves = [x.requires_grad_() for x in leaves]
+    mask = torch.arange(2 * lengths[rank], device=device()).view(2, -1) % 3 == 0 if padded else None
+    call = {"key_padding_mask": mask, "transport": transport, "is_causal": is_causal, **planning}
     with counted() as forward:
-        out = ring_dilated_attention(*leaves, pattern, transport=transport, is_causal=is_causal, **planning)
+        out = ring_dilated_attention(*leaves, pattern, **call)
     with counted() as backward:
         torch.autograd.grad(out, leaves, dout)
     plan = plan_ring(
@@ -40,6 +42,7 @@ def count_bytes(
         dtype=dtype,
         is_causal=is_causal,
         transport=transport,
+        padded=padded,
         **planning,
     )
     cost = plan.ranks[rank]

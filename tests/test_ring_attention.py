@@ -97,6 +97,11 @@ COUNTED = [
     for transport in ("ring", "all_gather", "all_to_all")
     for is_causal in (False, True)
 ]
+COUNTED += [
+    {"branches": "uneven", "lengths": [10, 10, 10], "transport": transport, "is_causal": False, "dtype": "bfloat16"}
+    | {"padded": True}
+    for transport in ("ring", "all_gather", "all_to_all")
+]
 # Where "auto" chooses otherwise than without.
 PLANNED = [
     {"branches": "uneven", "lengths": [16, 16, 8, 8], "transport": "auto", "is_causal": False, "dtype": "bfloat16"}

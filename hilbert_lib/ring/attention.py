@@ -269,6 +269,7 @@ def _job(
         head_dim=q.shape[3],
         dtype=q.dtype,
         is_causal=call.is_causal,
+        padded=call.key_padding_mask is not None,
         **planning,
     )
     seed = None

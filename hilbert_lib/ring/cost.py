@@ -14,7 +14,8 @@ class RankCost:
     """Of one rank.
 
     Attributes:
-        sent_forward, received_forward, sent_backward, received_backward: bytes that cross between ranks.
+        sent_forward, received_forward, sent_backward, received_backward: bytes of rows that cross between ranks; what
+            ranks agree by (a call's header, the seed of dropout) is not in them.
         memory_forward, memory_backward: bytes of the call's tensors and of the exchange's buffers at the highest point;
             what a backend takes beside them is its own, and so are the copies that a block of rows is computed from.
         flop_forward, flop_backward: useful FLOP, counted as `DilatedPattern.work` does.
@@ -37,6 +38,7 @@ class Sizes:
     Attributes:
         batch, heads, kv_heads, head_dim: as in the call.
         element, sum: bytes of an element of q, k, v and out; and of lse, delta, merged results and gradients.
+        padding: bytes that say of a row whether it is padded; they come with the rows of a forward, and are kept.
     """
 
     batch: int
@@ -45,6 +47,7 @@ class Sizes:
     head_dim: int
     element: int
     sum: int
+    padding: int = 0
 
     def on_wire(self, transport: str, direction: str) -> tuple[int, int]:
         """Bytes for each (position, KV head) of a message: on its way, and of the answer that goes back.
@@ -71,6 +74,8 @@ class Sizes:
 def traffic(messages: Iterable[Message], transport: str, direction: str, sizes: Sizes, ranks: int) -> list[list[int]]:
     """Bytes that each rank sends, and that each receives."""
     there, back = sizes.on_wire(transport, direction)
+    if direction == "forward":
+        there += sizes.batch * sizes.padding
     sent, received = [0] * ranks, [0] * ranks
     for message in messages:
         if message.source != message.destination:
@@ -115,6 +120,7 @@ def memory(
             total += (there + back) * sum(min(2, len(some)) * max(some, default=0) for some in (out, into))
         else:
             total += (there + back) * (sum(out) + sum(into))
+        total += sizes.batch * sizes.padding * (sum(into) + (sum(out) if direction == "forward" else 0))
         if transport == "all_to_all" and direction == "backward":  # the exchanged q, k and v, kept
             total += sizes.on_wire(transport, "forward")[0] * sum(into)
     return total

@@ -100,6 +100,7 @@ def plan_ring(
     transport: str = "auto",
     memory_limit: int | None = None,
     weights: Sequence[float] | None = None,
+    padded: bool = False,
 ) -> RingPlan:
     """What each rank sends to whom, so that every query finds its keys; the same on every rank.
 
@@ -120,6 +121,7 @@ def plan_ring(
             longest shard's k and v, so that memory stays O(N/p).
         weights: relative speeds of the ranks. The table then shows who waits for whom; "auto" exchanges heads, which
             shares the work out evenly, only where the speeds are equal.
+        padded: whether the call has a key_padding_mask, of which a byte travels with each row.
 
     Returns:
         The plan.
@@ -154,6 +156,7 @@ def plan_ring(
         head_dim=integer("head_dim", head_dim, least=1, most=256),
         element=dtype.itemsize,
         sum=max(4, dtype.itemsize),
+        padding=int(boolean("padded", padded)),
     )
     asked = {
         "pattern": pattern,

@@ -94,6 +94,7 @@ def backward_kernel(
     end stand rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
     """
     gl.static_assert(BLOCK_M == GROUP_ROWS)
+    gl.static_assert(not keys_in_registers(BLOCK_D) or FREE + STAGES <= 16, "the hardware has 16 barriers")
     dtype: gl.constexpr = k.dtype.element_ty
     k_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
     v_tile = gl.allocate_shared_memory(dtype, [2 * GROUP_ROWS, BLOCK_D], shared_layout())
@@ -392,6 +393,7 @@ def _step(
     SCORES: gl.constexpr = product_layout(BLOCK_M)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
     AHEAD: gl.constexpr = scores_ahead(BLOCK_D, WITH_DQ)
+    gl.static_assert(WITH_DQ or not AHEAD, "scores that are asked for ahead are taken beside dq")
     stage = block % STAGES
     q_tile = q_tiles.index(stage)._reinterpret(dtype, [BLOCK_M, BLOCK_D], shared_layout())
     d_tile = d_tiles.index(stage)._reinterpret(dtype, [BLOCK_M, BLOCK_D], shared_layout())
