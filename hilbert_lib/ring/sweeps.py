@@ -159,11 +159,12 @@ def efficiency(table: pd.DataFrame) -> pd.DataFrame:
         table: `ring_table` of the sweeps "weak" and "strong".
 
     Returns:
-        sweep, tokens (of a rank where weak, in all where strong), ranks and efficiency, where there are two numbers of
-        ranks and more.
+        sweep, tokens (of a rank where weak, in all where strong), ranks, efficiency, and the peak memory of a rank as
+        measured and as planned, where there are two numbers of ranks and more.
     """
     auto = table[(table.side == "auto") & table.sweep.isin(["weak", "strong"])].copy()
     auto["tokens"] = auto.tokens.where(auto.sweep == "strong", auto.tokens // auto.ranks)
     auto = auto[auto.groupby(["sweep", "tokens"]).ranks.transform("nunique") > 1]
     fewest = auto.sort_values("ranks").groupby(["sweep", "tokens"]).tokens_per_s.transform("first")
-    return auto.assign(efficiency=auto.tokens_per_s / fewest)[["sweep", "tokens", "ranks", "efficiency"]]
+    columns = ["sweep", "tokens", "ranks", "efficiency", "peak_gb", "planned_gb"]
+    return auto.assign(efficiency=auto.tokens_per_s / fewest)[columns]
