@@ -102,6 +102,7 @@ COUNTED += [
     | {"padded": True}
     for transport in ("ring", "all_gather", "all_to_all")
 ]
+COUNTED = {3: COUNTED, 2: [case | {"lengths": case["lengths"][:2]} for case in COUNTED]}
 # Where "auto" chooses otherwise than without.
 PLANNED = [
     {"branches": "uneven", "lengths": [16, 16, 8, 8], "transport": "auto", "is_causal": False, "dtype": "bfloat16"}
@@ -158,7 +159,8 @@ CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
 CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
-CALLS[3] += [["ring_costs:count_bytes", case] for case in COUNTED]
+for ranks, cases in COUNTED.items():
+    CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
 CALLS[3] += [["repeats", {"transport": transport, "lengths": lengths}] for transport, lengths in REPEATED.items()]
 for ranks in (2, 4):
     CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
@@ -234,8 +236,12 @@ def test_nccl_computes_and_sends_the_same(ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     check_errors(ranks, "nccl")
-    for case in COUNTED if ranks == 3 else ():
-        assert all(counted == planned for counted, planned in answers(ranks, "ring_costs:count_bytes", case, "nccl"))
+    for case in COUNTED.get(ranks, ()):
+        check_bytes(ranks, case, "nccl")
+    # In one test, as each process that runs one calls them all.
+    for what in DISAGREEMENTS if ranks == 2 else ():
+        if what != "backend":  # which serves on a GPU
+            check_disagreement(what, "nccl")
 
 
 @pytest.mark.multigpu
@@ -293,11 +299,19 @@ def test_memory_of_a_gpu_is_the_plans_and_what_the_backend_takes(kind, transport
     check_memory([rank[0] for rank in found], max(1.1, HELD[kind][1]), 64 * 2**20)
 
 
-@pytest.mark.parametrize("case", COUNTED, ids=name_of)
-def test_bytes_sent_are_those_of_the_plan(case):
-    for counted, planned in answers(3, "ring_costs:count_bytes", case):
+def check_bytes(ranks: int, case: dict, backend: str = "gloo") -> None:
+    for counted, planned in answers(ranks, "ring_costs:count_bytes", case, backend):
         assert counted == planned
         assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [(ranks, case) for ranks, cases in COUNTED.items() for case in cases],
+    ids=lambda x: x if isinstance(x, int) else name_of(x),
+)
+def test_bytes_sent_are_those_of_the_plan(ranks, case):
+    check_bytes(ranks, case)
 
 
 def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
@@ -307,11 +321,15 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
         assert found != plain
 
 
+def check_disagreement(what: str, backend: str = "gloo") -> None:
+    arguments, said = DISAGREEMENTS[what]
+    for answer in answers(2, "disagree", arguments, backend):
+        assert all(words in answer for words in said), answer
+
+
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
-    arguments, said = DISAGREEMENTS[what]
-    for answer in answers(2, "disagree", arguments):
-        assert all(words in answer for words in said), answer
+    check_disagreement(what)
 
 
 @pytest.mark.parametrize("transport", REPEATED)
