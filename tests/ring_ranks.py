@@ -153,8 +153,10 @@ def compare(
     padded: bool = False,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
     backend: str = "auto",
     by_kernel: bool = False,
+    **planning,
 ) -> dict:
     """For output, lse and gradients: squared error of this rank's rows and of one process's, against float64.
 
@@ -168,7 +170,7 @@ def compare(
     mask = (torch.rand(shapes[0][:2], generator=generator) < 0.3).to(device()) if padded else None
     q, k, v, dout = (x.to(getattr(torch, dtype)).to(device()) for x in drawn)
     pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
-    options = {"is_causal": is_causal, "dropout_p": dropout_p}
+    options = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
 
     whole = partial(dilated_attention, pattern=pattern, key_padding_mask=mask, **options)
     exact = results(partial(whole, backend="reference"), [x.double() for x in (q, k, v)], dout.double())
@@ -185,6 +187,7 @@ def compare(
         transport=transport,
         backend=backend,
         **options,
+        **planning,
     )
     shards = q[:, rows], stored(k[:, rows], dim=1), stored(v[:, rows], dim=1)
     with ExitStack() as stack:

@@ -1,5 +1,8 @@
 """The warp-specialised kernels on a Hopper GPU: equal to the float64 reference, and to their plain twins."""
 
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -233,3 +236,34 @@ def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head
     assert (out - expected).norm() < 4e-3 * expected.norm()
     found = dilated_attention(q, k, v, pattern, backend="triton", return_lse=True, **options)[1]
     assert (found - lse).abs().max() < 1e-3
+
+
+FIRST_CALL = """
+import time
+import torch
+from hilbert_lib import DilatedPattern, dilated_attention
+
+shape = 1, 65536, 16, {head_dim}
+leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+torch.cuda.synchronize()
+start = time.perf_counter()
+out = dilated_attention(*leaves, pattern, is_causal=True, backend="triton")
+torch.cuda.synchronize()
+middle = time.perf_counter()
+out.backward(out.detach())
+torch.cuda.synchronize()
+print(middle - start, time.perf_counter() - middle)
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_first_forward_and_backward_take_less_than_ten_seconds_each_with_what_is_compiled(tmp_path, head_dim):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_CALL.format(head_dim=head_dim)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    forward, backward = map(float, done.stdout.split())
+    assert max(forward, backward) < 10, (forward, backward)
+    assert any(tmp_path.iterdir()), "nothing was compiled"

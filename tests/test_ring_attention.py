@@ -67,6 +67,12 @@ COMPARED = {
             for transport in ("ring", "all_gather", "all_to_all")
             for backend in DROPPING
         ),
+        *(
+            {"branches": "uneven", "lengths": [20, 14, 3], "transport": transport, "backend": "sdpa", **GROUPED}
+            | {"scale": 0.7, "is_causal": transport == "ring"}
+            for transport in ("ring", "all_gather", "all_to_all")
+        ),
+        {"branches": "longer", "lengths": [18, 12, 7], "transport": "auto", "weights": [3, 2, 1], **GROUPED},
         {"lengths": [8, 3, 7], "transport": "all_gather"} | INTERPRETED,
     ],
     4: [
