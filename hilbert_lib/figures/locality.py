@@ -21,6 +21,8 @@ UNIT_STYLES = {
     "line": ("#0072B2", "s"),
     "page": ("#000000", "^"),
 }
+CLAIMED_LINES = {"C1": (25, 40, "#e3edf7"), "C2": (40, 60, "#cfe0f1")}  # claim: least and most % fewer, and a shade
+ATTENTION_BYTES = 128  # of the smallest row that attention has: a head of 64 in half precision
 GPU_STYLES = [("#009E73", "o", "-"), ("#0072B2", "s", "-"), ("#D55E00", "^", "-"), ("#000000", "x", "--")]
 LINE_STYLES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 
@@ -249,6 +251,8 @@ def draw_l2_by_keys(data: pd.DataFrame, *, row_bytes: int) -> Figure:
 def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
     """The most that any ordering, and the Hilbert order, can save against linear, by row size.
 
+    Shaded are the shares of lines that the documents claim, and the rows that attention has.
+
     Args:
         data: table of `ordering_reach`.
         heads: KV heads that were stored, for the title.
@@ -257,7 +261,12 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained")
     panels = figure.subplots(1, len(LAYOUT_TITLES), sharey=True)
     sizes = sorted(data.row_bytes.unique())  # side by side, as between 128 and 256 some are too near for their names
+    narrower = sum(size < ATTENTION_BYTES for size in sizes)
     for axes, (layout, layout_title) in zip(panels, LAYOUT_TITLES.items(), strict=True):
+        for least, most, shade in CLAIMED_LINES.values():
+            axes.axhspan(least, most, color=shade, lw=0)
+        if narrower < len(sizes):
+            axes.axvspan(narrower - 0.5, len(sizes) - 0.5, hatch="//", fc="none", ec="0.75", lw=0, zorder=1)
         for unit, (colour, marker) in UNIT_STYLES.items():
             rows = data[(data.layout == layout) & (data.unit == unit)]
             place = [sizes.index(size) for size in rows.row_bytes]
@@ -271,13 +280,18 @@ def draw_reach(data: pd.DataFrame, *, heads: int, dilations: str) -> Figure:
                 ls=":",
                 **style,
             )
-        axes.set(title=layout_title, xlabel="row of one head [bytes]", ylim=(-4, 104))
+        axes.set(title=layout_title, xlabel="row of one head [bytes]", xlim=(-0.5, len(sizes) - 0.5), ylim=(-4, 104))
         axes.set_xticks(range(len(sizes)), sizes)
         top = axes.secondary_xaxis("top")
         top.set_xticks(range(len(sizes)), [f"{size / 2:g}" for size in sizes])
         top.set_xlabel("head_dim in bf16")
         top.minorticks_off()
         axes.grid(alpha=0.3)
+    for claim, (least, most, _) in CLAIMED_LINES.items():
+        panels[0].text(1.7, least + 4, f"{claim}: {least} to {most} % fewer lines", va="center", fontsize=8)
+    if narrower < len(sizes):
+        told = {"fontsize": 8, "bbox": {"fc": "white", "ec": "none", "pad": 1.5}}
+        panels[0].text(narrower - 0.4, 10, "rows that attention has", **told)
     panels[0].set_ylabel("largest saving against the linear order [%]")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(
