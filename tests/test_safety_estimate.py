@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, dilated_attention
-from hilbert_lib.attention import strided
+from hilbert_lib.attention import packages, strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.safety import benchmarks, estimate, memory
 from hilbert_lib.safety.estimate import MemoryEstimate, estimate_memory
@@ -232,7 +232,7 @@ def test_what_cannot_be_estimated_is_refused(wrong, words):
 @pytest.mark.parametrize(
     # Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
     "backend",
-    ["triton", "cudnn", "flash", "sdpa", "flex", pytest.param("eager", marks=pytest.mark.alone)],
+    ["triton", "cudnn", "flash", "sdpa", "flex", *packages.MODULES, pytest.param("eager", marks=pytest.mark.alone)],
 )
 @pytest.mark.parametrize(
     ("pattern", "options"),
@@ -244,6 +244,8 @@ def test_what_cannot_be_estimated_is_refused(wrong, words):
     ],
 )
 def test_on_the_gpu_the_estimate_is_within_a_tenth_of_what_is_allocated(pattern, options, backend, direction):
+    if backend in packages.MODULES and (reason := packages.breakage(backend)):
+        pytest.skip(reason)
     options = {"dtype": torch.bfloat16, **options, "backend": backend}
     torch.cuda.empty_cache()
     predicted, measured = predicted_and_measured(pattern, options, direction, device="cuda")
