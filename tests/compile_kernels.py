@@ -14,6 +14,7 @@ from functools import partial
 from itertools import product
 
 import triton
+from held_operands import held_operands
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -132,18 +133,17 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tupl
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True, **constants) -> tuple:
-    """What `compiled` takes for the warp-specialised backward, before the architecture; more constants hold."""
+def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True, cut: bool = True) -> tuple:
+    """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
     queries = described(config.block_m, columns, gl.bfloat16)
     part = described(config.block_m, columns // 2, gl.float32)
     types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
     types |= {f"dq{i}": part for i in range(BRANCHES)}
-    flags = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": True}
-    flags |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
-    flags |= constants
-    flags |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(flags["N_BRANCHES"], BRANCHES)}
-    return hopper_backward.backward_kernel, types, flags, {"num_warps": 4}
+    constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": cut}
+    constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
+    constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
+    return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
 def hopper(architecture: int, every: bool = True) -> dict[str, str]:
@@ -195,64 +195,16 @@ def resident(architecture: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def held_operands(sass: str) -> tuple[int, list[str]]:
-    """Products in innermost loops whose operand in registers is made before them: how many, and those that are spoilt.
-
-    Nothing may write such an operand between the load that makes it and the last pass: not its loop, nor those loops
-    around it that do not hold the load. One that a pass makes for the next would count as spoilt.
-    """
-    code, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;", line):
-            code.append(instruction[1])
-    jumps = {n: labels[to[1]] for n, x in enumerate(code) if (to := re.match(r"BRA.*`\((\.L_x_\d+)\)", x))}
-    loops = [range(begin, end + 1) for end, begin in jumps.items() if begin <= end]
-    writes = {}  # of a register: where
-    for n, instruction in enumerate(code):
-        if (to := re.match(r"(\S+) (?:U?P[T\d]+, )?R(\d+)\b", instruction)) and not to[1].startswith(
-            ("ST", "BAR", "RED")
-        ):
-            columns = re.match(r"HGMMA\.64x(\d+)x", to[1])
-            wide = 4 if re.search(r"\.128|\.M88\.4", to[1]) else 2 if re.search(r"\.64|WIDE", to[1]) else 1
-            for register in range(int(to[2]), int(to[2]) + (int(columns[1]) // 2 if columns else wide)):
-                writes.setdefault(register, []).append(n)
-    held, spoilt = 0, []
-    for loop in loops:
-        if any(other != loop and other[0] in loop and other[-1] in loop for other in loops):
-            continue
-        around = sorted((each for each in loops if loop[0] in each and loop[-1] in each), key=len)
-        for n in loop:
-            if not (operand := re.match(r"HGMMA\S* R\d+, R(\d+)", code[n])):
-                continue
-            registers = range(int(operand[1]), int(operand[1]) + 4)
-            inside = [[at for at in writes.get(register, ()) if at in loop] for register in registers]
-            if all(some and some[0] < n for some in inside):
-                continue  # made in the same pass
-            held += 1
-            for each in around:
-                within = [at for register in registers for at in writes.get(register, ()) if at in each]
-                if any(code[at].startswith("LDSM") for at in within):
-                    break
-                if within:
-                    spoilt.append(code[n])
-                    break
-    return held, spoilt
-
-
 def operands(architecture: int, every: bool = True) -> dict[str, dict]:
     """What of the warp-specialised backwards is held and spoilt (`held_operands`); unless every one, of narrow rows.
 
     They hold keys and values in registers from before their loops. The forward makes weights for the next pass.
     """
     return {
-        f"{columns} {causal} {cut} {with_dq}": dict(
-            zip(("held", "spoilt"), held_operands(sass_of(kernel)), strict=True)
-        )
+        f"{columns} {causal} {cut} {with_dq}": held_operands(sass_of(kernel))
         for columns, causal, cut, with_dq in product((64, 128), (False, True), (False, True), (False, True))
         if every or (columns == 64 and causal == cut)
-        for kernel in [compiled(*backward_on_hopper(columns, causal, with_dq, CUT=cut), architecture, GluonASTSource)]
+        for kernel in [compiled(*backward_on_hopper(columns, causal, with_dq, cut), architecture, GluonASTSource)]
     }
 
 

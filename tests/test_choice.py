@@ -94,10 +94,6 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_
         assert taken[first_that_is_there(taken, *work)] <= 1.05 * min(taken.values()), work
 
 
-def test_the_rules_for_hopper_take_the_fused_kernel_first_wherever_it_serves():
-    assert {rule.order[0] for rule in HALF_RULES["Hopper"]} == {"triton"}
-
-
 def test_an_exported_program_asks_for_no_length(monkeypatch):
     by_length = Rule(("reference",), "by length", lengths=(10, None)), *rules.CPU_RULES
     monkeypatch.setattr(choice, "_rules", lambda device, dtype: by_length)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from held_operands import held_operands
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
@@ -89,6 +90,29 @@ def test_keys_and_values_that_a_backward_holds_in_registers_are_not_written_over
     loops = {name: 2 if "True" in name.split()[1:3] else 1 for name in found if name.startswith("64")}
     held = {name: 2 * 8 * count for name, count in loops.items()}
     assert found == {name: {"held": held.get(name, 0), "spoilt": []} for name in found}
+
+
+# A loop in a loop, in the form of nvdisasm: R8 to R11 are loaded before both, R4 to R7 made in every pass.
+LOOPS = [
+    "LDSM.16.M88.4 R8, [R2]",
+    ".L_x_1:",
+    "IADD3 R3, R3, 0x1, RZ",
+    ".L_x_2:",
+    "HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ, !UPT",
+    "F2FP.BF16.F32.PACK_AB R4, R25, R24",
+    *(f"F2FP.BF16.F32.PACK_AB R{n}, R25, R24" for n in (5, 6, 7)),
+    "HGMMA.64x64x16.F32.BF16 R56, R4, gdesc[UR4], R56, gsb0",
+    "@P0 BRA `(.L_x_2)",
+    "@P1 BRA `(.L_x_1)",
+]
+
+
+@pytest.mark.parametrize("planted", ["", "MOV R9, R1", "@!P2 SHFL.BFLY PT, R11, R1, 0x1, 0x1f", "LDS.64 R10, [R2]"])
+@pytest.mark.parametrize("place", [3, 5, 10], ids=["around the loop", "after the product", "at the end of the loop"])
+def test_a_held_operand_that_anything_writes_is_told(place, planted):
+    lines = [*LOOPS[:place], *([planted] if planted else []), *LOOPS[place:]]
+    sass = "\n".join(line if line.endswith(":") else f"        /*0000*/  {line} ;" for line in lines)
+    assert held_operands(sass) == {"held": 1, "spoilt": [LOOPS[4]] if planted else []}
 
 
 @pytest.mark.parametrize("architecture", SMALL_ON)

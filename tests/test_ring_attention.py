@@ -97,18 +97,15 @@ FLEX = [
     for branches, transport in (("longer", "all_gather"), ("sparse", "ring"), ("uneven", "all_to_all"))
     for is_causal in (False, True)
 ]
-COUNTED = [
-    {"branches": branches, "lengths": lengths, "transport": transport, "is_causal": is_causal, "dtype": "bfloat16"}
-    for branches, lengths in (("longer", [16, 8, 13]), ("uneven", [10, 10, 10]), ("aligned", [32, 64, 32]))
-    for transport in ("ring", "all_gather", "all_to_all")
-    for is_causal in (False, True)
-]
-COUNTED += [
-    {"branches": "uneven", "lengths": [10, 10, 10], "transport": transport, "is_causal": False, "dtype": "bfloat16"}
-    | {"padded": True}
-    for transport in ("ring", "all_gather", "all_to_all")
-]
-COUNTED = {3: COUNTED, 2: [case | {"lengths": case["lengths"][:2]} for case in COUNTED]}
+COUNTED = {
+    ranks: [
+        {"branches": branches, "lengths": lengths[:ranks], "transport": transport, "dtype": "bfloat16", **options}
+        for branches, lengths in (("longer", [16, 8, 13]), ("uneven", [10, 10, 10]), ("aligned", [32, 64, 32]))
+        for transport in ("ring", "all_gather", "all_to_all")
+        for options in ({"is_causal": False}, {"is_causal": True}, {"is_causal": False, "padded": True})
+    ]
+    for ranks in (2, 3)
+}
 # Where "auto" chooses otherwise than without.
 PLANNED = [
     {"branches": "uneven", "lengths": [16, 16, 8, 8], "transport": "auto", "is_causal": False, "dtype": "bfloat16"}

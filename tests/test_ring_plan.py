@@ -224,6 +224,28 @@ def test_bytes_are_those_of_the_formulas(length, ranks, w, r, heads, kv_heads, d
         assert cost.sent_backward == cost.received_backward == with_gradients + 2 * lse
 
 
+@pytest.mark.parametrize("transport", ["ring", "all_gather", "all_to_all"])
+def test_a_padding_mask_takes_a_byte_of_each_row_that_travels_and_is_kept(transport):
+    plans = [
+        plan_of(
+            DilatedPattern((8, 36), (1, 3)), (12, 12, 12), heads=6, kv_heads=3, batch=2, transport=transport, padded=p
+        )
+        for p in (False, True)
+    ]
+    between = plans[1].messages[transport]
+    for rank, (plain, padded) in enumerate(zip(*(plan.ranks for plan in plans), strict=True)):
+        out, into = (
+            {pair: 2 * message.size for pair, message in between.items() if pair[end] == rank} for end in (0, 1)
+        )
+        own = out.get((rank, rank), 0)  # of an exchange of heads: held, and not sent
+        assert sum(out.values()) > own
+        assert padded.sent_forward - plain.sent_forward == sum(out.values()) - own
+        assert padded.received_forward - plain.received_forward == sum(into.values()) - own
+        assert padded.sent_backward == plain.sent_backward
+        assert padded.memory_forward - plain.memory_forward == sum(out.values()) + sum(into.values())
+        assert padded.memory_backward - plain.memory_backward == sum(into.values())
+
+
 def test_segments_inside_a_rank_send_nothing():
     plan = plan_of(DilatedPattern((256, 512), (1, 2)), (512,) * 8)
     assert [branch.transport for branch in plan.branches] == ["local", "local"]
