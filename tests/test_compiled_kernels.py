@@ -27,10 +27,13 @@ def compiled(group: str, architecture: int) -> dict[str, dict[str, int]]:
 
 @cache
 def _compiled(architecture: int, *groups: str) -> dict[str, dict[str, dict[str, int]]]:
-    # In one process without the interpreter.
-    script = Path(__file__).parent / "compile_kernels.py"
+    return _told_by("compile_kernels.py", str(architecture), *groups)
+
+
+def _told_by(script: str, *arguments: str) -> dict:
+    # By a process without the interpreter.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, script, str(architecture), *groups]
+    command = [sys.executable, Path(__file__).parent / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -162,3 +165,27 @@ def test_a_stride_of_which_no_row_is_taken_may_be_anything():
     assert x.is_contiguous()
     assert x.stride(0) % 8
     assert hopper_tiles.descriptor(x, 1, 64, 64).base is x
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "forwards", "backwards"),
+    [
+        ("64", "causal", 4, 2),  # two launches, and the plain kernel for each, should one give NaN
+        pytest.param("128", "causal", 4, 2, marks=pytest.mark.full),
+        pytest.param("64", "whole", 1, 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_first_call_compiles_its_kernels_beside_each_other_and_a_second_none(head_dim, causal, forwards, backwards):
+    told = _told_by("first_call.py", head_dim, causal)
+    expected = {
+        "forward": ["forward_kernel"] * forwards,
+        "backward": ["delta_kernel", *["backward_kernel"] * backwards],
+    }
+    for name, kernels in expected.items():
+        first, second = told[f"first {name}"], told[f"second {name}"]
+        assert first["compiled"] == sorted(kernels)
+        assert first["at once"] == len(kernels)
+        assert first["before any starts"]
+        assert second["compiled"] == []
+        assert first["started"] == second["started"] == kernels
+    assert told["devices"] == ["cpu"], "a thread that loads kernels has the tensors' device"

@@ -17,6 +17,7 @@ from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import division, schedule  # noqa: E402
+from hilbert_lib.attention.triton.start import Start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -302,21 +303,33 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
         served.append(one.branches)
         config = launch.config_of("forward", q)
         grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
-        launch.forward_kernel[grid](q, k, v, out, lse, out, lse, q, **shared, IF_FLAG=False)
-        if parts.endswith("NaN"):
-            out.fill_(torch.nan)
-            flag.fill_(1)
+
+        def run(*arguments, **named):
+            launch.forward_kernel[grid](*arguments, **named)
+            if parts.endswith("NaN"):
+                out.fill_(torch.nan)
+                flag.fill_(1)
+
+        return Start({grid: run}, grid, (q, k, v, out, lse, out, lse, q), shared | {"IF_FLAG": False})
 
     def backward_of_one(dout, q, k, v, lse, delta, dk, dv, call, one, sums, *, first):
         strides = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
         grid, shared = launch._launch(
             q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=first, last=True
         )
-        launch.dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides)
-        if sums is not None:
-            config = launch.config_of("dq", q)
-            grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=False)
-            launch.dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides)
+
+        def run(*arguments, **named):
+            launch.dkv_kernel[grid](*arguments, **named)
+            if sums is not None:
+                config = launch.config_of("dq", q)
+                dq_grid, more = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=False)
+                launch.dq_kernel[dq_grid](q, k, v, dout, lse, delta, sums, sums, **more, **strides)
+
+        return Start({grid: run}, grid, (q, k, v, dout, lse, delta, dk, dv, dk, dv), shared | strides)
+
+    def start(starts):  # what stands in is compiled when it is started
+        for each in starts:
+            each.kernel[each.grid](*each.arguments, **each.named)
 
     def launches(*asked):
         assert asked == (pattern, 90, 2, is_causal)
@@ -330,11 +343,12 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
     monkeypatch.setattr(launch, "_forward_on_hopper", forward_of_one)
     monkeypatch.setattr(launch, "_backward_on_hopper", backward_of_one)
+    monkeypatch.setattr(launch, "start", start)
     # What nobody has written yet may be anything.
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, torch.nan, **options))
     pattern = DilatedPattern((48, 96, 96, 96), (finest, finest, 24, 48), offsets=offsets)
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 90, heads, 16) for heads in (4, 2, 2, 4))
+    q, k, v, dout = (torch.randn(1, 90, heads, 16, device=DEVICE) for heads in (4, 2, 2, 4))
     if heads_first:
         q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -379,10 +393,10 @@ def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
     monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
     monkeypatch.delattr(launch, "_backward_on_hopper")
     torch.manual_seed(0)
-    q, dout, out = torch.randn(3, 1, 5, 1, 16)
-    k, v = torch.randn(2, 1, 48, 1, 16)
+    q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
+    k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)
     call = Call(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
-    grads = launch.backward(dout, q, k, v, out, torch.zeros(1, 1, 5), call)
+    grads = launch.backward(dout, q, k, v, out, torch.zeros(1, 1, 5, device=DEVICE), call)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -13,4 +13,5 @@ decode           a few queries against many keys
 merge            all partial results of dense kernels at once
 rows             rows of a whole by index: merged, or added to, in place
 launch           tables, grids and the two entry points
+start            starts the kernels of a call, which a first one compiles beside each other
 """

@@ -14,6 +14,7 @@ from hilbert_lib.attention.triton import decode, division, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
+from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.hardware import get_gpu_info
 
 
@@ -90,6 +91,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     q, k, v = _as_computed(q, k, v)
     config = config_of("forward", q)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    starts: list[Start] = []
     if _on_hopper((q, k, v), k.shape[1], call):
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         out = _result(q, ours[:1], call)
@@ -98,12 +100,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
         for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True)):
             own = flag if is_masked else None
-            _forward_on_hopper(q, k, v, call, one, out, lse, own, first=number == 0)
+            starts.append(_forward_on_hopper(q, k, v, call, one, out, lse, own, first=number == 0))
 
         def plain(one: schedule.Pass, first: bool, flag: Tensor | None) -> None:
             grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
             if_flag = flag is not None
-            forward_kernel[grid](q, k, v, out, lse, out, lse, flag if if_flag else q, **shared, IF_FLAG=if_flag)
+            arguments = (q, k, v, out, lse, out, lse, flag if if_flag else q)
+            starts.append(Start(forward_kernel, grid, arguments, shared | {"IF_FLAG": if_flag}))
 
         if flag is not None:
             # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of
@@ -114,6 +117,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
                 plain(one, False, flag)
         for one in theirs:  # these go on from the results and replace them, rounded once more each time
             plain(one, False, None)
+        start(starts)
         return out, lse
     todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
     out = _result(q, todo, call)
@@ -124,7 +128,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for number, one in enumerate(todo):
         last = number == len(todo) - 1
         grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=number == 0, last=last)
-        forward_kernel[grid](q, k, v, out, lse, partial_out, partial_lse, q, **shared, IF_FLAG=False)
+        arguments = (q, k, v, out, lse, partial_out, partial_lse, q)
+        starts.append(Start(forward_kernel, grid, arguments, shared | {"IF_FLAG": False}))
+    start(starts)
     return out.to(dtype), lse
 
 
@@ -137,10 +143,9 @@ def backward(
     batch, queries, heads, head_dim = q.shape
     delta = torch.empty_like(lse)
     rows = batch * queries * heads
-    delta_kernel[(triton.cdiv(rows, 32),)](
-        out, dout, delta, *dout.stride()[:3], rows, queries, heads,
-        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=32,
-    )  # fmt: skip
+    arguments = (out, dout, delta, *dout.stride()[:3], rows, queries, heads)
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32}
+    starts = [Start(delta_kernel, (triton.cdiv(rows, 32),), arguments, named)]
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
     on_hopper = call.query_start is None and _on_hopper((q, k, v, dout), k.shape[1], call)
@@ -151,16 +156,18 @@ def backward(
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         dk, dv = (_result(x, ours[:1], call) for x in (k, v))
         for number, one in enumerate(ours):
-            _backward_on_hopper(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
+            starts.append(_backward_on_hopper(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0))
         config = config_of("dkv", q)
         for one in theirs:
             grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=False, last=True)
-            dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, dk, dv, **shared, **strides_d)
+            arguments = (q, k, v, dout, lse, delta, dk, dv, dk, dv)
+            starts.append(Start(dkv_kernel, grid, arguments, shared | strides_d))
         if sums is not None:
             config = config_of("dq", q)
             for one in theirs:
                 grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=False, last=False)
-                dq_kernel[grid](q, k, v, dout, lse, delta, sums, sums, **shared, **strides_d)
+                starts.append(Start(dq_kernel, grid, (q, k, v, dout, lse, delta, sums, sums), shared | strides_d))
+            start(starts)
             return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype)), dk, dv
 
     config = config_of("dq", q)
@@ -170,8 +177,9 @@ def backward(
     for number, one in enumerate(todo):
         last = number == len(todo) - 1
         grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=number == 0, last=last)
-        dq_kernel[grid](q, k, v, dout, lse, delta, dq, partial, **shared, **strides_d)
+        starts.append(Start(dq_kernel, grid, (q, k, v, dout, lse, delta, dq, partial), shared | strides_d))
     if on_hopper:
+        start(starts)
         return dq, dk, dv
 
     config = config_of("dkv", q)
@@ -183,7 +191,8 @@ def backward(
     for number, one in enumerate(todo):
         last = number == len(todo) - 1
         grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=number == 0, last=last)
-        dkv_kernel[grid](q, k, v, dout, lse, delta, dk, dv, *partials, **shared, **strides_d)
+        starts.append(Start(dkv_kernel, grid, (q, k, v, dout, lse, delta, dk, dv, *partials), shared | strides_d))
+    start(starts)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -269,7 +278,7 @@ def _forward_on_hopper(
     flag: Tensor | None,
     *,
     first: bool,
-) -> None:
+) -> Start:
     # Writes out and lse; unless it is the first, goes on from them. flag is that of `hopper.forward_kernel`, or None
     # where no tile can be cut off.
     from hilbert_lib.attention.triton import hopper, hopper_tiles  # only where it runs: the interpreter knows no Gluon
@@ -280,11 +289,9 @@ def _forward_on_hopper(
     descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    hopper.forward_kernel[grid](
-        q, out, lse, q if flag is None else flag, *descriptors, **_known(hopper.forward_kernel, shared),
-        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches), MASKED=flag is not None,
-        maxnreg=config.maxnreg,
-    )  # fmt: skip
+    named = _known(hopper.forward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
+    named |= {"N_BRANCHES": len(branches), "MASKED": flag is not None, "maxnreg": config.maxnreg}
+    return Start(hopper.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
 
 def _backward_on_hopper(
@@ -301,7 +308,7 @@ def _backward_on_hopper(
     sums: Tensor | None,
     *,
     first: bool,
-) -> None:
+) -> Start:
     # Writes dk and dv; unless it is the first, adds to them. It adds dq, without its scale, to sums in an order that
     # varies. Without sums the bits are always the same.
     from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
@@ -316,12 +323,10 @@ def _backward_on_hopper(
         descriptors.append(descriptors[-1] if sums is None else hopper_tiles.descriptor(sums, r, *part))
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=first, last=True)
-    hopper_backward.backward_kernel[grid](
-        k, v, lse, delta, dk, dv, *descriptors, **_known(hopper_backward.backward_kernel, shared),
-        BLOCK_D=columns, STAGES=config.num_stages, N_BRANCHES=len(branches),
-        CUT=schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device).cut,
-        WITH_DQ=sums is not None,
-    )  # fmt: skip
+    tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
+    named = _known(hopper_backward.backward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
+    named |= {"N_BRANCHES": len(branches), "CUT": tables.cut, "WITH_DQ": sums is not None}
+    return Start(hopper_backward.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
 
 
 def _known(kernel, shared: dict) -> dict:
