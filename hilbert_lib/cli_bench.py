@@ -10,8 +10,6 @@ import click
 
 from hilbert_lib.cli_options import Numbers, usage_errors
 
-FINE = ("ok", "cannot serve", "not tried")  # what may become of a side without a failure
-
 
 def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
     """A list that commas separate."""
@@ -34,7 +32,13 @@ def bench() -> None:
 @click.option(
     "--lengths", type=Numbers(), default="1k:16k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000."
 )
-@click.option("--backends", callback=names, default="all", show_default=True, help="Names; the first is compared with.")
+@click.option(
+    "--backends",
+    callback=names,
+    default="all",
+    show_default=True,
+    help="Names, as triton,cudnn,sdpa; the first is compared with.",
+)
 @click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
 @click.option("--dtype", help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.")
@@ -45,7 +49,7 @@ def bench() -> None:
 )
 @click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
 @click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
-@click.option("--timeout", type=float, help="Seconds for one process.  [default: 600]")
+@click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
 @click.option(
     "--json",
     "path",
@@ -64,7 +68,8 @@ def attention(
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
     recorded. A second run measures only what is missing. The table shows the median time and the interquartile range
     in ms, how many times faster than the first backend a backend is, with the 95 % interval, and its relative error
-    against float64. The exit status is 1 if anything failed. The limits are those of SafetyConfig, which
+    against float64. A side whose process failed beside the others is timed alone, without a ratio, and says so;
+    --retry-failed tries it again. The exit status is 1 if anything failed. The limits are those of SafetyConfig, which
     HILBERT_SAFETY_... variables set too.
 
     \b
@@ -75,18 +80,19 @@ def attention(
     """
     from hilbert_lib.safety.benchmarks import outcome_table
     from hilbert_lib.safety.config import SafetyConfig
-    from hilbert_lib.safety.runner import SafeBenchmarkRunner
+    from hilbert_lib.safety.runner import SafeBenchmarkRunner, is_failure
     from hilbert_lib.suite.run import Interrupted, interruptible
 
     with usage_errors():
         config = SafetyConfig.load(max_memory_share=memory_share, max_seconds=timeout)
         points = _points(**asked)
-    runner = SafeBenchmarkRunner(path, config=config, device=points[0]["device"])
+        runner = SafeBenchmarkRunner(path, config=config, device=points[0]["device"])
     if dry_run:
         for point in points:
-            refused = runner.why_not(point)
+            refused, tried = runner.why_not(point), runner.would_try(point, retry_failed=retry_failed)
             for side in point["sides"]:
-                reason = "{status}: {cause}".format(**refused[side]) if side in refused else "would be tried"
+                reason = "would be tried" if side in tried else f"stands in {path}"
+                reason = "{status}: {cause}".format(**refused[side]) if side in refused else reason
                 click.echo(f"{_name(point)}  {side}  {reason}")
         click.echo(f"{len(points)} points")
         return
@@ -104,7 +110,7 @@ def attention(
         raise click.ClickException(f"the results cannot be written: {error}") from error
     _show(outcome_table(lines))
     click.echo(f"the records: {path}")
-    sys.exit(any(outcome["status"] not in FINE for line in lines for outcome in line["outcomes"].values()))
+    sys.exit(any(is_failure(outcome) for line in lines for outcome in line["outcomes"].values()))
 
 
 @bench.command("backends")

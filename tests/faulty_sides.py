@@ -57,6 +57,12 @@ def hang_and_say_so() -> None:
     time.sleep(60)
 
 
+def abort_once() -> None:
+    if not Path(os.environ["ABORTS_ONCE"]).exists():
+        Path(os.environ["ABORTS_ONCE"]).touch()
+        os.abort()
+
+
 def start_others_and_hang() -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     subprocess.Popen(sleep)
@@ -76,6 +82,7 @@ FAULTS = {
     "hangs": lambda: time.sleep(60),
     "hangs and says so": hang_and_say_so,
     "aborts": os.abort,
+    "aborts once": abort_once,
     "segfaults": lambda: ctypes.string_at(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "reads illegally": read_illegally,

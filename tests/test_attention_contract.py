@@ -213,6 +213,15 @@ def test_the_reference_keeps_non_finite_tokens_to_the_rows_that_attend_to_them(b
                 assert not out[0, query, head].isfinite().any(), (head, query)
 
 
+@pytest.mark.parametrize("backend", ["reference", "eager"])  # of "triton", tests/test_triton.py
+def test_a_row_whose_scores_are_all_minus_infinity_has_no_weight(backend):
+    q, k, v = (torch.ones(1, 4, 1, 2) for _ in range(3))
+    k[:, :2] = -torch.inf
+    out, lse = dilated_attention(q, k, v, DilatedPattern((2,), (1,)), backend=backend, return_lse=True)
+    torch.testing.assert_close(out[0, :, 0], torch.tensor([[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2))
+    assert lse[0, 0, :2].eq(-torch.inf).all()
+
+
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
 def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):

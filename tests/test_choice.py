@@ -4,7 +4,10 @@ import errno
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pandas as pd
@@ -324,13 +327,27 @@ def test_kv_ordering_auto_takes_none_and_says_why(monkeypatch):
     assert "no order reads such rows faster" in why
 
 
+def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(place):
+    assert remembered_rules("cpu", torch.float32) == ()
+    ask = "from hilbert_lib.attention.remembered import *; from hilbert_lib import DilatedPattern as P\n"
+    ask += f"remember(ShapeClass('cpu', 'float32', 64, 2, 8, False, False, P({PATTERN.segment_lengths}, "
+    ask += f"{PATTERN.dilation_rates})), ('reference', 'eager'), {{}})"
+    time.sleep(0.01)  # a clock tick of the file system
+    subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {ask}"], check=True
+    )
+    (rule,) = remembered_rules("cpu", torch.float32)
+    assert rule.order == ("reference", "eager")
+
+
 def test_an_ordering_that_one_call_repays_is_stored_by_the_call(monkeypatch):
     q, k, v = tensors()
     one = DilatedPattern((64,), (4,), offsets="zero")
     rule = rules.OrderingRule("none", 32, 4, 64, "residue", 1, "a record")
     monkeypatch.setattr(choice, "ORDERING_RULES", (rule,))
     assert choice.choose_ordering(q, k, Call(one))[0] == Ordering.residue(64, 4)
-    assert "stored by the call" in explain_backend(q, k, v, one, kv_ordering="auto").ordering
+    told = partial(explain_backend, q, k, v, one, kv_ordering="auto")
+    assert told(backend="eager").ordering.startswith("none: 'eager' would have to undo residue, stored by the call")
     stored = []
     apply = Ordering.apply
     monkeypatch.setattr(Ordering, "apply", lambda self, x, dim: stored.append(self) or apply(self, x, dim))
@@ -338,6 +355,7 @@ def test_an_ordering_that_one_call_repays_is_stored_by_the_call(monkeypatch):
     dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
     assert not stored  # this backend would only undo it
     monkeypatch.setitem(BACKENDS, "eager", reads)
+    assert told(backend="eager").ordering.startswith("residue, stored by the call")
     dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
     assert stored == [Ordering.residue(64, 4)] * 2
 

@@ -104,6 +104,17 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_knows_what_stands_in_the_file(bench):
+    words = ["attention", *SMALL, "--backends", "eager", "--json", "out.jsonl"]
+    assert "eager  would be tried" in bench(*words, "--dry-run")
+    bench(*words)
+    assert "eager  stands in out.jsonl" in bench(*words, "--dry-run")
+
+
+def test_a_device_is_no_file_for_records(bench):
+    assert "path must be no pipe or device" in bench("attention", *SMALL, "--json", "/dev/null", status=2)
+
+
 def test_a_length_whose_inputs_do_not_fit_is_refused_without_an_estimate(bench, monkeypatch):
     monkeypatch.setattr("hilbert_lib.safety.benchmarks.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from own_processes import mark, marked_processes, wait_for
 
 from hilbert_lib import DilatedPattern, committed
-from hilbert_lib.records import RESULTS, read_records
+from hilbert_lib.records import RESULTS, append_lines, read_records
 from hilbert_lib.safety import benchmarks, isolated
 from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig
@@ -77,7 +78,8 @@ def test_a_fault_ends_its_side_alone_and_is_recorded_with_its_cause(runner, faul
     assert (together["status"], alone["status"], faulty["status"]) == (status, "ok", status)
     assert f"running {fault}" in faulty["output"]
     assert faulty["left"] == ()
-    assert first["outcomes"]["good"] == {"status": "ok", "cause": "", "paired": False}
+    alone = f"timed alone, since all together: {status}, {cause}"
+    assert first["outcomes"]["good"] == {"status": "ok", "cause": alone, "paired": False}
     assert {side: outcome["status"] for side, outcome in second["outcomes"].items()} == {"good": "ok", "fine": "ok"}
 
 
@@ -237,6 +239,40 @@ def test_a_rerun_measures_only_what_is_missing(runner):
     retried = []
     runner().run(points, retry_failed=True, on_point=lambda line, reused: retried.append(reused))
     assert retried == [True, False, True]
+
+
+def test_a_comparison_that_a_fault_cost_is_told_and_measured_again_if_asked(runner, monkeypatch, tmp_path):
+    points = [point("good", "aborts once")]
+    once = tmp_path / "aborted"
+    monkeypatch.setenv("ABORTS_ONCE", str(once))
+    (first,) = runner().run(points)
+    assert {side: outcome["status"] for side, outcome in first["outcomes"].items()} == {
+        "good": "ok",
+        "aborts once": "ok",
+    }
+    assert all("all together: crashed, by SIGABRT" in outcome["cause"] for outcome in first["outcomes"].values())
+    assert runner().would_try(points[0]) == []
+    assert runner().would_try(points[0], retry_failed=True) == ["good", "aborts once"]
+    (again,) = runner().run(points, retry_failed=True)
+    assert all(outcome == {"status": "ok", "cause": "", "paired": True} for outcome in again["outcomes"].values())
+    assert runner().would_try(points[0], retry_failed=True) == []
+
+
+@pytest.mark.parametrize("broken", [{"outcomes": {}}, {"outcomes": []}, {"records": None}])
+def test_a_line_that_holds_half_of_a_point_is_no_measurement(runner, broken):
+    (line,) = runner().run([point("good")])
+    append_lines([{**line, **broken}], runner().path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which names the line where a part is missing
+        (again,) = runner().run([point("good")])
+    assert again["outcomes"]["good"]["status"] == "ok"
+
+
+def test_what_cannot_be_read_again_is_refused_as_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match="path must be no pipe or device"):
+            SafeBenchmarkRunner(path)
 
 
 def test_a_side_that_does_not_fit_any_more_costs_no_measurement_and_one_that_fits_again_is_measured(runner):

@@ -400,6 +400,16 @@ def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("queries", [1, 4])  # decoding, and tiles of queries
+def test_a_row_whose_scores_are_all_minus_infinity_has_no_weight(queries):
+    q, k, v = (torch.ones(1, n, 1, 2, device=DEVICE) for n in (queries, 4, 4))
+    k[:, :2] = -torch.inf
+    out, lse = dilated_attention(q, k, v, DilatedPattern((2,), (1,)), query_start=0, backend="triton", return_lse=True)
+    expected = torch.tensor([[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2, device=DEVICE)
+    torch.testing.assert_close(out[0, :, 0], expected[:queries])
+    assert lse[0, 0, :2].eq(-torch.inf).all()
+
+
 def test_a_scale_by_which_float32_cannot_be_divided_is_refused():
     q, k, v = torch.randn(3, 1, 8, 1, 4, device=DEVICE)
     pattern = DilatedPattern((4, 8), (1, 2))

@@ -34,8 +34,8 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
 
-    Differentiable once in q, k and v, by autograd and not by torch.func. A query that sees no key has output 0, lse
-    -inf and gradient 0.
+    Differentiable once in q, k and v, by autograd and not by torch.func. A query that sees no key, or none with a score
+    above -inf, has output 0 and lse -inf; the first also gradient 0.
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64. Heads come after
@@ -46,8 +46,9 @@ def dilated_attention(
         pattern: which keys a query sees.
         is_causal: whether keys after the query are excluded.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
-        dropout_p: share of attention probabilities dropped, in [0, 1); repeats with `torch.manual_seed`. lse is
-            that of the undropped probabilities.
+        dropout_p: share of attention probabilities dropped, in [0, 1); repeats with `torch.manual_seed`, but for
+            what torch.compile recomputes on a GPU, which has generators of torch's own. lse is that of the undropped
+            probabilities.
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
             by default q, k and v cover the same positions and their lengths match. Of a cache that is not full yet,
@@ -79,7 +80,7 @@ def dilated_attention(
         reasons = explain(q, call, backend, gradient=gradient).reasons
         raise ValueError(f"backend={backend!r} {reasons[backend]}; see explain_backend")
     if kv_ordering == "auto":
-        kv_ordering, _ = choose_ordering(q, k, call) if BACKENDS[chosen].reads_orderings else (None, "")
+        kv_ordering, _ = _own_ordering(q, k, call, chosen)
         if kv_ordering is not None:
             k, v = kv_ordering.apply(k, dim=1), kv_ordering.apply(v, dim=1)
     if call.dropout_p > 0.0:
@@ -116,8 +117,18 @@ def explain_backend(
     q, k, v, call = _validated(
         q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
     )
-    ordering = choose_ordering(q, k, call)[1] if kv_ordering == "auto" else ""
-    return explain(q, call, backend, gradient=_needs_gradient(q, k, v), ordering=ordering)
+    gradient = _needs_gradient(q, k, v)
+    chosen = choose(q, call, backend, gradient=gradient)
+    ordering = _own_ordering(q, k, call, chosen)[1] if chosen and kv_ordering == "auto" else ""
+    return explain(q, call, backend, gradient=gradient, ordering=ordering)
+
+
+def _own_ordering(q: Tensor, k: Tensor, call: Call, chosen: str) -> tuple[Ordering | None, str]:
+    # In which the call stores k and v, and why.
+    ordering, why = choose_ordering(q, k, call)
+    if ordering is not None and not BACKENDS[chosen].reads_orderings:
+        return None, f"none: {chosen!r} would have to undo {why}"
+    return ordering, why
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

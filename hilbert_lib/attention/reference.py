@@ -28,8 +28,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         # The multiset union: the keys once for each branch, one after the other.
         scores = torch.cat([scores.masked_fill(~m, -torch.inf) for m in mask], dim=-1)
         lse[:, heads] = scores.logsumexp(-1)
-        # A row without keys is NaN here and 0 after the mask.
-        weights = torch.where(torch.cat(mask, -1), scores.softmax(-1), 0.0) * torch.cat(kept, -1)
+        # A row without keys is NaN here and 0 after the mask; so is one whose scores are all -inf, which weigh nothing.
+        there = torch.cat(mask, -1) & lse[:, heads, :, None].ne(-torch.inf)
+        weights = torch.where(there, scores.softmax(-1), 0.0) * torch.cat(kept, -1)
         out[:, :, heads] = _weighted_sum(weights, vh, mask)
     return out.to(q.dtype), lse
 
@@ -94,7 +95,7 @@ def _kept(call: Call, batch: int, head: Tensor, branch: int, query: Tensor, key:
 
 def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
     # Zero where nothing attends, also in rows whose lse is -inf and next to scores that are NaN.
-    return torch.where(mask, (scores - lse[..., None]).exp(), 0.0)
+    return torch.where(mask & lse[..., None].ne(-torch.inf), (scores - lse[..., None]).exp(), 0.0)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, mask: list[Tensor]) -> Tensor:

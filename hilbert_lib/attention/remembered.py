@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
 
@@ -116,11 +116,16 @@ def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
         device: as `device_name` gives it.
         dtype: of q, k and v.
     """
-    return _rules_in(folder()).get((device, str(dtype).removeprefix("torch.")), ())
+    place = folder()
+    try:
+        changed = os.stat(place).st_mtime_ns  # another process may have measured
+    except OSError:
+        changed = 0
+    return _rules_in(place, changed).get((device, str(dtype).removeprefix("torch.")), ())
 
 
-@cache
-def _rules_in(place: Path) -> dict[tuple[str, str], tuple[Rule, ...]]:
+@lru_cache(maxsize=8)
+def _rules_in(place: Path, _changed: int) -> dict[tuple[str, str], tuple[Rule, ...]]:
     rules: dict[tuple[str, str], tuple[Rule, ...]] = {}
     if not glob(f"{escape(str(place))}/*.json"):  # unlike Path.is_dir, no error where the folder may not be looked at
         return rules

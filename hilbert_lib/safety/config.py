@@ -22,7 +22,7 @@ class SafetyConfig:
             above 0 and at most 1.
         min_free_gpu_gb: memory of the GPU that stays free, in GB, at least 0.
         min_free_host_gb: memory of the host that stays free, in GB, at least 0; also while a GPU computes.
-        max_seconds: longest run, in seconds, above 0.
+        max_seconds: longest run, in seconds, above 0 and at most 10^8, three years.
         growth_factor: from one length of a progressive test to the next, above 1.
         max_temperature_c: hottest GPU allowed, in degrees Celsius, above 0.
 
@@ -78,7 +78,7 @@ _ALLOWED = {  # least, whether it is allowed itself, most
     "max_memory_share": (0, False, 1),
     "min_free_gpu_gb": (0, True, math.inf),
     "min_free_host_gb": (0, True, math.inf),
-    "max_seconds": (0, False, math.inf),
+    "max_seconds": (0, False, 10**8),  # the system's clocks end before infinity
     "growth_factor": (1, False, math.inf),
     "max_temperature_c": (0, False, math.inf),
 }

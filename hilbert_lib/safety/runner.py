@@ -22,7 +22,8 @@ from hilbert_lib.safety.watch import Watcher
 # How a side can end beside "ok" and the faults of `isolated.Ending`. None of these is a fault, and none is remembered:
 # a rerun asks again.
 CANNOT_SERVE, NOT_TRIED, INTERRUPTED = "cannot serve", "not tried", "interrupted"
-KEPT = ("key", "point", "outcomes", "records")  # what a rerun needs of a point's line
+NO_FAULT = ("ok", CANNOT_SERVE, NOT_TRIED)
+KEPT = {"key": str, "point": dict, "outcomes": dict, "records": list}  # what a rerun needs of a point's line
 
 
 class SafeBenchmarkRunner:
@@ -30,7 +31,7 @@ class SafeBenchmarkRunner:
 
     A point is first held against what memory is free: a side that would not fit is not tried. The others are measured
     together in one process, under a cap on its memory and a limit on its time. After a fault, those without a record
-    are tried alone, each in its own process, and marked unpaired.
+    are tried alone, each in its own process, and marked unpaired, with the fault as their cause.
 
     Args:
         path: JSONL file to which a line is added for each point as soon as it has ended, safe on the disk; None keeps
@@ -57,6 +58,8 @@ class SafeBenchmarkRunner:
         if not isinstance(benchmark, Benchmark):
             raise TypeError(f"benchmark must be a Benchmark, got {benchmark!r}")
         self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise ValueError(f"path must be no pipe or device, since it is read again; got {path}")
         self.benchmark = benchmark
         self._checker = MemorySafetyChecker(config, device)
         self.config, self.device = self._checker.config, self._checker.device
@@ -89,7 +92,7 @@ class SafeBenchmarkRunner:
 
         Args:
             points: each a dictionary that JSON can hold, with the names of its "sides".
-            retry_failed: try those again in which a side failed.
+            retry_failed: try those again in which a side failed, or was timed alone since all together failed.
             on_point: called with each point's line, and whether it was found in the file.
 
         Returns:
@@ -102,15 +105,9 @@ class SafeBenchmarkRunner:
             KeyboardInterrupt: when it is interrupted, after the running process is ended and what it had measured is
                 in the file.
         """
-        facts, known, lines = environment(), self._known(), []
+        known, lines = self._known(), []
         for point in points:
-            if not isinstance(point, dict) or not point.get("sides"):
-                raise ValueError(f"points must be dictionaries with the names of their sides, got {point!r}")
-            refused = self.why_not(point)
-            tried = [side for side in point["sides"] if side not in refused]
-            serving = [side for side in point["sides"] if refused.get(side, {}).get("status") != CANNOT_SERVE]
-            identity = [self.benchmark.target, point, serving, *(facts.get(name) for name in MACHINE)]
-            key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+            key, refused, tried = self._asked(point)
             line = known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
@@ -126,13 +123,33 @@ class SafeBenchmarkRunner:
             on_point(line, reused)
         return lines
 
+    def would_try(self, point: dict, *, retry_failed: bool = False) -> list[str]:
+        """The sides of a point that `run` would measure: none where the file holds it.
+
+        Args:
+            point, retry_failed: as in `run`.
+        """
+        key, _, tried = self._asked(point)
+        line = self._known().get(key)
+        return [] if line is not None and _is_finished(line, tried, retry_failed) else tried
+
+    def _asked(self, point: dict) -> tuple[str, dict[str, dict], list[str]]:
+        """What names a point in the file, its sides that are not tried, as `why_not`, and those that are."""
+        if not isinstance(point, dict) or not point.get("sides"):
+            raise ValueError(f"points must be dictionaries with the names of their sides, got {point!r}")
+        facts, refused = environment(), self.why_not(point)
+        serving = [side for side in point["sides"] if refused.get(side, {}).get("status") != CANNOT_SERVE]
+        identity = [self.benchmark.target, point, serving, *(facts.get(name) for name in MACHINE)]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return key, refused, [side for side in point["sides"] if side not in refused]
+
     def _known(self) -> dict[str, dict]:
         """The points of the file by key."""
         if self.path is None or not self.path.exists():
             return {}
         known = {}
         for line in read_records(self.path):
-            if line.get("kind") == "point" and line.keys() >= set(KEPT):
+            if line.get("kind") == "point" and all(isinstance(line.get(name), kind) for name, kind in KEPT.items()):
                 known[line["key"]] = line
             elif line.get("kind") == "point":
                 warnings.warn(f"{self.path}: a point without {', '.join(KEPT)} is skipped", stacklevel=3)
@@ -145,17 +162,17 @@ class SafeBenchmarkRunner:
 
     def _measure(self, point: dict, tried: list[str], line: dict, before: list[dict]) -> None:
         line |= {"point": point, "records": [], "attempts": []}
-        endings = {}
+        together, endings = None, {}
         try:
             if tried:
-                ending = self._attempt(point, tried, line)
+                together = self._attempt(point, tried, line)
                 missing = [side for side in tried if side not in _paired(line["records"])]
                 for side in missing:
-                    endings[side] = ending if len(tried) == 1 else self._attempt(point, [side], line)
+                    endings[side] = together if len(tried) == 1 else self._attempt(point, [side], line)
         finally:  # an interrupted point is recorded too, and no side is lost that was measured before
             lost = _paired(before).keys() - _paired(line["records"]).keys()
             line["records"] = [each for each in before if lost & _paired([each]).keys()] + line["records"]
-            line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings)
+            line["outcomes"] |= _outcomes(tried, _paired(line["records"]), endings, together)
             line["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
             if self.path is not None:
                 append_lines([line], self.path)
@@ -191,10 +208,14 @@ def _paired(records: list[dict]) -> dict[str, bool]:
     return paired
 
 
-def _outcomes(tried: list[str], paired: dict[str, bool], endings: dict[str, Ending]) -> dict[str, dict]:
+def _outcomes(
+    tried: list[str], paired: dict[str, bool], endings: dict[str, Ending], together: Ending | None
+) -> dict[str, dict]:
     outcomes = dict.fromkeys(tried, _outcome(INTERRUPTED))
     outcomes |= {side: _outcome(ending.status, ending.cause) for side, ending in endings.items()}
-    return outcomes | {side: _outcome("ok", paired=beside) for side, beside in paired.items()}
+    is_lost = len(tried) > 1 and together is not None and together.status != "ok"
+    alone = f"timed alone, since all together: {together.status}, {together.cause}" if is_lost else ""
+    return outcomes | {side: _outcome("ok", "" if beside else alone, paired=beside) for side, beside in paired.items()}
 
 
 def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
@@ -202,6 +223,15 @@ def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
 
 
 def _is_finished(line: dict, tried: list[str], retry_failed: bool) -> bool:
-    statuses = [line["outcomes"][side]["status"] for side in tried]
-    unknown = {INTERRUPTED, NOT_TRIED} & set(statuses)
-    return not unknown and (not retry_failed or all(status == "ok" for status in statuses))
+    outcomes = [line["outcomes"].get(side, _outcome(INTERRUPTED)) for side in tried]
+    unknown = {INTERRUPTED, NOT_TRIED} & {outcome["status"] for outcome in outcomes}
+    return not unknown and not (retry_failed and any(is_failure(outcome) for outcome in outcomes))
+
+
+def is_failure(outcome: dict) -> bool:
+    """Whether something failed of a side, be it the comparison alone.
+
+    >>> is_failure({"status": "not tried", "cause": "it would not fit", "paired": False})
+    False
+    """
+    return outcome["status"] not in NO_FAULT or (outcome["status"] == "ok" and bool(outcome["cause"]))
