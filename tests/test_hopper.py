@@ -244,7 +244,7 @@ import torch
 from hilbert_lib import DilatedPattern, dilated_attention
 
 shape = 1, 65536, 16, {head_dim}
-leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+leaves = [torch.randn(shape, device="cuda", dtype=torch.{dtype}, requires_grad=True) for _ in range(3)]
 pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 torch.cuda.synchronize()
 start = time.perf_counter()
@@ -258,10 +258,10 @@ print(middle - start, time.perf_counter() - middle)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_first_forward_and_backward_take_less_than_ten_seconds_each_with_what_is_compiled(tmp_path, head_dim):
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (64, "float32")])
+def test_a_first_forward_and_backward_take_less_than_ten_seconds_each_with_what_is_compiled(tmp_path, head_dim, dtype):
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FIRST_CALL.format(head_dim=head_dim)]
+    command = [sys.executable, "-c", FIRST_CALL.format(head_dim=head_dim, dtype=dtype)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     forward, backward = map(float, done.stdout.split())

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, products_of_float32, segment_rows
+from hilbert_lib.attention.triton.geometry import (
+    block_d,
+    dropout_factor,
+    power_of_2,
+    products_of_float32,
+    segment_rows,
+)
 from hilbert_lib.attention.triton.schedule import head_offsets
+from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.shared_tables import cached_for_graphs
 
@@ -84,10 +91,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     pairs = len(call.pattern.branches) * kv_heads
     partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
-    block_m = min(TILE_ROWS[k.element_size()], max(16, triton.next_power_of_2(rows)))
+    block_m = min(TILE_ROWS[k.element_size()], max(16, power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
     # Where an argument is not used, q stands in for it.
-    decode_kernel[(batch * units * tiles,)](
+    arguments = (
         q, k, v, partial_out, partial_lse, table,
         q if call.inverse is None else call.inverse,
         q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
@@ -95,20 +102,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         call.scale, drop_below(call.dropout_p),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], k.shape[1],
         first, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
-        HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m, BLOCK_N=block_n,
-        PAIRS=triton.next_power_of_2(pairs),
-        SEVERAL=queries > 1, CAUSAL=call.is_causal, GATHER=call.inverse is not None,
-        PADDING=call.key_padding_mask is not None, DROPOUT=call.dropout_p > 0.0,
-        PRECISION=products_of_float32(),
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES),
     )  # fmt: skip
+    named = {
+        **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
+        **{"PAIRS": power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
+        **{"GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None},
+        **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": products_of_float32()},
+        **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
+    }
+    starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    merge_kernel[(batch * queries * heads,)](
-        partial_out, partial_lse, out, lse, table,
-        first, queries, keys, heads, kv_heads, group, len(call.pattern.branches), chunk, parts,
-        HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK=MERGED_ELEMENTS // columns,
-    )  # fmt: skip
+    numbers = (first, queries, keys, heads, kv_heads, group, len(call.pattern.branches), chunk, parts)
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns}
+    arguments = (partial_out, partial_lse, out, lse, table, *numbers)
+    starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
+    start(starts)
     return out, lse
 
 

@@ -20,8 +20,16 @@ def block_d(head_dim: int) -> int:
     >>> [block_d(head_dim) for head_dim in (1, 16, 17, 256)]
     [16, 16, 32, 256]
     """
-    # Triton's own function is made for kernels, and slow on the host.
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, power_of_2(head_dim))
+
+
+def power_of_2(number: int) -> int:
+    """The next one from a number above 0 on; Triton's own function is made for kernels, and slow on the host.
+
+    >>> [power_of_2(number) for number in (1, 2, 3, 64, 65)]
+    [1, 2, 4, 64, 128]
+    """
+    return 1 << (number - 1).bit_length()
 
 
 def products_of_float32() -> str:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.attention.merge import Part
+from hilbert_lib.attention.triton.geometry import power_of_2
 
 PLACE = tl.constexpr(5)  # numbers that say where a part's rows stand: start, segment length, rate, segments, rows
 ADDRESS = tl.constexpr(3)  # numbers that say where one of its tensors lies: pointer, strides of segment and row
@@ -56,7 +57,7 @@ def sum_parts(parts: list[Part], x: Tensor) -> Tensor:
 def _launch(kernel: triton.JITFunction, parts: list[Part], whole: Tensor, *rest: Tensor) -> None:
     batch, rows, heads, head_dim = whole.shape
     table = _table(parts, batch, heads, tensors=1 + len(rest)).to(whole.device, non_blocking=True)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = power_of_2(head_dim)
     block_m = max(1, ELEMENTS // block_d)
     kernel[(batch * heads * triton.cdiv(rows, block_m),)](
         table, whole, *rest, len(table), batch, rows, heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hilbert_lib.attention.triton.geometry import power_of_2
+
 ELEMENTS = 2048  # of a tile: 16 a thread
 
 
@@ -37,7 +39,7 @@ def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
 def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
     rows = at[0].numel()
     group, batch, head_dim = pairs[0][0].shape[-3:]
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = power_of_2(head_dim)
     block_m = max(1, ELEMENTS // block_d)
     tensors, strides = [], []
     for whole, others in pairs:

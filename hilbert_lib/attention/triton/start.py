@@ -61,9 +61,10 @@ def _compile(starts: Sequence[Start]) -> None:
     with ThreadPoolExecutor(len(starts), **at) as pool:
         with triton.AsyncCompileMode(pool):
             found = [each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named) for each in starts]
-        # Triton 3.6 has the C compiler make what starts a kernel, when that is first asked for.
         list(pool.map(_load, set(found)))
 
 
 def _load(kernel) -> None:
-    kernel.result().run if hasattr(kernel, "result") else kernel.run
+    # Triton 3.6 has the C compiler make what starts a kernel, when `run` is first asked for.
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    _ = compiled.run
