@@ -40,6 +40,10 @@ class SafeBenchmarkRunner:
         config: the limits; by default as `SafetyConfig.load` finds them.
         device: whose memory is guarded; by default the first CUDA device that there is, otherwise the CPU.
 
+    Raises:
+        TypeError: for a benchmark or a config that is none.
+        ValueError: for a path of a pipe or a device, which could not be read again.
+
     >>> from hilbert_lib import DilatedPattern
     >>> from hilbert_lib.safety.benchmarks import attention_points
     >>> too_long = attention_points(DilatedPattern((4,), (1,)), lengths=[2**22], backends=["reference"])
