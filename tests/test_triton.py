@@ -45,6 +45,15 @@ def test_output_lse_and_gradients_equal_the_oracle(case):
     check(branches, offsets, mixing, ordering, "triton", dtype, shape, layout, is_causal, device=DEVICE)
 
 
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_that_are_no_squares_and_half_precision_equal_the_oracle(monkeypatch, block_m, block_n, is_causal):
+    # As a GPU has them; otherwise the interpreter is given squares, and float32.
+    monkeypatch.setattr(launch, "INTERPRETED", dict.fromkeys(launch.INTERPRETED, launch.Config(block_m, block_n)))
+    monkeypatch.setattr(launch, "_as_computed", lambda *tensors: tensors)
+    check("uneven", "head", "softmax", "none", "triton", torch.float16, "grouped", "bshd", is_causal, device=DEVICE)
+
+
 # Patterns whose rates outgrow their segments, so that a call takes several passes, and lengths: the fewer classes and
 # segments there are in one, the sooner it is interpreted.
 PASSES = {
