@@ -48,10 +48,11 @@ def test_output_lse_and_gradients_equal_the_oracle(case):
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_that_are_no_squares_and_half_precision_equal_the_oracle(monkeypatch, block_m, block_n, is_causal):
-    # As a GPU has them; otherwise the interpreter is given squares, and float32.
+    # As a GPU has them; otherwise the interpreter is given squares, and float32. A branch has several blocks of keys.
+    monkeypatch.setitem(BRANCHES, "whole", ((45, 24), (1, 5)))
     monkeypatch.setattr(launch, "INTERPRETED", dict.fromkeys(launch.INTERPRETED, launch.Config(block_m, block_n)))
     monkeypatch.setattr(launch, "_as_computed", lambda *tensors: tensors)
-    check("uneven", "head", "softmax", "none", "triton", torch.float16, "grouped", "bshd", is_causal, device=DEVICE)
+    check("whole", "head", "softmax", "none", "triton", torch.float16, "grouped", "bshd", is_causal, device=DEVICE)
 
 
 # Patterns whose rates outgrow their segments, so that a call takes several passes, and lengths: the fewer classes and
