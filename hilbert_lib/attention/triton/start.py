@@ -30,7 +30,11 @@ class Start(NamedTuple):
 
 
 def start(starts: Sequence[Start]) -> None:
-    """Start kernels, one after the other, on the current stream of the device of their tensors."""
+    """Start kernels, one after the other, on the current stream; what is not compiled yet is so before the first starts.
+
+    Args:
+        starts: in order, at least one; all on one device.
+    """
     if not triton.knobs.runtime.interpret:
         kind = _kind(starts)
         if kind not in _compiled:
