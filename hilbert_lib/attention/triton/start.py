@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
 
 def start(starts: Sequence[Start]) -> None:
-    """Start kernels, one after the other, on the current stream; what is not compiled yet is so before the first starts.
+    """Start kernels on the current stream, one after the other; all are compiled before the first starts.
 
     Args:
         starts: in order, at least one; all on one device.
