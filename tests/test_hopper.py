@@ -157,7 +157,7 @@ def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(se
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("branches", "length", "divided"),

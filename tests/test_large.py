@@ -6,11 +6,13 @@ import pytest
 import torch
 from cases import TOLERANCE
 
-from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention import reference
 from hilbert_lib.attention.call import Call
 
-decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
+launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+from hilbert_lib.attention.triton import decode  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 PATTERN = DilatedPattern((1024, 8192), (1, 8))
@@ -42,19 +44,29 @@ def assert_equal(got: tuple, expected: tuple, tolerances: tuple[float, ...]) -> 
         torch.testing.assert_close(mine.double(), theirs, atol=tolerance, rtol=0)
 
 
-def test_forward_and_backward_are_exact_at_both_ends(qkv):
-    q, k, v = (x.requires_grad_() for x in qkv)
+@pytest.mark.parametrize("kernels", ["the fastest", "plain", "plain, of rows in an order"])
+def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
+    q, k, v = qkv
     assert min(x.numel() for x in qkv) > 2**31
-    out, lse = dilated_attention(q, k, v, PATTERN, is_causal=True, backend="triton", return_lse=True)
+    order = Ordering.linear(LENGTH)
+    if kernels != "the fastest":
+        monkeypatch.setattr(launch, "_on_hopper", lambda *_: False)
+    if kernels == "plain, of rows in an order":
+        order = Ordering.from_curve("hilbert", LENGTH)
+        k, v = order.apply(k, dim=1), order.apply(v, dim=1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"is_causal": True, "kv_ordering": None if order.kind == "linear" else order, "return_lse": True}
+    out, lse = dilated_attention(*leaves, PATTERN, backend="triton", **options)
     dout = torch.randn(out.shape, device=out.device, dtype=out.dtype)
-    gradients = torch.autograd.grad(out, qkv, dout)
+    gradients = torch.autograd.grad(out, leaves, dout)
     call = Call(PATTERN, is_causal=True, scale=HEAD_DIM**-0.5)
     for segment in SEGMENTS:
-        *exact, exact_dout = (x.detach()[:, segment].double() for x in (q, k, v, dout))
+        *exact, exact_dout = (x.detach()[:, segment].double() for x in (*qkv, dout))
         expected = reference.forward(*exact, call)
         assert_equal((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
         expected_gradients = reference.backward(exact_dout, *exact, *expected, call)
-        mine = tuple(x[:, segment] for x in gradients)
+        rows = order.inverse[segment].to(out.device)  # where in storage the positions of the segment lie
+        mine = gradients[0][:, segment], *(x[:, rows] for x in gradients[1:])
         assert_equal(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
 
 
