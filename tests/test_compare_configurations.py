@@ -1,0 +1,46 @@
+"""scripts/compare_configurations.py gives one kernel another configuration, for its side of a pair alone."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_configurations.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_configurations", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_configuration_of_the_library_has_others_beside_it(script):
+    assert script.CANDIDATES.keys() == launch.CONFIGS.keys()
+    for kernel, table in script.CANDIDATES.items():
+        assert table.keys() == launch.CONFIGS[kernel].keys()
+        for key, candidates in table.items():
+            others = {launch.Config(*numbers) for numbers in candidates} - {launch.CONFIGS[kernel][key]}
+            assert len(others) >= 2, (kernel, key)
+
+
+@pytest.mark.parametrize(("kernel", "size"), [("forward", 2), ("dq", 4), ("dkv", 2)])
+def test_the_other_side_alone_has_the_candidate_and_both_are_exact(script, monkeypatch, kernel, size):
+    monkeypatch.setattr(script, "PATTERN", script.DilatedPattern((16, 32), (1, 2)))
+    asked, key, chosen = [], (size, 64), launch.config_of
+
+    def watched(name, q):
+        if name == kernel:
+            asked.append(launch.CONFIGS[name][key])
+        return chosen(name, q)  # in the interpreter another
+
+    monkeypatch.setattr(launch, "config_of", watched)
+    own = launch.CONFIGS[kernel][key]
+    theirs, ours = next(script.pairs((kernel, key), 48, 1, torch.device("cpu")))
+    results = [side.run() for side in (ours, theirs)]
+    assert asked == [own, launch.Config(*script.CANDIDATES[kernel][key][0])]
+    assert launch.CONFIGS[kernel][key] is own
+    assert [side.error(each) < 5e-3 for side, each in zip((ours, theirs), results, strict=True)] == [True, True]
