@@ -121,6 +121,25 @@ def test_a_process_that_crashes_while_it_tells_where_it_hangs_timed_out():
     assert (ending.status, ending.cause) == ("timed out", "longer than 30 s")
 
 
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("Triton Error [CUDA]: an illegal memory access was encountered", "CUDA error"),
+        ("CUDA driver error: unspecified launch failure", "CUDA error"),
+        ("cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA error"),
+        ("Triton Error [CUDA]: out of memory", "out of memory"),
+        ("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", "out of memory"),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "out of memory"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory"),
+        ("unable to mmap 4096 bytes from file: Cannot allocate memory (12)", "out of memory"),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "failed"),
+    ],
+)
+def test_what_torch_triton_and_the_driver_say_is_told_as_a_fault_of_the_gpu_or_a_want_of_memory(message, status):
+    error = {"type": "RuntimeError", "message": message, "errno": None}
+    assert isolated.diagnosis(error, 1, ()) == (status, f"RuntimeError: {message}")
+
+
 def test_a_signal_without_a_name_is_told_by_its_number():
     ending = run_isolated("signal:raise_signal", [signal.SIGRTMIN + 6], seconds=30)
     assert (ending.status, ending.cause) == ("killed", f"by signal {signal.SIGRTMIN + 6}")

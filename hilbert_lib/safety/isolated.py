@@ -33,8 +33,11 @@ EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are k
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What torch, CUDA and C++ say of memory that they did not get.
-NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+# What torch, CUDA, its libraries (cuBLAS, cuDNN) and C++ say of memory that they did not get.
+NO_MEMORY = ("out of memory", "OUT_OF_MEMORY", "_STATUS_ALLOC_FAILED")
+NO_MEMORY += ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
+# What torch, Triton and packages that call the driver themselves say of a fault of the GPU.
+CUDA_FAULT = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDA_ERROR_")
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> t
     lacking = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
     if lacking or any(words in message for words in NO_MEMORY):
         return "out of memory", cause
-    if kind == "AcceleratorError" or "CUDA error" in message:
+    if kind == "AcceleratorError" or any(words in message for words in CUDA_FAULT):
         return "CUDA error", cause
     if error["errno"] in FULL_DISK or os.strerror(errno.ENOSPC) in message:
         return "disk full", cause
