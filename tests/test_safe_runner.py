@@ -110,6 +110,18 @@ def test_processes_that_a_side_started_end_with_it(runner):
     assert not marked_processes(having=MARK)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent for the processes that lost theirs")
+@pytest.mark.parametrize(("then", "status"), [("", "ok"), (" and hangs", "timed out"), (" and aborts", "crashed")])
+def test_processes_without_session_mark_or_parent_in_common_end_with_their_side(runner, then, status):
+    side = "starts strangers" + then
+    (line,) = runner(max_seconds=3 if "hangs" in then else 30).run([point(side)])
+    assert line["outcomes"][side]["status"] == status
+    told = next(text for text in line["attempts"][0]["output"] if text.startswith("strangers"))
+    pids = [int(word) for word in told.split()[1:]]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
     ending = run_isolated("builtins:exec", ["import os; os.write(3, b'{'); os.abort()"], seconds=30)
     assert (ending.status, ending.cause) == ("crashed", "by SIGABRT")
@@ -418,11 +430,13 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
     )
     path = tmp_path / "points.jsonl"
-    wait_for((tmp_path / "hangs").exists, 180)  # in the second point, when its first pair is measured
+    wait_for((tmp_path / "hangs").is_symlink, 180)  # in the second point, when its first pair is measured
+    stranger = int((tmp_path / "hangs").readlink().name)
+    assert psutil.pid_exists(stranger)
     start = time.monotonic()
     process.send_signal(number)
     process.wait(10)
-    wait_for(lambda: not marked_processes(having=MARK), 5)
+    wait_for(lambda: not (marked_processes(having=MARK) or psutil.pid_exists(stranger)), 5)
     assert time.monotonic() - start < 5
     lines = read_records(path)
     assert lines[0]["outcomes"]["good"]["status"] == "ok"

@@ -193,31 +193,41 @@ def _follow(
 
 
 def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
+    with suppress(BrokenPipeError):  # what a dead process did not read
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):  # it ends what it started first, down to the last
+        process.wait(EXIT_SECONDS)
     deadline = time.monotonic() + EXIT_SECONDS
-
-    def living() -> list[psutil.Process]:
-        return [each for each in psutil.process_iter() if _belongs(each, process.pid, mark)]
-
-    while (left := living()) and time.monotonic() < deadline:
+    while (left := _living(process, mark)) and time.monotonic() < deadline:
         for each in left:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         process.poll()
         psutil.wait_procs(left, timeout=0.1)
-    with suppress(BrokenPipeError):  # what a dead process did not read
-        process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):  # left behind: in a call of a driver that does not return
-        process.wait(EXIT_SECONDS)
+    process.poll()
     return tuple(each.pid for each in left)
+
+
+def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
+    """What is left where the process itself was killed, or does not get on: by descent, or by what it was given."""
+    found = {each for each in psutil.process_iter() if _belongs(each, process.pid, mark)}
+    with suppress(psutil.NoSuchProcess):
+        found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
+    return found
 
 
 def _belongs(process: psutil.Process, session: int, mark: str) -> bool:
     # By its session, or by the mark in its environment: one left the session, another got an environment of its own.
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return os.getsid(process.pid) == session or process.environ().get(MARK) == mark
+        return _runs(process) and (os.getsid(process.pid) == session or process.environ().get(MARK) == mark)
     except (psutil.Error, OSError):  # it has just ended, or is another user's
+        return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
