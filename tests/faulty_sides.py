@@ -93,6 +93,8 @@ def start_others_and_hang() -> None:
 
 
 FAULTS = {
+    "takes a GB": lambda: bytearray(2**30),
+    "waits": lambda: time.sleep(0.5),
     "uses all memory": use_all_memory,
     "gets no GPU memory": get_no_gpu_memory,
     "hangs": lambda: time.sleep(60),

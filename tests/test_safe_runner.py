@@ -6,23 +6,24 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from own_processes import mark, marked_processes, wait_for
+import torch
+from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern, committed
 from hilbert_lib.records import RESULTS, append_lines, read_records
-from hilbert_lib.safety import benchmarks, isolated
+from hilbert_lib.safety import benchmarks, isolated, watch
 from hilbert_lib.safety.benchmarks import Benchmark
-from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.config import LONGEST_SECONDS, SafetyConfig
 from hilbert_lib.safety.estimate import MemoryEstimate
 from hilbert_lib.safety.isolated import MARK, run_isolated
+from hilbert_lib.safety.memory import GB, Memory
 from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.safety.watch import Watcher
 
@@ -179,6 +180,77 @@ def test_a_process_is_ended_when_its_watcher_says_so():
     assert ending.seconds < 5
 
 
+def test_a_runner_caps_the_host_memory_of_a_side_at_what_its_limits_leave(runner, monkeypatch):
+    for room, status in ((GB // 2, "out of memory"), (2 * GB, "ok")):
+        monkeypatch.setattr("hilbert_lib.safety.runner.host_memory", lambda room=room: Memory("host", 2**40, room))
+        (line,) = runner().run([point("takes a GB")], retry_failed=True)
+        assert line["outcomes"]["takes a GB"]["status"] == status
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that the watch finds cool at its first look, and then of the degrees that the test sets."""
+
+    class Gpu:
+        degrees = 95
+
+        def __init__(self, device):
+            self.looks = 0
+
+        def look(self):
+            self.looks += 1
+            return Memory("cuda:0", 80 * GB, 80 * GB), Gpu.degrees if self.looks > 1 else 60
+
+    monkeypatch.setattr(watch, "present_device", lambda device: torch.device("cuda:0"))
+    monkeypatch.setattr(watch, "_Gpu", Gpu)
+    return Gpu
+
+
+def test_a_side_that_meets_a_limit_of_the_machine_is_told_and_measured_again(runner, gpu):
+    (line,) = runner().run([point("waits")])
+    cause = "the GPU has 95 C, allowed are 90"
+    assert line["outcomes"]["waits"] == {"status": "over a limit", "cause": cause, "paired": False}
+    assert runner().would_try(point("waits")) == ["waits"]
+    gpu.degrees = 60
+    (line,) = runner().run([point("waits")])
+    assert line["outcomes"]["waits"]["status"] == "ok"
+    assert runner().would_try(point("waits")) == []
+
+
+def test_a_comparison_that_a_limit_of_the_machine_cost_is_measured_again(runner, gpu, monkeypatch):
+    def cool_down(*arguments, **options):
+        ending = run_isolated(*arguments, **options)
+        gpu.degrees = 60
+        return ending
+
+    monkeypatch.setattr("hilbert_lib.safety.runner.run_isolated", cool_down)
+    (line,) = runner().run([point("good", "waits")])
+    assert [attempt["status"] for attempt in line["attempts"]] == ["over a limit", "ok", "ok"]
+    assert {outcome["status"] for outcome in line["outcomes"].values()} == {"ok"}
+    (line,) = runner().run([point("good", "waits")])
+    assert all(outcome["paired"] for outcome in line["outcomes"].values())
+    assert runner().would_try(point("good", "waits")) == []
+
+
+def test_a_process_that_cannot_be_started_costs_its_point_alone_and_is_asked_again(runner, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
+        (line,) = runner().run([point("good")])
+    outcome = line["outcomes"]["good"]
+    assert outcome["status"] == "over a limit"
+    assert outcome["cause"] == "no process could be started: [Errno 11] Resource temporarily unavailable"
+    (line,) = runner().run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "ok"
+
+
+def test_the_longest_time_limit_that_is_allowed_can_be_kept(runner):
+    (line,) = runner(max_seconds=LONGEST_SECONDS).run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "ok"
+
+
 def test_the_last_lines_hold_no_path_of_this_machine(runner):
     (line,) = runner().run([point("is wrong")])
     assert not any(os.sep + "faulty_sides.py" in text for text in line["attempts"][0]["output"])
@@ -227,7 +299,7 @@ def test_lines_that_are_no_points_are_skipped_with_a_warning_and_the_others_foun
     assert seen == [True]
     assert [str(each.message).partition(": ")[2] for each in warned] == [
         *["unfinished or no record, skipped"] * 3,
-        "a point without key, point, outcomes, records is skipped",
+        "a point without key, point, outcomes, records, attempts is skipped",
     ]
 
 
@@ -421,14 +493,7 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         benchmark = Benchmark("faulty_sides:measure")
         SafeBenchmarkRunner("points.jsonl", benchmark=benchmark, config=config, device="cpu").run(points)
     """
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=tmp_path,
-        env=os.environ | paths,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
-    )
+    process = start_python(program, tmp_path)
     path = tmp_path / "points.jsonl"
     wait_for((tmp_path / "hangs").is_symlink, 180)  # in the second point, when its first pair is measured
     stranger = int((tmp_path / "hangs").readlink().name)

@@ -30,6 +30,7 @@ POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes where it hangs
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
+OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -45,8 +46,8 @@ class Ending:
     """How an isolated call ended.
 
     Attributes:
-        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" or,
-            of any other exception, "failed".
+        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" (of
+            the machine, be it that no process could be started) or, of any other exception, "failed".
         cause: one line; empty where status is "ok".
         output: the last lines that it printed.
         left: processes that did not end though they were killed.
@@ -74,6 +75,9 @@ def run_isolated(
     device: str = "cuda",
 ) -> Ending:
     """Call a function in a process and a session of its own, and leave nothing of it behind.
+
+    Another process stands above it. On Linux whatever the call starts stays below that one, which ends it all when the
+    call has ended, or this process.
 
     Args:
         target: "module:function"; what it returns or yields are records, dictionaries that JSON can hold, or None.
@@ -106,16 +110,19 @@ def run_isolated(
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": paths, MARK: mark},
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths, MARK: mark},
+        )
+    except OSError as error:  # no memory, processes or files are left to start it with
+        return Ending(OVER_A_LIMIT, f"no process could be started: {error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
     readers = [
         Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
@@ -141,7 +148,7 @@ def run_isolated(
     if stopped == "timed out" or died_at_its_time:
         status, cause = "timed out", f"longer than {seconds:g} s"
     elif stopped:
-        status, cause = "over a limit", stopped
+        status, cause = OVER_A_LIMIT, stopped
     else:
         status, cause = diagnosis(error, process.returncode, output)
     peaks = {} if watcher is None else vars(watcher.peaks)
