@@ -17,6 +17,7 @@ import torch
 from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern, committed
+from hilbert_lib.figures.safety import draw_memory
 from hilbert_lib.records import RESULTS, append_lines, read_records
 from hilbert_lib.safety import benchmarks, isolated, watch
 from hilbert_lib.safety.benchmarks import Benchmark
@@ -509,6 +510,30 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         statuses = {side: outcome["status"] for side, outcome in lines[1]["outcomes"].items()}
         assert statuses == {"good": "ok", "early": "ok", "hangs and says so": "interrupted"}
         assert len(lines[1]["records"]) == 1
+
+
+def test_every_side_that_can_serve_stands_beside_its_prediction_with_what_became_of_it():
+    statuses = {"sdpa": "ok", "eager": "out of memory", "reference": "not tried", "flash": "cannot serve"}
+    sizes = {"lengths": [64, 128], "backends": list(statuses), "heads": 2, "head_dim": 8}
+    points = benchmarks.attention_points(DilatedPattern((16,), (1,)), **sizes)
+    outcomes = {side: {"status": status, "cause": "", "paired": False} for side, status in statuses.items()}
+    lines = [
+        {"key": str(point["length"]), "point": point, "outcomes": outcomes}
+        | {"records": list(benchmarks.measure_attention({**point, "sides": ["sdpa"]}))}
+        for point in points
+    ]
+    table = benchmarks.predicted_memory(lines)
+    assert table.backend.tolist() == ["sdpa", "eager", "reference"] * 2
+    assert table.status.tolist() == ["ok", "out of memory", "not tried"] * 2
+    assert table.peak_bytes.notna().tolist() == [True, False, False] * 2
+    for point, (_, rows) in zip(points, table.groupby("length"), strict=True):
+        expected = [benchmarks.attention_estimate(point, side).peak for side in rows.backend]
+        assert rows.predicted_bytes.tolist() == expected
+    (axes,) = draw_memory(table, source="here").axes
+    told = {text.get_text(): text.xy[1] * 2**20 for text in axes.texts}
+    last = table[table.length == 128].set_index("status").predicted_bytes
+    assert told == pytest.approx(last.drop("ok").to_dict())
+    draw_memory(table[table.status == "ok"].drop(columns="status"), source="an earlier record")
 
 
 def test_the_committed_points_are_those_of_the_newest_run(monkeypatch, tmp_path):
