@@ -66,11 +66,11 @@ def attention(
     """Time dilated attention by length, every backend in turn with the first.
 
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
-    recorded. A second run measures only what is missing. The table shows the median time and the interquartile range
-    in ms, how many times faster than the first backend a backend is, with the 95 % interval, and its relative error
-    against float64. A side whose process failed beside the others is timed alone, without a ratio, and says so;
-    --retry-failed tries it again. The exit status is 1 if anything failed. The limits are those of SafetyConfig, which
-    HILBERT_SAFETY_... variables set too.
+    recorded. A second run measures what is missing, and what met a limit of the machine. The table shows the median
+    time and the interquartile range in ms, how many times faster than the first backend a backend is, with the 95 %
+    interval, and its relative error against float64. A side whose process failed beside the others is timed alone,
+    without a ratio, and says so; --retry-failed tries it again. The exit status is 1 if anything failed. The limits are
+    those of SafetyConfig, which HILBERT_SAFETY_... variables set too.
 
     \b
     Example: hilbert bench attention --lengths 1k:1m --backends all --json out.jsonl

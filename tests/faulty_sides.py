@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -53,7 +53,7 @@ def fill_the_disk() -> None:
 
 def hang_and_say_so() -> None:
     time.sleep(1)  # in which the pairs before it are read
-    Path("hangs").touch()
+    Path("hangs").symlink_to(str(start_a_stranger()))  # whole at once
     time.sleep(60)
 
 
@@ -63,11 +63,27 @@ def abort_once() -> None:
         os.abort()
 
 
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def start_a_stranger() -> int:
+    """The number of a process that has neither the session nor the mark of this one."""
+    return subprocess.Popen(SLEEP, env={}, start_new_session=True).pid
+
+
+def start_strangers(then: Callable[[], object]) -> None:
+    orphan = (
+        "import subprocess as s, sys; p = s.Popen(sys.argv[1:], stdout=s.DEVNULL, start_new_session=True); print(p.pid)"
+    )
+    told = subprocess.run([sys.executable, "-c", orphan, *SLEEP], env={}, stdout=subprocess.PIPE, check=True)
+    print("strangers", start_a_stranger(), int(told.stdout), flush=True)
+    then()
+
+
 def start_others_and_hang() -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    subprocess.Popen(sleep)
-    subprocess.Popen(sleep, start_new_session=True)
-    subprocess.Popen(sleep, env={})  # without the mark of its run
+    subprocess.Popen(SLEEP)
+    subprocess.Popen(SLEEP, start_new_session=True)
+    subprocess.Popen(SLEEP, env={})  # without the mark of its run
     if os.fork() == 0:  # a daemon: no parent that lives, no session in common
         os.setsid()
         if os.fork() == 0:
@@ -77,6 +93,8 @@ def start_others_and_hang() -> None:
 
 
 FAULTS = {
+    "takes a GB": lambda: bytearray(2**30),
+    "waits": lambda: time.sleep(0.5),
     "uses all memory": use_all_memory,
     "gets no GPU memory": get_no_gpu_memory,
     "hangs": lambda: time.sleep(60),
@@ -88,6 +106,9 @@ FAULTS = {
     "reads illegally": read_illegally,
     "fills the disk": fill_the_disk,
     "starts others and hangs": start_others_and_hang,
+    "starts strangers and hangs": lambda: start_strangers(lambda: time.sleep(60)),
+    "starts strangers and aborts": lambda: start_strangers(os.abort),
+    "starts strangers": lambda: start_strangers(lambda: None),
     "exits": lambda: os._exit(7),
     "ends early": lambda: os._exit(0),
     "is wrong": lambda: [][1],

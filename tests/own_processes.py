@@ -1,10 +1,16 @@
 """The processes that a test started, and waiting for what they do."""
 
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +32,17 @@ def marked_processes(*, having: str = OWN_MARK) -> list[psutil.Process]:
             if own and having in environ:
                 found.append(process)
     return found
+
+
+def start_python(program: str, folder: Path) -> subprocess.Popen:
+    """Python on a program, in a folder; it hears SIGINT also where the tests run in a background."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:

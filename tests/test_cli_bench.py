@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from hilbert_lib.cli import main
 from hilbert_lib.cli_options import Numbers
-from hilbert_lib.safety import runner
+from hilbert_lib.safety import isolated, runner
 from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.suite.run import Interrupted
 
@@ -129,6 +130,16 @@ def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
     assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
     assert "the results cannot be written: [Errno 28] No space left on device: 'out.jsonl'" in output
+
+
+def test_a_process_that_cannot_be_started_is_no_file_that_cannot_be_written(bench, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
+    output = bench("attention", *SMALL, "--backends", "eager", status=1)
+    assert re.search(r"^ +64 +forward +eager +over a limit +no process could be started", output, re.MULTILINE)
+    assert "cannot be written" not in output
 
 
 def test_an_interrupt_before_the_first_point_names_no_file(bench, tmp_path, monkeypatch):

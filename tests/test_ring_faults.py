@@ -169,8 +169,8 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
         stderr=subprocess.DEVNULL,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
     )
-    # This process, torchrun, two ranks, and what each of them started.
-    wait_for(lambda: len(marked_processes()) == 6, 300)  # on busy cores too; what is tested comes after
+    # This process, the one that ends all below it, torchrun, two ranks, and what each of them started.
+    wait_for(lambda: len(marked_processes()) == 7, 300)  # on busy cores too; what is tested comes after
     process.send_signal(number)
     assert process.wait(PATIENCE) != 0
     wait_for(lambda: not marked_processes(), PATIENCE)

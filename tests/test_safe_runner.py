@@ -6,23 +6,25 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from own_processes import mark, marked_processes, wait_for
+import torch
+from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern, committed
+from hilbert_lib.figures.safety import draw_memory
 from hilbert_lib.records import RESULTS, append_lines, read_records
-from hilbert_lib.safety import benchmarks, isolated
+from hilbert_lib.safety import benchmarks, isolated, watch
 from hilbert_lib.safety.benchmarks import Benchmark
-from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.config import LONGEST_SECONDS, SafetyConfig
 from hilbert_lib.safety.estimate import MemoryEstimate
 from hilbert_lib.safety.isolated import MARK, run_isolated
+from hilbert_lib.safety.memory import GB, Memory
 from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.safety.watch import Watcher
 
@@ -110,6 +112,18 @@ def test_processes_that_a_side_started_end_with_it(runner):
     assert not marked_processes(having=MARK)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent for the processes that lost theirs")
+@pytest.mark.parametrize(("then", "status"), [("", "ok"), (" and hangs", "timed out"), (" and aborts", "crashed")])
+def test_processes_without_session_mark_or_parent_in_common_end_with_their_side(runner, then, status):
+    side = "starts strangers" + then
+    (line,) = runner(max_seconds=3 if "hangs" in then else 30).run([point(side)])
+    assert line["outcomes"][side]["status"] == status
+    told = next(text for text in line["attempts"][0]["output"] if text.startswith("strangers"))
+    pids = [int(word) for word in told.split()[1:]]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_a_process_that_dies_while_it_writes_a_record_is_a_crash():
     ending = run_isolated("builtins:exec", ["import os; os.write(3, b'{'); os.abort()"], seconds=30)
     assert (ending.status, ending.cause) == ("crashed", "by SIGABRT")
@@ -119,6 +133,25 @@ def test_a_process_that_crashes_while_it_tells_where_it_hangs_timed_out():
     die = "import os, sys; print('Timeout (0:00:30)!', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
     ending = run_isolated("builtins:exec", [die], seconds=30)
     assert (ending.status, ending.cause) == ("timed out", "longer than 30 s")
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("Triton Error [CUDA]: an illegal memory access was encountered", "CUDA error"),
+        ("CUDA driver error: unspecified launch failure", "CUDA error"),
+        ("cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA error"),
+        ("Triton Error [CUDA]: out of memory", "out of memory"),
+        ("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", "out of memory"),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "out of memory"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory"),
+        ("unable to mmap 4096 bytes from file: Cannot allocate memory (12)", "out of memory"),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "failed"),
+    ],
+)
+def test_what_torch_triton_and_the_driver_say_is_told_as_a_fault_of_the_gpu_or_a_want_of_memory(message, status):
+    error = {"type": "RuntimeError", "message": message, "errno": None}
+    assert isolated.diagnosis(error, 1, ()) == (status, f"RuntimeError: {message}")
 
 
 def test_a_signal_without_a_name_is_told_by_its_number():
@@ -146,6 +179,77 @@ def test_a_process_is_ended_when_its_watcher_says_so():
     ending = run_isolated("time:sleep", [60], seconds=30, watch=lambda pid: watch)
     assert (ending.status, ending.cause[:7]) == ("over a limit", "it ran ")
     assert ending.seconds < 5
+
+
+def test_a_runner_caps_the_host_memory_of_a_side_at_what_its_limits_leave(runner, monkeypatch):
+    for room, status in ((GB // 2, "out of memory"), (2 * GB, "ok")):
+        monkeypatch.setattr("hilbert_lib.safety.runner.host_memory", lambda room=room: Memory("host", 2**40, room))
+        (line,) = runner().run([point("takes a GB")], retry_failed=True)
+        assert line["outcomes"]["takes a GB"]["status"] == status
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that the watch finds cool at its first look, and then of the degrees that the test sets."""
+
+    class Gpu:
+        degrees = 95
+
+        def __init__(self, device):
+            self.looks = 0
+
+        def look(self):
+            self.looks += 1
+            return Memory("cuda:0", 80 * GB, 80 * GB), Gpu.degrees if self.looks > 1 else 60
+
+    monkeypatch.setattr(watch, "present_device", lambda device: torch.device("cuda:0"))
+    monkeypatch.setattr(watch, "_Gpu", Gpu)
+    return Gpu
+
+
+def test_a_side_that_meets_a_limit_of_the_machine_is_told_and_measured_again(runner, gpu):
+    (line,) = runner().run([point("waits")])
+    cause = "the GPU has 95 C, allowed are 90"
+    assert line["outcomes"]["waits"] == {"status": "over a limit", "cause": cause, "paired": False}
+    assert runner().would_try(point("waits")) == ["waits"]
+    gpu.degrees = 60
+    (line,) = runner().run([point("waits")])
+    assert line["outcomes"]["waits"]["status"] == "ok"
+    assert runner().would_try(point("waits")) == []
+
+
+def test_a_comparison_that_a_limit_of_the_machine_cost_is_measured_again(runner, gpu, monkeypatch):
+    def cool_down(*arguments, **options):
+        ending = run_isolated(*arguments, **options)
+        gpu.degrees = 60
+        return ending
+
+    monkeypatch.setattr("hilbert_lib.safety.runner.run_isolated", cool_down)
+    (line,) = runner().run([point("good", "waits")])
+    assert [attempt["status"] for attempt in line["attempts"]] == ["over a limit", "ok", "ok"]
+    assert {outcome["status"] for outcome in line["outcomes"].values()} == {"ok"}
+    (line,) = runner().run([point("good", "waits")])
+    assert all(outcome["paired"] for outcome in line["outcomes"].values())
+    assert runner().would_try(point("good", "waits")) == []
+
+
+def test_a_process_that_cannot_be_started_costs_its_point_alone_and_is_asked_again(runner, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
+        (line,) = runner().run([point("good")])
+    outcome = line["outcomes"]["good"]
+    assert outcome["status"] == "over a limit"
+    assert outcome["cause"] == "no process could be started: [Errno 11] Resource temporarily unavailable"
+    (line,) = runner().run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "ok"
+
+
+def test_the_longest_time_limit_that_is_allowed_can_be_kept(runner):
+    (line,) = runner(max_seconds=LONGEST_SECONDS).run([point("good")])
+    assert line["outcomes"]["good"]["status"] == "ok"
 
 
 def test_the_last_lines_hold_no_path_of_this_machine(runner):
@@ -196,7 +300,7 @@ def test_lines_that_are_no_points_are_skipped_with_a_warning_and_the_others_foun
     assert seen == [True]
     assert [str(each.message).partition(": ")[2] for each in warned] == [
         *["unfinished or no record, skipped"] * 3,
-        "a point without key, point, outcomes, records is skipped",
+        "a point without key, point, outcomes, records, attempts is skipped",
     ]
 
 
@@ -390,20 +494,15 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         benchmark = Benchmark("faulty_sides:measure")
         SafeBenchmarkRunner("points.jsonl", benchmark=benchmark, config=config, device="cpu").run(points)
     """
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=tmp_path,
-        env=os.environ | paths,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
-    )
+    process = start_python(program, tmp_path)
     path = tmp_path / "points.jsonl"
-    wait_for((tmp_path / "hangs").exists, 180)  # in the second point, when its first pair is measured
+    wait_for((tmp_path / "hangs").is_symlink, 180)  # in the second point, when its first pair is measured
+    stranger = int((tmp_path / "hangs").readlink().name)
+    assert psutil.pid_exists(stranger)
     start = time.monotonic()
     process.send_signal(number)
     process.wait(10)
-    wait_for(lambda: not marked_processes(having=MARK), 5)
+    wait_for(lambda: not (marked_processes(having=MARK) or psutil.pid_exists(stranger)), 5)
     assert time.monotonic() - start < 5
     lines = read_records(path)
     assert lines[0]["outcomes"]["good"]["status"] == "ok"
@@ -411,6 +510,30 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
         statuses = {side: outcome["status"] for side, outcome in lines[1]["outcomes"].items()}
         assert statuses == {"good": "ok", "early": "ok", "hangs and says so": "interrupted"}
         assert len(lines[1]["records"]) == 1
+
+
+def test_every_side_that_can_serve_stands_beside_its_prediction_with_what_became_of_it():
+    statuses = {"sdpa": "ok", "eager": "out of memory", "reference": "not tried", "flash": "cannot serve"}
+    sizes = {"lengths": [64, 128], "backends": list(statuses), "heads": 2, "head_dim": 8}
+    points = benchmarks.attention_points(DilatedPattern((16,), (1,)), **sizes)
+    outcomes = {side: {"status": status, "cause": "", "paired": False} for side, status in statuses.items()}
+    lines = [
+        {"key": str(point["length"]), "point": point, "outcomes": outcomes}
+        | {"records": list(benchmarks.measure_attention({**point, "sides": ["sdpa"]}))}
+        for point in points
+    ]
+    table = benchmarks.predicted_memory(lines)
+    assert table.backend.tolist() == ["sdpa", "eager", "reference"] * 2
+    assert table.status.tolist() == ["ok", "out of memory", "not tried"] * 2
+    assert table.peak_bytes.notna().tolist() == [True, False, False] * 2
+    for point, (_, rows) in zip(points, table.groupby("length"), strict=True):
+        expected = [benchmarks.attention_estimate(point, side).peak for side in rows.backend]
+        assert rows.predicted_bytes.tolist() == expected
+    (axes,) = draw_memory(table, source="here").axes
+    told = {text.get_text(): text.xy[1] * 2**20 for text in axes.texts}
+    last = table[table.length == 128].set_index("status").predicted_bytes
+    assert told == pytest.approx(last.drop("ok").to_dict())
+    draw_memory(table[table.status == "ok"].drop(columns="status"), source="an earlier record")
 
 
 def test_the_committed_points_are_those_of_the_newest_run(monkeypatch, tmp_path):

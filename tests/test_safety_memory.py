@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from hilbert_lib.safety import memory
+from hilbert_lib.safety.benchmarks import Benchmark
 from hilbert_lib.safety.config import SafetyConfig
 from hilbert_lib.safety.memory import GB, Memory, MemorySafetyChecker, gpu_memory, host_memory, measure_peak
+from hilbert_lib.safety.runner import SafeBenchmarkRunner
 
 CONFIG = SafetyConfig(max_memory_share=0.8, min_free_gpu_gb=2, min_free_host_gb=3)
 
@@ -19,7 +21,7 @@ def machine(monkeypatch):
 
     def set_to(host=(100, 90), gpu=(80, 70)):
         monkeypatch.setattr(memory, "host_memory", lambda: Memory("host", host[0] * GB, host[1] * GB))
-        monkeypatch.setattr(memory, "gpu_memory", lambda device: Memory(str(device), gpu[0] * GB, gpu[1] * GB))
+        monkeypatch.setattr(memory, "gpu_memory", lambda device, **_: Memory(str(device), gpu[0] * GB, gpu[1] * GB))
 
     return set_to
 
@@ -63,6 +65,21 @@ def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, 
     fits, reason = checker.check_memory_available(1)
     assert not fits
     assert "of host" in reason
+
+
+def test_what_torch_keeps_for_later_is_there_for_this_process_and_not_for_one_that_it_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GB)
+    config = SafetyConfig(max_memory_share=1, min_free_gpu_gb=0, min_free_host_gb=0)
+    own, child = (MemorySafetyChecker(config, "cuda:0", for_child=value) for value in (False, True))
+    assert (own.room(), child.room()) == (60 * GB, 20 * GB)
+    assert not child.check_memory_available(21)[0]
+    runner = SafeBenchmarkRunner(
+        benchmark=Benchmark("builtins:list", inputs=lambda _: 21 * GB), config=config, device="cuda:0"
+    )
+    assert runner.why_not({"sides": ["any"]})["any"]["status"] == "not tried"
 
 
 VERSION_1 = {"memory.limit_in_bytes": 8 * GB, "memory.usage_in_bytes": 5 * GB}

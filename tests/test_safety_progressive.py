@@ -77,6 +77,10 @@ def no_gpu_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
 
 
+def no_driver_memory():
+    raise RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY")
+
+
 def no_python_memory():
     raise MemoryError
 
@@ -86,6 +90,7 @@ def no_python_memory():
     [
         (no_gpu_memory, "out of memory: CUDA out of memory. Tried to allocate 20 GiB"),
         (lambda: torch.empty(2**60, dtype=torch.uint8, device="cpu"), "can't allocate memory"),
+        (no_driver_memory, "out of memory: CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
         (no_python_memory, "out of memory: "),
     ],
 )

@@ -75,8 +75,10 @@ def draw_pairs(data: pd.DataFrame, *, a: str, b: str, ratio: float, low: float, 
 def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
     """Predicted and measured memory of a call by length, a panel a direction; backends stand side by side.
 
+    A cross on the prediction is a side without a measurement, and its words say why.
+
     Args:
-        data: `predicted_memory` of `hilbert_lib.safety.benchmarks`.
+        data: `predicted_memory` of `hilbert_lib.safety.benchmarks`; without a status, of measured sides.
         source: hardware, for the title.
     """
     directions = list(data.direction.unique())
@@ -91,6 +93,13 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
             beside = rows.length * 1.12 ** (backends.index(backend) - (len(backends) - 1) / 2)
             axes.plot(beside, rows.predicted_bytes / MIB, "-", color=colour, linewidth=1.2)
             axes.plot(beside, rows.peak_bytes / MIB, marker, color=colour, markersize=7, label=backend)
+            lost = rows[rows.peak_bytes.isna()]
+            axes.plot(
+                beside[lost.index], lost.predicted_bytes / MIB, "x", color=colour, markersize=9, markeredgewidth=2
+            )
+            for x, row in zip(beside[lost.index], lost.itertuples(), strict=True):
+                style = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
+                axes.annotate(row.status, (x, row.predicted_bytes / MIB), (-8, 3), **style)
         _length_axis(axes, data.length)
         axes.set_yscale("log")
         axes.set_title(direction)
@@ -98,7 +107,12 @@ def draw_memory(data: pd.DataFrame, *, source: str) -> Figure:
     panels[0].set_ylabel("memory of a call, inputs apart (MiB)")
     plain_ticks(panels[0], pd.concat([data.peak_bytes, data.predicted_bytes]) / MIB)
     handles = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, title="measured (markers)\npredicted (lines)", loc="outside right center")
+    figure.legend(
+        handles.values(),
+        handles,
+        title="predicted (lines)\nmeasured (markers)\nnot measured (crosses)",
+        loc="outside right center",
+    )
     figure.suptitle(f"Memory, predicted before the call and measured: {source}")
     return figure
 

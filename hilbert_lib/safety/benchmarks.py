@@ -225,20 +225,22 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
 
 
 def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
-    """The sides that were measured, with the memory that is predicted of them.
+    """The memory that is predicted of every side that can serve, beside what it took or what became of it.
 
     Args:
         lines: as in `outcome_table`.
 
     Returns:
-        length, direction, backend, peak_bytes and predicted_bytes of a call, its inputs apart.
+        length, direction, backend, status, peak_bytes and predicted_bytes of a call, its inputs apart; peak_bytes is
+        NaN where nothing was measured. A side that was tried was predicted to fit.
     """
     rows = [
         {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
         for point, row in _outcomes(lines)
-        if "peak_bytes" in row
+        if row["status"] != "cannot serve"
     ]
-    return pd.DataFrame(rows, columns=["length", "direction", "backend", "peak_bytes", "predicted_bytes"])
+    columns = ["length", "direction", "backend", "status", "peak_bytes", "predicted_bytes"]
+    return pd.DataFrame(rows, columns=columns).astype({"peak_bytes": float})
 
 
 def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:

@@ -1,10 +1,11 @@
-"""The process of one point: takes one line of JSON that says what to run, and writes a line for each record.
+"""The processes of one point: the one that runs it, and the one above it, which leaves nothing of it behind.
 
-It is run as a script by `isolated`, and imports nothing but Python's own library: what imports torch, and waits for it,
-is the target.
+The script is run by `isolated`. It takes one line of JSON that says what to run, and its lower process writes a line
+for each record. It imports next to nothing: what imports torch, and waits for it, is the target.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -15,13 +16,53 @@ import threading
 import traceback
 from pathlib import Path
 
+import psutil
+
+SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+
 
 def main() -> None:
-    # The pipe belongs to the records alone: whatever else is printed goes to standard error.
+    """Start the process that runs the target, wait until it and all that it started are gone, and end as it did."""
+    order = json.loads(sys.stdin.readline())
+    _leave_no_core()
+    if sys.platform == "linux":  # whose parent ends is this process's child from then on: none can get away
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if (worker := os.fork()) == 0:
+        _run(order)
+        return
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ended, status = os.wait()
+    while ended != worker:
+        ended, status = os.wait()
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            _kill_all_below()
+            os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with contextlib.suppress(OSError):  # of SIGKILL nothing can be set
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    # The parent keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
+    os.read(sys.stdin.fileno(), 1)
+    _kill_all_below()
+
+
+def _kill_all_below() -> None:
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _run(order: dict) -> None:
+    # The pipe belongs to the records alone: whatever else is printed goes to standard error. Nobody answers questions.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     faulthandler.enable(all_threads=False)  # a crash shows where
     faulthandler.dump_traceback_later(order["seconds"])  # and so does a hang, shortly before it is ended
     _be_the_first_to_go()
@@ -42,19 +83,17 @@ def main() -> None:
         sys.exit(1)
 
 
-def _end_with_parent() -> None:
-    # The parent keeps this pipe open for as long as it lives; if it is killed, nothing stays behind.
-    os.read(sys.stdin.fileno(), 1)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _be_the_first_to_go() -> None:
-    # Where the kernel runs out of memory it shall end this process and not its parent; and no core dump fills the disk.
-    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: then the kernel chooses
-        Path("/proc/self/oom_score_adj").write_text("1000")
+def _leave_no_core() -> None:
+    # A core dump would fill the disk.
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _be_the_first_to_go() -> None:
+    # Where the kernel runs out of memory it shall end this process and neither its parent nor what waits for it.
+    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: then the kernel chooses
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) -> None:

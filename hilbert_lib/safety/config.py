@@ -11,6 +11,7 @@ from pathlib import Path
 from hilbert_lib.checks import number
 
 PREFIX = "HILBERT_SAFETY_"
+LONGEST_SECONDS = 10**8  # the system's clocks end before infinity
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ _ALLOWED = {  # least, whether it is allowed itself, most
     "max_memory_share": (0, False, 1),
     "min_free_gpu_gb": (0, True, math.inf),
     "min_free_host_gb": (0, True, math.inf),
-    "max_seconds": (0, False, 10**8),  # the system's clocks end before infinity
+    "max_seconds": (0, False, LONGEST_SECONDS),
     "growth_factor": (1, False, math.inf),
     "max_temperature_c": (0, False, math.inf),
 }

@@ -30,11 +30,15 @@ POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes where it hangs
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
+OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What torch, CUDA and C++ say of memory that they did not get.
-NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+# What torch, CUDA, its libraries (cuBLAS, cuDNN) and C++ say of memory that they did not get.
+NO_MEMORY = ("out of memory", "OUT_OF_MEMORY", "_STATUS_ALLOC_FAILED")
+NO_MEMORY += ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
+# What torch, Triton and packages that call the driver themselves say of a fault of the GPU.
+CUDA_FAULT = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDA_ERROR_")
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class Ending:
     """How an isolated call ended.
 
     Attributes:
-        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" or,
-            of any other exception, "failed".
+        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" (of
+            the machine, be it that no process could be started) or, of any other exception, "failed".
         cause: one line; empty where status is "ok".
         output: the last lines that it printed.
         left: processes that did not end though they were killed.
@@ -71,6 +75,9 @@ def run_isolated(
     device: str = "cuda",
 ) -> Ending:
     """Call a function in a process and a session of its own, and leave nothing of it behind.
+
+    Another process stands above it. On Linux whatever the call starts stays below that one, which ends it all when the
+    call has ended, or this process.
 
     Args:
         target: "module:function"; what it returns or yields are records, dictionaries that JSON can hold, or None.
@@ -103,16 +110,19 @@ def run_isolated(
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": paths, MARK: mark},
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths, MARK: mark},
+        )
+    except OSError as error:  # no memory, processes or files are left to start it with
+        return Ending(OVER_A_LIMIT, f"no process could be started: {error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
     readers = [
         Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
@@ -138,7 +148,7 @@ def run_isolated(
     if stopped == "timed out" or died_at_its_time:
         status, cause = "timed out", f"longer than {seconds:g} s"
     elif stopped:
-        status, cause = "over a limit", stopped
+        status, cause = OVER_A_LIMIT, stopped
     else:
         status, cause = diagnosis(error, process.returncode, output)
     peaks = {} if watcher is None else vars(watcher.peaks)
@@ -190,31 +200,41 @@ def _follow(
 
 
 def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
+    with suppress(BrokenPipeError):  # what a dead process did not read
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):  # it ends what it started first, down to the last
+        process.wait(EXIT_SECONDS)
     deadline = time.monotonic() + EXIT_SECONDS
-
-    def living() -> list[psutil.Process]:
-        return [each for each in psutil.process_iter() if _belongs(each, process.pid, mark)]
-
-    while (left := living()) and time.monotonic() < deadline:
+    while (left := _living(process, mark)) and time.monotonic() < deadline:
         for each in left:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         process.poll()
         psutil.wait_procs(left, timeout=0.1)
-    with suppress(BrokenPipeError):  # what a dead process did not read
-        process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):  # left behind: in a call of a driver that does not return
-        process.wait(EXIT_SECONDS)
+    process.poll()
     return tuple(each.pid for each in left)
+
+
+def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
+    """What is left where the process itself was killed, or does not get on: by descent, or by what it was given."""
+    found = {each for each in psutil.process_iter() if _belongs(each, process.pid, mark)}
+    with suppress(psutil.NoSuchProcess):
+        found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
+    return found
 
 
 def _belongs(process: psutil.Process, session: int, mark: str) -> bool:
     # By its session, or by the mark in its environment: one left the session, another got an environment of its own.
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return os.getsid(process.pid) == session or process.environ().get(MARK) == mark
+        return _runs(process) and (os.getsid(process.pid) == session or process.environ().get(MARK) == mark)
     except (psutil.Error, OSError):  # it has just ended, or is another user's
+        return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -238,7 +258,7 @@ def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> t
     lacking = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
     if lacking or any(words in message for words in NO_MEMORY):
         return "out of memory", cause
-    if kind == "AcceleratorError" or "CUDA error" in message:
+    if kind == "AcceleratorError" or any(words in message for words in CUDA_FAULT):
         return "CUDA error", cause
     if error["errno"] in FULL_DISK or os.strerror(errno.ENOSPC) in message:
         return "disk full", cause

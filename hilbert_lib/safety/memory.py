@@ -62,14 +62,20 @@ class MemorySafetyChecker:
         config: the limits; by default as `SafetyConfig.load` finds them.
         device: whose memory is asked for, a CUDA device or the CPU; by default torch's current CUDA device, and the
             CPU where there is none.
+        for_child: whether a process that this one starts will take it; by default this one itself, which has what
+            torch's caching allocator holds here and does not use.
+
+    Raises:
+        TypeError, ValueError: naming the argument; also for a GPU that this process does not see.
 
     >>> MemorySafetyChecker(device="cpu").check_memory_available(0.001)[0]
     True
     """
 
-    def __init__(self, config: SafetyConfig | None = None, device: object = None):
+    def __init__(self, config: SafetyConfig | None = None, device: object = None, *, for_child: bool = False):
         self.config = config_or_default(config)
         self.device = present_device(device)
+        self._for_child = checks.boolean("for_child", for_child)
 
     def check_memory_available(self, required_gb: float) -> tuple[bool, str]:
         """Whether so much more may be taken on the device, and why not. The host's limits count on a GPU too.
@@ -106,7 +112,7 @@ class MemorySafetyChecker:
     def _own(self) -> tuple[Memory, float]:
         # The device's memory, and what must stay free of it.
         if self.device.type == "cuda":
-            return gpu_memory(self.device), self.config.min_free_gpu_gb
+            return gpu_memory(self.device, for_child=self._for_child), self.config.min_free_gpu_gb
         return host_memory(), self.config.min_free_host_gb
 
 
@@ -133,11 +139,16 @@ def present_device(device: object) -> torch.device:
     return device
 
 
-def gpu_memory(device: torch.device) -> Memory:
-    """Memory of a CUDA device; what torch's caching allocator holds and does not use counts as available."""
+def gpu_memory(device: torch.device, *, for_child: bool = False) -> Memory:
+    """Memory of a CUDA device; to this process what torch's caching allocator holds and does not use is available too.
+
+    Args:
+        device: a CUDA device.
+        for_child: whether it is asked for a process that this one starts.
+    """
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Memory(str(device), total, free + cached)
+    return Memory(str(device), total, free if for_child else free + cached)
 
 
 def host_memory() -> Memory:

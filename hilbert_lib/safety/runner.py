@@ -14,8 +14,8 @@ import torch
 from hilbert_lib.environment import MACHINE, environment
 from hilbert_lib.records import append_lines, read_records
 from hilbert_lib.safety.benchmarks import ATTENTION, Benchmark
-from hilbert_lib.safety.config import SafetyConfig
-from hilbert_lib.safety.isolated import Ending, run_isolated
+from hilbert_lib.safety.config import LONGEST_SECONDS, SafetyConfig
+from hilbert_lib.safety.isolated import OVER_A_LIMIT, Ending, run_isolated
 from hilbert_lib.safety.memory import GB, MemorySafetyChecker, host_memory
 from hilbert_lib.safety.watch import Watcher
 
@@ -23,7 +23,8 @@ from hilbert_lib.safety.watch import Watcher
 # a rerun asks again.
 CANNOT_SERVE, NOT_TRIED, INTERRUPTED = "cannot serve", "not tried", "interrupted"
 NO_FAULT = ("ok", CANNOT_SERVE, NOT_TRIED)
-KEPT = {"key": str, "point": dict, "outcomes": dict, "records": list}  # what a rerun needs of a point's line
+# What a rerun needs of a point's line.
+KEPT = {"key": str, "point": dict, "outcomes": dict, "records": list, "attempts": list}
 
 
 class SafeBenchmarkRunner:
@@ -35,7 +36,8 @@ class SafeBenchmarkRunner:
 
     Args:
         path: JSONL file to which a line is added for each point as soon as it has ended, safe on the disk; None keeps
-            no file. Points that stand in it, measured by this code on this hardware, are not measured again.
+            no file. Points that stand in it, measured by this code on this hardware, are not measured again, unless the
+            machine was over a limit then.
         benchmark: what to run.
         config: the limits; by default as `SafetyConfig.load` finds them.
         device: whose memory is guarded; by default the first CUDA device that there is, otherwise the CPU.
@@ -65,7 +67,7 @@ class SafeBenchmarkRunner:
         if self.path is not None and self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise ValueError(f"path must be no pipe or device, since it is read again; got {path}")
         self.benchmark = benchmark
-        self._checker = MemorySafetyChecker(config, device)
+        self._checker = MemorySafetyChecker(config, device, for_child=True)
         self.config, self.device = self._checker.config, self._checker.device
 
     def why_not(self, point: dict) -> dict[str, dict]:
@@ -79,6 +81,8 @@ class SafeBenchmarkRunner:
         return refused
 
     def _lack_of_memory(self, point: dict, side: str) -> str:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process keeps for later, the point's process could not have
         fits, reason = self._checker.check_memory_available(self.benchmark.inputs(point) / GB)
         if not fits:  # an estimate takes the longer, the longer the sequence is
             return f"{reason}; its inputs alone take so much"
@@ -185,8 +189,8 @@ class SafeBenchmarkRunner:
         on_gpu = self.device.type == "cuda"
         capped = sys.platform == "linux" and not on_gpu  # elsewhere the watch has to do
         host_room, _ = host_memory().room(self.config.max_memory_share, self.config.min_free_host_gb)
-        # The process's own time limit comes first: it shows where the process hung.
-        watched = replace(self.config, max_seconds=2 * self.config.max_seconds + 60)
+        # The process has a time limit of its own, which shows where it hung.
+        watched = replace(self.config, max_seconds=LONGEST_SECONDS)
         ending = run_isolated(
             self.benchmark.target,
             [{**point, "sides": sides}],
@@ -229,6 +233,8 @@ def _outcome(status: str, cause: str = "", *, paired: bool = False) -> dict:
 def _is_finished(line: dict, tried: list[str], retry_failed: bool) -> bool:
     outcomes = [line["outcomes"].get(side, _outcome(INTERRUPTED)) for side in tried]
     unknown = {INTERRUPTED, NOT_TRIED} & {outcome["status"] for outcome in outcomes}
+    # Heat, neighbours or a want of processes: what ended there, or lost its comparison, may not be at fault.
+    unknown |= {OVER_A_LIMIT} & {attempt["status"] for attempt in line["attempts"]}
     return not unknown and not (retry_failed and any(is_failure(outcome) for outcome in outcomes))
 
 

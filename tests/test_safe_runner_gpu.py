@@ -1,0 +1,113 @@
+"""Whatever a measured side does on a GPU, it is recorded with its cause, and the GPU has its memory back."""
+
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from own_processes import mark, marked_processes, start_python, wait_for
+
+from hilbert_lib.records import read_records
+from hilbert_lib.safety.benchmarks import Benchmark
+from hilbert_lib.safety.config import SafetyConfig
+from hilbert_lib.safety.estimate import MemoryEstimate
+from hilbert_lib.safety.isolated import MARK
+from hilbert_lib.safety.memory import GB
+from hilbert_lib.safety.runner import SafeBenchmarkRunner
+from hilbert_lib.safety.watch import _Gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+
+BREAKING = Benchmark("gpu_sides:measure")
+NEAR_BYTES = 64 * 2**20
+BACK_SECONDS = 2.0  # once a process is gone, the driver takes its memory in
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What NVML tells of the GPU. In the end no process is left, and the memory is free that was free before."""
+    mark(monkeypatch)
+    torch.ones(1, device="cuda")  # this process's own context is there before and after
+    torch.cuda.empty_cache()
+    gpu = _Gpu(torch.device("cuda", 0))
+    before = gpu.look()[0].available
+    yield gpu
+    assert not psutil.Process().children(recursive=True)
+    assert not marked_processes(having=MARK)
+    wait_for(lambda: gpu.look()[0].available >= before - NEAR_BYTES, BACK_SECONDS)
+
+
+def run(side, **limits):
+    """The outcome of a side that is alone in its point, and how its process ended."""
+    (line,) = SafeBenchmarkRunner(benchmark=BREAKING, config=SafetyConfig(**limits), device="cuda:0").run(
+        [{"sides": [side]}]
+    )
+    (attempt,) = line["attempts"]
+    assert attempt["left"] == ()
+    return line["outcomes"][side], attempt
+
+
+@pytest.mark.parametrize(
+    ("side", "status", "words"),
+    [
+        ("accesses illegally", "CUDA error", "an illegal memory access was encountered"),
+        ("takes more than there is", "out of memory", "OutOfMemoryError: CUDA out of memory. Tried to allocate"),
+        ("holds and is killed", "killed", "by SIGKILL"),
+    ],
+)
+def test_a_fault_on_a_gpu_is_recorded_with_its_cause_and_gives_its_memory_back(gpu, side, status, words):
+    outcome, attempt = run(side)
+    assert (outcome["status"], outcome["paired"]) == (status, False)
+    assert words in outcome["cause"]
+    assert any(text.endswith("bytes held") for text in attempt["output"])
+
+
+def test_a_kernel_that_hangs_is_ended_at_its_time_limit_and_gives_its_memory_back(gpu):
+    outcome, attempt = run("hangs in a kernel", max_seconds=10)
+    assert (outcome["status"], outcome["cause"]) == ("timed out", "longer than 10 s")
+    assert "the kernel was started" in attempt["output"]
+    assert attempt["peaks"]["gpu_bytes"] > 10 * GB
+    assert attempt["seconds"] < 10 + 5
+
+
+def test_more_than_its_share_of_the_gpu_is_refused_though_the_card_has_room(gpu):
+    memory, _ = gpu.look()
+    assert memory.available > memory.total // 2
+    outcome, _ = run("takes a quarter", max_memory_share=0.2)
+    assert outcome["status"] == "out of memory", outcome["cause"]
+    outcome, _ = run("takes a quarter", max_memory_share=0.9)
+    assert outcome["status"] == "ok", outcome["cause"]
+
+
+def test_what_this_process_keeps_for_later_is_given_to_a_points_process(gpu):
+    torch.empty(4 * GB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() >= 4 * GB
+    _, total = torch.cuda.mem_get_info()
+    most = Benchmark(BREAKING.target, estimate=lambda *_: MemoryEstimate({}, int(0.9 * total) - 3 * GB, 0, 0))
+    config = SafetyConfig(max_memory_share=0.9)
+    assert not SafeBenchmarkRunner(benchmark=most, config=config, device="cuda:0").why_not({"sides": ["good"]})
+    assert torch.cuda.memory_reserved() < GB
+
+
+def test_a_runner_that_is_interrupted_keeps_its_records_and_gives_the_gpus_memory_back(gpu, tmp_path):
+    program = """
+        from hilbert_lib.safety.benchmarks import Benchmark
+        from hilbert_lib.safety.runner import SafeBenchmarkRunner
+
+        runner = SafeBenchmarkRunner("points.jsonl", benchmark=Benchmark("gpu_sides:measure"), device="cuda:0")
+        runner.run([{"sides": ["good"]}, {"sides": ["holds and waits"]}])
+    """
+    free = gpu.look()[0].available
+    process = start_python(program, tmp_path)
+    wait_for((tmp_path / "holds").exists, 60)
+    assert gpu.look()[0].available < free - 10 * GB
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.wait(10)
+    wait_for(lambda: not marked_processes(having=MARK), 5)
+    wait_for(lambda: gpu.look()[0].available >= free - NEAR_BYTES, 5)
+    assert time.monotonic() - start < 5
+    first, second = read_records(tmp_path / "points.jsonl")
+    assert first["outcomes"]["good"]["status"] == "ok"
+    assert second["outcomes"]["holds and waits"]["status"] == "interrupted"
