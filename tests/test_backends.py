@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import TOLERANCE, expected
 
-from hilbert_lib import DilatedPattern, explain_backend
+from hilbert_lib import DilatedPattern, environment, explain_backend
 from hilbert_lib.attention import backends, packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
@@ -177,7 +177,7 @@ def installed(tmp_path, monkeypatch):
 
         find = partial(importlib.machinery.PathFinder.find_spec, path=[str(tmp_path)])
         monkeypatch.setattr(importlib.util, "find_spec", find)
-        monkeypatch.setattr(packages, "version", version)
+        monkeypatch.setattr(environment, "version", version)
         monkeypatch.setattr(packages, "_loads", lambda library: True)  # a CUDA build of torch asks for a runtime
         forget()
 

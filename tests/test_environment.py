@@ -16,6 +16,7 @@ import torch
 
 from hilbert_lib import environment as module
 from hilbert_lib.environment import (
+    ATTENTION_PACKAGES,
     check_gpu,
     code_hash,
     code_version,
@@ -70,6 +71,18 @@ def test_environment_holds_every_fact_a_report_promises():
     assert facts["cpu_cores"] >= 1
     promised = {"utc", "commit", "dirty", "code_hash", "triton", "numpy", "cuda", "cudnn", "driver", "platform", "gpus"}
     assert promised <= facts.keys()
+
+
+def test_packages_whose_kernels_may_run_are_told_by_version(tmp_path, monkeypatch):
+    known = environment()["packages"]
+    assert known.keys() <= set(ATTENTION_PACKAGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    metadata = tmp_path / "flash_attn_4-4.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    for found in ("4.0.0b36", "4.0.0b37"):
+        metadata.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {found}\n")
+        assert environment()["packages"] == {**known, "flash-attn-4": found}
+        assert f"flash-attn-4 {found}" in describe_environment()
 
 
 def test_the_table_says_when_times_mean_nothing(machine):

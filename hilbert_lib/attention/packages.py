@@ -11,7 +11,6 @@ import importlib.util
 import json
 import warnings
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hilbert_lib.attention.dense import Problem, by_head, sums_overflow
+from hilbert_lib.environment import installed_version
 
 # What flash-attn-4 loads when it first compiles a kernel: distributions, by the names that pip takes.
 CUTE_STACK = (
@@ -100,7 +100,7 @@ def state(package: str) -> str:
 
 def _named(package: str) -> str:
     distribution = package.removesuffix("_2").replace("_", "-")
-    return f"{distribution} {_installed(distribution) or 'of unknown version'}"
+    return f"{distribution} {installed_version(distribution) or 'of unknown version'}"
 
 
 @cache
@@ -124,13 +124,6 @@ def _folders(module: str) -> list[Path]:
     return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _has(module: str, file: str) -> bool:
     return any((folder / file).exists() for folder in _folders(module))
 
@@ -139,7 +132,7 @@ def _has(module: str, file: str) -> bool:
 def _flash_attn_2_absence() -> str:
     if not _has("flash_attn", "flash_attn_interface.py"):
         return f"{ABSENT}: pip install 'hilbert-lib[flash-attn]' builds flash-attn from source, with the CUDA compiler"
-    found = _installed("flash-attn")
+    found = installed_version("flash-attn")
     if found is None or Version(found) < Version(FLASH_ATTN_2_SINCE):
         return f"flash-attn {found or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
@@ -163,9 +156,9 @@ def _flash_attn_3_absence() -> str:
 def _flash_attn_4_absence() -> str:
     if not _has("flash_attn", "cute/interface.py"):
         return f"{ABSENT}: pip install 'hilbert-lib[flash-attn-4]'"
-    missing = [name for name in CUTE_STACK if _installed(name) is None]
+    missing = [name for name in CUTE_STACK if installed_version(name) is None]
     if missing:
-        return f"flash-attn-4 {_installed('flash-attn-4')} is installed without {', '.join(missing)}"
+        return f"flash-attn-4 {installed_version('flash-attn-4')} is installed without {', '.join(missing)}"
     return ""
 
 
@@ -173,18 +166,19 @@ def _flash_attn_4_absence() -> str:
 def _xformers_absence() -> str:
     if not _folders("xformers"):
         return f"{ABSENT}: pip install 'hilbert-lib[xformers]'"
+    found = installed_version("xformers")
     if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
         return (
-            f"xformers {_installed('xformers')} cannot be imported: it takes flash_attn for FlashAttention-2, "
+            f"xformers {found} cannot be imported: it takes flash_attn for FlashAttention-2, "
             "and flash-attn-4 alone is there, without flash_attn_interface"
         )
     build = _xformers_build()
     if build is None:
-        return f"xformers {_installed('xformers')} is installed without its compiled part, and none of its kernels run"
+        return f"xformers {found} is installed without its compiled part, and none of its kernels run"
     runtime = f"libcudart.so.{(build['cuda'] or 0) // 100}"
     if torch.version.cuda and build["cuda"] and not _loads(runtime):
         # Its compiled part then stays away with a warning, and every call ends with an error.
-        return f"xformers {_installed('xformers')} is compiled for a CUDA whose {runtime} is not found here"
+        return f"xformers {found} is compiled for a CUDA whose {runtime} is not found here"
     return ""
 
 
