@@ -194,6 +194,27 @@ def test_files_of_other_machines_lie_beside_and_are_not_read(place):
     assert len(remembered_rules("cpu", torch.float32)) == 1
 
 
+@pytest.mark.parametrize("changed", ["hardware", "torch", "triton", "cudnn", "driver", "code_hash", "packages"])
+def test_a_measurement_is_forgotten_where_the_machine_or_its_software_differs(monkeypatch, changed):
+    remember(SHAPE, ("eager",), {})
+    assert len(remembered_rules("cpu", torch.float32)) == 1
+    other = {**remembered.environment(), changed: {"flash-attn-4": "9.9"} if changed == "packages" else "9.9"}
+    monkeypatch.setattr(remembered, "environment", lambda: other)
+    remembered._rules_in.cache_clear()
+    assert remembered_rules("cpu", torch.float32) == ()
+
+
+def test_a_measurement_is_forgotten_where_a_package_can_be_used_that_could_not_before(monkeypatch):
+    q, k, v = tensors()
+    monkeypatch.setattr(packages, "absence", lambda package: "absent: not there")
+    remember(SHAPE, ("eager",), {})
+    assert explain_backend(q, k, v, PATTERN).is_measured
+    remembered._rules_in.cache_clear()
+    monkeypatch.setattr(packages, "absence", lambda package: "" if package == "xformers" else "absent: not there")
+    monkeypatch.setattr(packages, "state", lambda package: f"{package} 1.0")
+    assert not explain_backend(q, k, v, PATTERN).is_measured
+
+
 def _write(number: int) -> None:
     for length in (2**number, 2**20):  # one class of its own, one that all write
         remember(ShapeClass(**{**vars(SHAPE), "length": length}), ("eager",), {"eager": float(number)})
