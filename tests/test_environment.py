@@ -117,6 +117,27 @@ print("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
     assert done.stdout.split() == ["False", "None"]
 
 
+def test_importing_the_library_imports_no_package_of_kernels_even_where_all_are_there(tmp_path):
+    modules = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_2_cuda", "xformers")
+    for name in modules:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    script = """
+import importlib, pkgutil, sys, torch, hilbert_lib
+for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
+    if not found.name.endswith(("curves_triton", "seed_kernel")) and ".triton" not in found.name:
+        importlib.import_module(found.name)
+q = torch.ones(1, 8, 2, 4)
+hilbert_lib.explain_backend(q, q, q, hilbert_lib.DilatedPattern((4, 8), (1, 2)))
+print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])))
+"""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("facts", "interpret", "mode"),
     [

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,8 @@ def absence(package: str) -> str:
 def breakage(package: str) -> str:
     """`absence`, and where there is none why the package does not load: it is imported.
 
-    Those do not that were built for another torch, or of which a library is missing.
+    Those do not that were built for another torch, or of which a library is missing. Of these xformers can be imported
+    all the same: it keeps the error to itself, and each of its calls ends with another.
 
     Args:
         package: as in `absence`.
@@ -78,9 +80,23 @@ def breakage(package: str) -> str:
     try:
         importlib.import_module(MODULES[package])
     except Exception as error:  # what it raises is its own affair
-        said, *_ = str(error).splitlines() or [""]
-        return f"{_named(package)} cannot be imported: {type(error).__name__}: {said}"
+        return f"{_named(package)} cannot be imported: {_said(error)}"
+    if package == "xformers" and (error := _kept_by_xformers()):
+        return f"{_named(package)} is imported without its compiled part, and none of its kernels run: {_said(error)}"
     return ""
+
+
+def _kept_by_xformers() -> BaseException | None:
+    """What kept its compiled part from loading, where it is imported."""
+    kept = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    while kept is not None and kept.__cause__ is not None:  # the last says what failed, those before it only that
+        kept = kept.__cause__
+    return kept
+
+
+def _said(error: BaseException) -> str:
+    said, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {said}"
 
 
 def state(package: str) -> str:
