@@ -23,7 +23,7 @@ from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remem
 from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.hardware import ARCHITECTURES
 from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.paired import of_sweep
+from hilbert_lib.paired import of_sweep, ratio_table
 from hilbert_lib.selection import choice_table, ordering_table, shape_class
 from hilbert_lib.workload import Workload
 
@@ -387,6 +387,13 @@ def test_the_rule_for_orderings_is_the_committed_records():
     (rule,), (row,) = rules.ORDERING_RULES, reads_faster.itertuples()
     assert (rule.row_bytes, rule.rate, rule.calls) == (row.row_bytes, row.dilation, round(row.repaid))
     assert row.queries <= rule.queries
+
+
+def test_no_length_of_chunks_is_chosen_since_in_the_committed_record_none_reads_faster_by_more_than_a_few_per_cent():
+    chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
+    assert len(chunks) >= 20
+    assert chunks.ratio.max() < 1.05
+    assert {rule.kind for rule in rules.ORDERING_RULES} == {"residue"}
 
 
 def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):
