@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy
@@ -20,7 +20,12 @@ import torch
 PACKAGE = Path(__file__).resolve().parent
 
 # What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
-MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode")
+MACHINE = (
+    *("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode"),
+    "packages",
+)
+# Distributions whose kernels backends call, and what flash-attn-4 compiles its own with.
+ATTENTION_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "xformers")
 
 
 def environment() -> dict:
@@ -33,7 +38,8 @@ def environment() -> dict:
         `utc` (ISO 8601), `commit`, `dirty`, `code_hash`, `python`, `torch`, `triton`, `numpy`, `cuda`,
         `cudnn`, `driver`, `platform`, `cpu`, `cpu_cores` (those this process may use), `torch_threads`,
         `memory_gib`, `gpus` (a list of `name`, `capability`, `memory_gib`, `sm_clock_mhz`), `hardware`
-        (what `compare_runs` compares) and `kernel_mode`.
+        (what `compare_runs` compares), `kernel_mode` and `packages` (versions by name of those of
+        `ATTENTION_PACKAGES` that are installed; records of before it was held lack it).
 
     Raises:
         RuntimeError: if there is a GPU that torch cannot use, as `check_gpu` says it.
@@ -65,6 +71,7 @@ def environment() -> dict:
         "gpus": gpus,
         "hardware": " + ".join(gpu["name"] for gpu in gpus) or f"{cpu}, {cores} cores",
         "kernel_mode": kernel_mode(),
+        "packages": {name: found for name in ATTENTION_PACKAGES if (found := installed_version(name)) is not None},
     }
 
 
@@ -106,6 +113,8 @@ def describe_environment() -> str:
         "software": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy")),
         "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",
     }
+    if facts["packages"]:
+        rows["packages"] = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
     if facts["gpus"]:
         clocks = ", ".join(str(gpu["sm_clock_mhz"]) for gpu in facts["gpus"])
         rows["CUDA"] = ", ".join(f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver"))
@@ -113,6 +122,18 @@ def describe_environment() -> str:
     rows["time"] = facts["utc"]
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, by the name that pip takes; None where it is not installed.
+
+    >>> installed_version("torch") is None
+    False
+    """
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def kernel_mode() -> str:

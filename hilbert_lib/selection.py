@@ -140,14 +140,15 @@ def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A row for each backend that serves a work, in the order of `BACKENDS`: backend, served (how many works; only one
-        that serves them all could be fixed), slower (geometric mean of its time over the automatic choice's, on those),
-        worst (the largest of these ratios).
+        that serves them all could be fixed), fastest (in how many of them), slower (geometric mean of its time over the
+        automatic choice's, on those), worst (the largest of these ratios).
     """
     rows = []
     for name in (name for name in BACKENDS if name in choices):
         ratios = choices[name].dropna().astype(float)
         mean = float(ratios.pow(1 / len(ratios)).prod())
-        rows.append({"backend": name, "served": len(ratios), "slower": mean, "worst": float(ratios.max())})
+        counts = {"served": len(ratios), "fastest": int((choices.best == name).sum())}
+        rows.append({"backend": name, **counts, "slower": mean, "worst": float(ratios.max())})
     return pd.DataFrame(rows)
 
 

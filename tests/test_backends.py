@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import TOLERANCE, expected
 
-from hilbert_lib import DilatedPattern, explain_backend
+from hilbert_lib import DilatedPattern, environment, explain_backend
 from hilbert_lib.attention import backends, packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
@@ -177,7 +177,7 @@ def installed(tmp_path, monkeypatch):
 
         find = partial(importlib.machinery.PathFinder.find_spec, path=[str(tmp_path)])
         monkeypatch.setattr(importlib.util, "find_spec", find)
-        monkeypatch.setattr(packages, "version", version)
+        monkeypatch.setattr(environment, "version", version)
         monkeypatch.setattr(packages, "_loads", lambda library: True)  # a CUDA build of torch asks for a runtime
         forget()
 
@@ -251,6 +251,44 @@ def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cu
 def test_xformers_without_its_compiled_part_cannot_serve(installed):
     installed({"xformers/__init__.py": ""}, {"xformers": "0.0.35"})
     assert "without its compiled part" in packages.absence("xformers")
+
+
+# How xformers 0.0.35 keeps to itself that its compiled part does not load, and how it tells that it does.
+KEPT = {
+    "undefined symbol": """
+class InvalidLib(Exception):
+    pass
+
+try:
+    try:
+        cause = OSError("_C.so: undefined symbol: _ZN3c104warn" + chr(10) + "more")
+        raise OSError("Could not load this library: _C.so") from cause  # as torch does
+    except OSError as error:
+        raise InvalidLib("can't load C++/CUDA extensions. It was built for:" + chr(10) + "torch 2.10") from error
+except InvalidLib as error:
+    _cpp_library_load_exception = error
+""",
+    "not built": "_cpp_library_load_exception = RuntimeError('Need to compile C++ extensions')",
+    "loaded": "_cpp_library_load_exception = None",
+    "another release": "pass",
+}
+TOLD = {
+    "undefined symbol": "OSError: _C.so: undefined symbol: _ZN3c104warn",
+    "not built": "RuntimeError: Need to compile C++ extensions",
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_xformers_whose_compiled_part_does_not_load_cannot_serve_though_it_is_imported(
+    gpu, installed, importable, monkeypatch, case
+):
+    files = {"xformers/__init__.py": "from . import _cpp_lib", "xformers/ops.py": "pass"}
+    installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, {"xformers": "0.0.35"})
+    gpu(9, 0)
+    monkeypatch.setattr(backends, "_package_breakage", packages.breakage)
+    monkeypatch.setattr(backends, "_package_absence", packages.absence)
+    said = "xformers 0.0.35 is imported without its compiled part, and none of its kernels run: "
+    assert BACKENDS["xformers"].refusal(on_gpu(), Call(PATTERN)) == (said + TOLD[case] if case in TOLD else "")
 
 
 @pytest.mark.gpu

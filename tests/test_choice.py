@@ -23,7 +23,7 @@ from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remem
 from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.hardware import ARCHITECTURES
 from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.paired import of_sweep
+from hilbert_lib.paired import of_sweep, ratio_table
 from hilbert_lib.selection import choice_table, ordering_table, shape_class
 from hilbert_lib.workload import Workload
 
@@ -192,6 +192,27 @@ def test_files_of_other_machines_lie_beside_and_are_not_read(place):
     (place / "0123456789ab-0123456789ab.json").write_text("{")
     remember(SHAPE, ("eager",), {})
     assert len(remembered_rules("cpu", torch.float32)) == 1
+
+
+@pytest.mark.parametrize("changed", ["hardware", "torch", "triton", "cudnn", "driver", "code_hash", "packages"])
+def test_a_measurement_is_forgotten_where_the_machine_or_its_software_differs(monkeypatch, changed):
+    remember(SHAPE, ("eager",), {})
+    assert len(remembered_rules("cpu", torch.float32)) == 1
+    other = {**remembered.environment(), changed: {"flash-attn-4": "9.9"} if changed == "packages" else "9.9"}
+    monkeypatch.setattr(remembered, "environment", lambda: other)
+    remembered._rules_in.cache_clear()
+    assert remembered_rules("cpu", torch.float32) == ()
+
+
+def test_a_measurement_is_forgotten_where_a_package_can_be_used_that_could_not_before(monkeypatch):
+    q, k, v = tensors()
+    monkeypatch.setattr(packages, "absence", lambda package: "absent: not there")
+    remember(SHAPE, ("eager",), {})
+    assert explain_backend(q, k, v, PATTERN).is_measured
+    remembered._rules_in.cache_clear()
+    monkeypatch.setattr(packages, "absence", lambda package: "" if package == "xformers" else "absent: not there")
+    monkeypatch.setattr(packages, "state", lambda package: f"{package} 1.0")
+    assert not explain_backend(q, k, v, PATTERN).is_measured
 
 
 def _write(number: int) -> None:
@@ -366,6 +387,13 @@ def test_the_rule_for_orderings_is_the_committed_records():
     (rule,), (row,) = rules.ORDERING_RULES, reads_faster.itertuples()
     assert (rule.row_bytes, rule.rate, rule.calls) == (row.row_bytes, row.dilation, round(row.repaid))
     assert row.queries <= rule.queries
+
+
+def test_no_length_of_chunks_is_chosen_since_in_the_committed_record_none_reads_faster_by_more_than_a_few_per_cent():
+    chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
+    assert len(chunks) >= 20
+    assert chunks.ratio.max() < 1.05
+    assert {rule.kind for rule in rules.ORDERING_RULES} == {"residue"}
 
 
 def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):

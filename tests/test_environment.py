@@ -16,6 +16,7 @@ import torch
 
 from hilbert_lib import environment as module
 from hilbert_lib.environment import (
+    ATTENTION_PACKAGES,
     check_gpu,
     code_hash,
     code_version,
@@ -72,6 +73,18 @@ def test_environment_holds_every_fact_a_report_promises():
     assert promised <= facts.keys()
 
 
+def test_packages_whose_kernels_may_run_are_told_by_version(tmp_path, monkeypatch):
+    known = environment()["packages"]
+    assert known.keys() <= set(ATTENTION_PACKAGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    metadata = tmp_path / "flash_attn_4-4.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    for found in ("4.0.0b36", "4.0.0b37"):
+        metadata.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {found}\n")
+        assert environment()["packages"] == {**known, "flash-attn-4": found}
+        assert f"flash-attn-4 {found}" in describe_environment()
+
+
 def test_the_table_says_when_times_mean_nothing(machine):
     machine(device=False)
     assert "absent" in describe_environment()
@@ -102,6 +115,27 @@ print("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
         [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == ["False", "None"]
+
+
+def test_importing_the_library_imports_no_package_of_kernels_even_where_all_are_there(tmp_path):
+    modules = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_2_cuda", "xformers")
+    for name in modules:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    script = """
+import importlib, pkgutil, sys, torch, hilbert_lib
+for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
+    if not found.name.endswith(("curves_triton", "seed_kernel")) and ".triton" not in found.name:
+        importlib.import_module(found.name)
+q = torch.ones(1, 8, 2, 4)
+hilbert_lib.explain_backend(q, q, q, hilbert_lib.DilatedPattern((4, 8), (1, 2)))
+print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])))
+"""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize(

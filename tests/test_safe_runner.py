@@ -450,14 +450,14 @@ def raise_interrupt(*_arguments, **_options):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("changed", ["code_hash", "hardware", "kernel_mode"])
-def test_other_code_or_hardware_measures_again(runner, monkeypatch, changed):
-    facts = {"code_hash": "0", "hardware": "0", "kernel_mode": "0"}
+@pytest.mark.parametrize("changed", ["code_hash", "hardware", "kernel_mode", "packages"])
+def test_other_code_hardware_or_packages_measure_again(runner, monkeypatch, changed):
+    facts = {"code_hash": "0", "hardware": "0", "kernel_mode": "0", "packages": {"flash-attn-4": "0"}}
     monkeypatch.setattr("hilbert_lib.safety.runner.environment", lambda: facts)
     seen = []
     for _ in range(2):
         runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
-    facts[changed] = "1"
+    facts[changed] = {"flash-attn-4": "1"} if changed == "packages" else "1"
     runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
     assert seen == [False, True, False]
 

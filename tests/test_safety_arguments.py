@@ -81,6 +81,7 @@ WRONG = [
     (lambda: estimated(dtype="bfloat16"), "dtype must be one of torch.float16, .* got 'bfloat16'"),
     (lambda: estimated(dtype=torch.int32), "dtype must be one of torch.float16, .* got torch.int32"),
     (lambda: estimated(has_key_padding=torch.zeros(2)), "has_key_padding must be True or False, got tensor"),
+    (lambda: estimated(has_kv_ordering="auto"), "has_kv_ordering must be True or False, got 'auto'"),
     (lambda: points(None), "pattern must be a DilatedPattern, got NoneType"),
     (lambda: points(lengths=[]), "lengths must hold at least one integer"),
     (lambda: points(lengths=[8, 2**62]), r"lengths must be such that .* 2\^63 bytes, got 4611686018427387904"),

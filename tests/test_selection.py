@@ -59,6 +59,7 @@ def test_the_tables_say_what_the_choice_gains_and_loses(records):
     assert choices.worst.tolist() == ["eager", "sdpa", "eager", "reference"]
     fixed = selection.fixed_table(choices).set_index("backend")
     assert fixed.served.tolist() == [4, 4, 4]
+    assert fixed.fastest.to_dict() == {"sdpa": 3, "eager": 0, "reference": 1}
     assert fixed.slower.round(6).to_dict() == {"sdpa": 1.0, "eager": round(64**0.25, 6), "reference": 2.0}
     assert fixed.worst.to_dict() == {"sdpa": 1.0, "eager": 4.0, "reference": 8.0}
     assert draw_choice(choices, source="here").axes[0].get_yticklabels()[0].get_text() == "a, 64, d=8"

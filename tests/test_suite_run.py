@@ -390,6 +390,7 @@ def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
     assert run_id(facts) == run_id({**facts, "utc": "later", "commit": "0" * 40, "dirty": True})
     for name in ("code_hash", "torch", "hardware", "driver", "cudnn", "torch_threads", "kernel_mode"):
         assert run_id(facts) != run_id({**facts, name: "9.9"})
+    assert run_id(facts) != run_id({**facts, "packages": {**facts["packages"], "flash-attn-4": "9.9"}})
     gpu = {**facts, "hardware": "NVIDIA H200", "gpus": [{"name": "NVIDIA H200"}], "torch": "2.11.0+cu128"}
     assert run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
 

@@ -115,8 +115,9 @@ def choose_ordering(q: Tensor, k: Tensor, call: Call) -> tuple[Ordering | None, 
             continue
         if rule.calls > 1:
             return None, (
-                f"none: {rule.kind} order reads faster here, but the copy that stores k and v in it is repaid after "
-                f"{rule.calls} calls on the same k and v ({rule.record})"
+                f"none: {rule.kind} order reads faster here, but the copy that stores k and v in it costs more than a "
+                f"call gains; where the rule was measured it was repaid after {rule.calls} calls on the same k and v "
+                f"({rule.record})"
             )
         ((_, rate),) = call.pattern.branches
         return Ordering.residue(k.shape[1], rate), f"{rule.kind}, stored by the call ({rule.record})"

@@ -9,9 +9,9 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import sys
 import warnings
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hilbert_lib.attention.dense import Problem, by_head, sums_overflow
+from hilbert_lib.environment import installed_version
 
 # What flash-attn-4 loads when it first compiles a kernel: distributions, by the names that pip takes.
 CUTE_STACK = (
@@ -62,7 +63,8 @@ def absence(package: str) -> str:
 def breakage(package: str) -> str:
     """`absence`, and where there is none why the package does not load: it is imported.
 
-    Those do not that were built for another torch, or of which a library is missing.
+    Those do not that were built for another torch, or of which a library is missing. Of these xformers can be imported
+    all the same: it keeps the error to itself, and each of its calls ends with another.
 
     Args:
         package: as in `absence`.
@@ -78,9 +80,23 @@ def breakage(package: str) -> str:
     try:
         importlib.import_module(MODULES[package])
     except Exception as error:  # what it raises is its own affair
-        said, *_ = str(error).splitlines() or [""]
-        return f"{_named(package)} cannot be imported: {type(error).__name__}: {said}"
+        return f"{_named(package)} cannot be imported: {_said(error)}"
+    if package == "xformers" and (error := _kept_by_xformers()):
+        return f"{_named(package)} is imported without its compiled part, and none of its kernels run: {_said(error)}"
     return ""
+
+
+def _kept_by_xformers() -> BaseException | None:
+    """What kept its compiled part from loading, where it is imported."""
+    kept = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    while kept is not None and kept.__cause__ is not None:  # the last says what failed, those before it only that
+        kept = kept.__cause__
+    return kept
+
+
+def _said(error: BaseException) -> str:
+    said, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {said}"
 
 
 def state(package: str) -> str:
@@ -100,7 +116,7 @@ def state(package: str) -> str:
 
 def _named(package: str) -> str:
     distribution = package.removesuffix("_2").replace("_", "-")
-    return f"{distribution} {_installed(distribution) or 'of unknown version'}"
+    return f"{distribution} {installed_version(distribution) or 'of unknown version'}"
 
 
 @cache
@@ -124,13 +140,6 @@ def _folders(module: str) -> list[Path]:
     return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _has(module: str, file: str) -> bool:
     return any((folder / file).exists() for folder in _folders(module))
 
@@ -139,7 +148,7 @@ def _has(module: str, file: str) -> bool:
 def _flash_attn_2_absence() -> str:
     if not _has("flash_attn", "flash_attn_interface.py"):
         return f"{ABSENT}: pip install 'hilbert-lib[flash-attn]' builds flash-attn from source, with the CUDA compiler"
-    found = _installed("flash-attn")
+    found = installed_version("flash-attn")
     if found is None or Version(found) < Version(FLASH_ATTN_2_SINCE):
         return f"flash-attn {found or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
@@ -163,9 +172,9 @@ def _flash_attn_3_absence() -> str:
 def _flash_attn_4_absence() -> str:
     if not _has("flash_attn", "cute/interface.py"):
         return f"{ABSENT}: pip install 'hilbert-lib[flash-attn-4]'"
-    missing = [name for name in CUTE_STACK if _installed(name) is None]
+    missing = [name for name in CUTE_STACK if installed_version(name) is None]
     if missing:
-        return f"flash-attn-4 {_installed('flash-attn-4')} is installed without {', '.join(missing)}"
+        return f"flash-attn-4 {installed_version('flash-attn-4')} is installed without {', '.join(missing)}"
     return ""
 
 
@@ -173,18 +182,19 @@ def _flash_attn_4_absence() -> str:
 def _xformers_absence() -> str:
     if not _folders("xformers"):
         return f"{ABSENT}: pip install 'hilbert-lib[xformers]'"
+    found = installed_version("xformers")
     if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
         return (
-            f"xformers {_installed('xformers')} cannot be imported: it takes flash_attn for FlashAttention-2, "
+            f"xformers {found} cannot be imported: it takes flash_attn for FlashAttention-2, "
             "and flash-attn-4 alone is there, without flash_attn_interface"
         )
     build = _xformers_build()
     if build is None:
-        return f"xformers {_installed('xformers')} is installed without its compiled part, and none of its kernels run"
+        return f"xformers {found} is installed without its compiled part, and none of its kernels run"
     runtime = f"libcudart.so.{(build['cuda'] or 0) // 100}"
     if torch.version.cuda and build["cuda"] and not _loads(runtime):
         # Its compiled part then stays away with a warning, and every call ends with an error.
-        return f"xformers {_installed('xformers')} is compiled for a CUDA whose {runtime} is not found here"
+        return f"xformers {found} is compiled for a CUDA whose {runtime} is not found here"
     return ""
 
 

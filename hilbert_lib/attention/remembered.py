@@ -176,7 +176,7 @@ def _machine() -> dict:
     facts = environment()
     names = [backend.package for backend in BACKENDS.values() if backend.package]
     found = {name: packages.absence(name) or packages.state(name) for name in names}
-    return {**{name: facts[name] for name in MACHINE}, "packages": found}
+    return {**{name: facts[name] for name in MACHINE}, "backends": found}
 
 
 def _octave(number: int) -> tuple[int, int]:

@@ -79,10 +79,11 @@ def estimate_memory(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     has_key_padding: bool = False,
+    has_kv_ordering: bool = False,
     queries: int | None = None,
     device: object = None,
 ) -> MemoryEstimate:
-    """Bytes that `dilated_attention` will hold at its highest point, for dense inputs in sequence order.
+    """Bytes that `dilated_attention` will hold at its highest point, for dense inputs.
 
     Args:
         pattern: which keys a query sees.
@@ -93,6 +94,8 @@ def estimate_memory(
         direction: "forward"; or "backward", with what the forward left. A step of training needs the larger of the two.
         is_causal, dropout_p: as `dilated_attention` takes them.
         has_key_padding: whether there is a key_padding_mask.
+        has_kv_ordering: whether k and v are stored in a kv_ordering. What cannot read through one gathers both, and
+            keeps the copies for the backward.
         queries: rows of q, the last positions (decoding); by default all.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
@@ -111,6 +114,7 @@ def estimate_memory(
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
+    checks.boolean("has_kv_ordering", has_kv_ordering)
     device = device_or_default(device)
     length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
     kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
@@ -126,7 +130,9 @@ def estimate_memory(
     asked = {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
     backend = _serving(pattern, q, k, padding, device, backend, direction == "backward", asked)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
-    call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start)
+    is_gathered = has_kv_ordering and not BACKENDS[backend].reads_orderings
+    slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
+    call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
     if device.type == "cuda" and not torch.cuda.is_available() and (reason := BACKENDS[backend].limits(q, call)):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
@@ -137,6 +143,10 @@ def estimate_memory(
         outputs = {"dq, dk, dv": q.nbytes + 2 * k.nbytes}
     given = (q, k, k) if direction == "forward" else (q, q, k, k, q, lse)
     workspace = _workspace(given, call, backend, direction, device, sum(outputs.values()))
+    if is_gathered and direction == "forward":
+        workspace["k, v in sequence order"] = 2 * k.nbytes
+    elif is_gathered:
+        inputs["k, v in sequence order"] = 2 * k.nbytes  # dk and dv are put back when the workspace, more, is free
     return MemoryEstimate(
         {**inputs, **outputs, **{f"workspace: {name}": size for name, size in workspace.items()}},
         sum(inputs.values()),

@@ -1,0 +1,61 @@
+"""A file is replaced whole or stays as it was, whoever writes and whatever ends the writing."""
+
+import json
+import multiprocessing
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from hilbert_lib.files import write_whole
+
+LARGE = json.dumps({"whole": True}) + " " * 2**18  # several writes of the system, if it were written in place
+
+
+def test_a_disk_that_fills_while_a_file_is_written_leaves_the_old_one_whole_and_nothing_beside(tmp_path):
+    path = write_whole(tmp_path / "one.json", "old")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(path, LARGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_that_is_stopped_before_the_new_file_has_its_name_leaves_the_old_one_whole(tmp_path, monkeypatch):
+    path, written = write_whole(tmp_path / "one.json", "old"), []
+
+    def stopped(draft, target):
+        written.append(draft.read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, "new")
+    assert written == ["new"]  # all of it was there
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _write_for_a_second(path: Path) -> int:
+    end, count = time.monotonic() + 1.0, 0
+    while time.monotonic() < end:
+        write_whole(path, LARGE)
+        count += 1
+    return count
+
+
+def test_a_reader_beside_writers_sees_no_half_of_a_file(tmp_path):
+    path, reads = write_whole(tmp_path / "one.json", LARGE), 0
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        writing = pool.map_async(_write_for_a_second, [path, path])
+        while not writing.ready():
+            assert json.loads(path.read_text()) == {"whole": True}
+            reads += 1
+        assert min(writing.get()) > 0
+    assert reads > 10
+    assert list(tmp_path.iterdir()) == [path]
