@@ -234,9 +234,9 @@ def hand_over(arrivals):
     assert out.tolist() == [0] * 32 + list(range(31, -1, -1))
 
 
-WATCHED = (plain, hopper, divided, decoding, merging, by_row, curve)
-MISTAKES = (past_the_end, race, handed_over_by_one, handed_over_by_all)
-FAMILIES = {function.__name__: function for function in WATCHED + MISTAKES}
+CALLS = (plain, hopper, divided, decoding, merging, by_row, curve)
+CALLS += (past_the_end, race, handed_over_by_one, handed_over_by_all)
+FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":
     ready = set()
