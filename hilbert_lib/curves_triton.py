@@ -30,7 +30,7 @@ from hilbert_lib.shared_tables import cached_for_graphs
 
 LEAF_CELLS = 1024  # at most: a coordinate inside of a leaf has 10 bits
 # A compilation for every divisor of these would be one for most grids.
-NOT_SPECIALIZED = ["count", "depth", "shift_0", "shift_1", "side_0", "side_1", "side_2"]
+NOT_SPECIALIZED = ["count", "depth", "first_cut", "shift_0", "shift_1", "side_0", "side_1", "side_2"]
 
 Block = tuple[int, int, int]  # sides along its own axes
 
@@ -46,12 +46,12 @@ class State(NamedTuple):
 class Rules(NamedTuple):
     """How one grid falls into blocks and leaves.
 
-    State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1. A leaf is its own
-    only child, so that a walk may be longer than its path.
+    State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1; on an axis that is not
+    cut there is the upper one alone. A leaf is its own only child, so that a walk may be longer than its path.
 
     Attributes:
-        cuts: (states, 4): where a block is cut on each axis, packed as a cell is; beyond all cells where it is not.
-        rows: (states, 8, 4): of the child in each half its state, the cells before it and its lowest corner.
+        rows: (states, 8, 4): of the child in each half its state, the cells before it, its lowest corner, and where it
+            is cut itself: packed as a cell is, with 0 where it is not, so that 0 as a whole says that it is a leaf.
         before: (states, 8): of each child 8 times the leaves before it, plus its halves.
         layouts: (states, 4): of a leaf where the place of its lowest corner stands in `places`, and a step along each
             axis.
@@ -59,17 +59,17 @@ class Rules(NamedTuple):
             along a, b and c.
         cells: the cells of the leaves in order, 10 bits for each of a, b and c.
         places: the place of each cell of a leaf, in raster order.
-        depth: levels. leaves: how many the grid has.
+        first_cut: where the grid is cut. depth: levels. leaves: how many the grid has.
         shifts: bits to the right of coordinates 0 and 1.
     """
 
-    cuts: Tensor
     rows: Tensor
     before: Tensor
     layouts: Tensor
     lists: Tensor
     cells: Tensor
     places: Tensor
+    first_cut: int
     depth: int
     leaves: int
     shifts: tuple[int, int]
@@ -107,8 +107,8 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
     if place.numel():
         with torch.cuda.device_of(coordinates):
             encode_kernel[(triton.cdiv(place.numel(), block),)](
-                *(place, outside, coordinates.contiguous(), rules.cuts, rules.rows, rules.layouts, rules.places),
-                *(place.numel(), rules.depth, *rules.shifts, *(*sides, 1)[:3]),
+                *(place, outside, coordinates.contiguous(), rules.rows, rules.layouts, rules.places),
+                *(place.numel(), rules.first_cut, *rules.shifts, *(*sides, 1)[:3]),
                 NDIM=len(sides),
                 BLOCK=block,
                 num_warps=1,
@@ -138,7 +138,7 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
     numbers = _states(State(grid, axes, (1, 1, 1)), families)
     dtype = np.int32 if sum(widths) <= 30 else np.int64
     beyond = np.iinfo(dtype).max
-    cuts = np.full((len(numbers), 4), beyond, dtype)
+    cuts = np.zeros(len(numbers), dtype)
     rows = np.zeros((len(numbers), 8, 4), dtype)
     before = np.full((len(numbers), 8), beyond, dtype)
     layouts = np.zeros((len(numbers), 4), dtype)
@@ -150,21 +150,24 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
         if not families[block]:
             first = [side - 1 if sign < 0 else 0 for side, sign in zip(block, signs, strict=True)]
             strides = block[1] * block[2], block[2], 1
-            rows[number, 0, 0], before[number, 0] = number, 0
+            rows[number, 7, 0], before[number, 7] = number, 7
             layouts[number, 0] = starts[block] + np.dot(first, strides)
             layouts[number, 1 + np.array(axes)] = np.multiply(signs, strides)
             lists[number, :3] = starts[block], prod(block), np.dot(first, steps)
             lists[number, 3:6] = np.multiply(signs, steps)
             continue
         cut_a, cuts_b, cut_c = split(*block)
+        whole = 0
         for axis, sign, side, cut in zip(axes, signs, block, (cut_a, cuts_b[0], cut_c), strict=True):
             low = cut if sign > 0 else side - cut
-            if low < side:
-                cuts[number, axis] = low << shifts[axis]
+            if 0 < low < side:
+                cuts[number] += low << shifts[axis]
+            else:
+                whole |= 4 >> axis
         cells_before, leaves_before = 0, 0
         for child in families[block]:
             upper = [half == (sign > 0) for half, sign in zip(child.halves, signs, strict=True)]
-            halves = sum(4 >> axis for axis, is_upper in zip(axes, upper, strict=True) if is_upper)
+            halves = whole | sum(4 >> axis for axis, is_upper in zip(axes, upper, strict=True) if is_upper)
             corner = np.dot(_lowest(child, state), steps)
             rows[number, halves, :3] = numbers[_lying(child, state)], cells_before, corner
             if child.halves[0] and cuts_b[0] < cuts_b[1]:  # whole on b, though b is cut in the first half of a
@@ -172,9 +175,11 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
             before[number, halves] = leaves_before * 8 + halves
             cells_before += prod(child.sides)
             leaves_before += leaves[child.sides]
-    tables = [torch.from_numpy(table) for table in (cuts, rows, before, layouts, lists)]
+    rows[..., 3] = cuts[rows[..., 0]]
+    tables = [torch.from_numpy(table) for table in (rows, before, layouts, lists)]
     tables += [torch.cat(cells).int(), torch.cat(places).int()]
-    return Rules(*(table.to(device) for table in tables), depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
+    tables = [table.to(device) for table in tables]
+    return Rules(*tables, first_cut=int(cuts[0]), depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
 
 
 def _collect(block: Block, leaf_cells: int, families: dict[Block, list[Child]]) -> None:
@@ -226,12 +231,12 @@ def four(pointers):
 
 
 @triton.jit
-def child_of(state, cell, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM: tl.constexpr):
+def child_of(state, cell, cut, rest_0, rest_1, NDIM: tl.constexpr):
     """The row of the child that a cell lies in; the rests are the bits of the coordinates after 0 and after 1."""
-    child = state * 8 + (cell >= cut_0) * 4 + ((cell & rest_0) >= cut_1) * 2
-    if NDIM == 3:
-        child += (cell & rest_1) >= cut_2
-    return child
+    child = state * 8 + (cell >= (cut & ~rest_0)) * 4 + ((cell & rest_0) >= (cut & rest_0 & ~rest_1)) * 2
+    if NDIM == 2:
+        return child + 1
+    return child + ((cell & rest_1) >= (cut & rest_1))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -276,12 +281,11 @@ def encode_kernel(
     out,
     outside,
     coordinates,
-    cuts,
     rows,
     layouts,
     places,
     count,
-    depth,
+    first_cut,
     shift_0,
     shift_1,
     side_0,
@@ -303,14 +307,14 @@ def encode_kernel(
         x = tl.load(coordinates + number * 3)
         y = tl.load(coordinates + number * 3 + 1)
         z = tl.load(coordinates + number * 3 + 2)
-    # What the tables' type cannot hold is outside.
-    x = tl.where(x.to(dtype) == x, x.to(dtype), -1)
-    y = tl.where(y.to(dtype) == y, y.to(dtype), -1)
-    z = tl.where(z.to(dtype) == z, z.to(dtype), -1)
+    is_wide = False
+    if dtype == tl.int32:  # of what that cannot hold, 2^31 to 2^32 - 1 becomes negative
+        is_wide = tl.max(((x | y | z) >> 32).to(tl.uint32)) > 0
+    x, y, z = x.to(dtype), y.to(dtype), z.to(dtype)
     x_low, y_low, z_low = tl.min(x), tl.min(y), tl.min(z)
     x_high, y_high, z_high = tl.max(x), tl.max(y), tl.max(z)
     is_below = (x_low < 0) | (y_low < 0) | (z_low < 0)
-    if is_below | (x_high >= side_0) | (y_high >= side_1) | (z_high >= side_2):
+    if is_wide | is_below | (x_high >= side_0) | (y_high >= side_1) | (z_high >= side_2):
         tl.store(outside, 1)
         return
 
@@ -318,25 +322,24 @@ def encode_kernel(
     origin = (x_low << shift_0) + (y_low << shift_1) + z_low
     low, high = origin, (x_high << shift_0) + (y_high << shift_1) + z_high
     rest_0, rest_1 = ((origin * 0 + 1) << shift_0) - 1, ((origin * 0 + 1) << shift_1) - 1
-    shared_state, shared_place, level, together = origin * 0, origin * 0, depth * 0, True
-    while together & (level < depth):
-        cut = cuts + shared_state * 4
-        cut_0, cut_1, cut_2 = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
-        child = child_of(shared_state, low, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
-        together = child == child_of(shared_state, high, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
+    shared_state, shared_place, shared_cut, together = origin * 0, origin * 0, first_cut.to(dtype), True
+    while together & (shared_cut > 0):
+        child = child_of(shared_state, low, shared_cut, rest_0, rest_1, NDIM)
+        together = child == child_of(shared_state, high, shared_cut, rest_0, rest_1, NDIM)
         if together:
             row = rows + child * 4
             shared_state = tl.load(row)
             shared_place += tl.load(row + 1)
             corner = tl.load(row + 2)
-            low, high, level = low - corner, high - corner, level + 1
+            shared_cut = tl.load(row + 3)
+            low, high = low - corner, high - corner
 
     cell -= origin - low
-    state, place = tl.zeros_like(cell) + shared_state, tl.zeros_like(cell) + shared_place
-    for _ in range(level, depth):
-        cut_0, cut_1, cut_2, _ = four(cuts + state * 4)
-        child = child_of(state, cell, cut_0, cut_1, cut_2, rest_0, rest_1, NDIM)
-        state, earlier, corner, _ = four(rows + child * 4)
+    nothing = tl.zeros_like(cell)
+    state, place, cut = nothing + shared_state, nothing + shared_place, nothing + shared_cut
+    while tl.max(cut) > 0:
+        child = child_of(state, cell, cut, rest_0, rest_1, NDIM)
+        state, earlier, corner, cut = four(rows + child * 4)
         place, cell = place + earlier, cell - corner
     position, step_0, step_1, step_2 = four(layouts + state * 4)
     position += (cell >> shift_0) * step_0 + ((cell & rest_0) >> shift_1) * step_1

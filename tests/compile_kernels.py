@@ -38,7 +38,7 @@ ATTENTION_TYPES = {
 }
 CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
-    **dict.fromkeys(("outside", "cuts", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
+    **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
 SOME = BRANCHES - 1  # so that one of the warp-specialised kernels' branches has no descriptor
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.triton import launch
+from hilbert_lib.attention import strided
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.triton import division, launch, merge
 from hilbert_lib.curves import curve_coordinates, curve_index
 
 DEVICE = "cuda"
@@ -75,7 +78,10 @@ def hand_over_kernel(out, ARRIVALS: tl.constexpr):
 
 
 def attend(branches, keys, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, queries=None, stored=False, **options):
-    """Forward, and backward unless there are few queries, the last ones; stored: k and v in another order."""
+    """Forward, and backward unless there are few queries, the last ones; stored: k and v in another order.
+
+    Returns what it attended with, and the output.
+    """
     shapes = (1, queries or keys, heads[0], head_dim), *[(1, keys, heads[1], head_dim)] * 2
     q, k, v = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes)
     options |= {"kv_ordering": Ordering.random(keys, seed=0)} if stored else {}
@@ -83,6 +89,7 @@ def attend(branches, keys, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, q
     out = dilated_attention(q, k, v, DilatedPattern(*branches), backend="triton", **options)
     if not queries or queries > 64:
         out.backward(torch.randn_like(out))
+    return q, k, v, out
 
 
 def padded(keys):
@@ -105,6 +112,45 @@ def hopper():
 
     With and without dq, which is the plain kernel's where torch asks for determinism.
     """
+    insist_on_hopper()
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        attend(((256, 1024), (1, 2)), 1000, is_causal=True)
+        attend(((256, 1024), (1, 2)), 1024, head_dim=128, dtype=torch.float16)
+
+
+def divided():
+    """Launches of them that go on from another's results, and plain ones that do so for a branch without descriptors.
+
+    In the last call a key that is not attended to gives NaN where a tile is cut off: the plain kernel then begins
+    every row anew.
+    """
+    insist_on_hopper()
+    branches, keys = ((256, 500, 2048), (1, 2, 6)), 1000
+    for is_causal in (False, True):
+        ours, theirs = division.launches(DilatedPattern(*branches), keys, 1, is_causal)
+        assert (len(ours), len(theirs)) == (2, 1)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        attend(branches, keys, is_causal=True)
+        attend(branches, keys, head_dim=128, dtype=torch.float16)
+    anew()
+
+
+def anew():
+    """Two launches, of which neither visits all rows; a NaN that only the later ones see."""
+    branches, keys, place = ((500, 768), (2, 3)), 1000, 700
+    assert len(division.launches(DilatedPattern(*branches), keys, 1, True)[0]) == 2
+    q, k, v, _ = attend(branches, keys, is_causal=True)
+    with torch.no_grad():
+        v[:, place : place + 6] = torch.nan  # in both branches
+        out = dilated_attention(q, k, v, DilatedPattern(*branches), backend="triton", is_causal=True)
+    assert out[:, :place].isfinite().all()
+    assert out[:, place:].isnan().any()
+
+
+def insist_on_hopper():
+    """From here on a call that the plain kernels would serve fails."""
     original = launch._on_hopper
 
     def on_hopper(*arguments):
@@ -112,10 +158,6 @@ def hopper():
         return True
 
     launch._on_hopper = on_hopper
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        attend(((256, 1024), (1, 2)), 1000, is_causal=True)
-        attend(((256, 1024), (1, 2)), 1024, head_dim=128, dtype=torch.float16)
 
 
 def decoding():
@@ -123,6 +165,43 @@ def decoding():
     attend(((128, 512), (1, 2)), 500, heads=(4, 2), queries=1, is_causal=True)
     attend(((128, 512), (1, 2)), 500, dtype=torch.float16, queries=5, stored=True, key_padding_mask=padded(500))
     attend(((512,), (3,)), 500, head_dim=5, dtype=torch.float32, queries=3, is_causal=True, dropout_p=0.3)
+
+
+def merging():
+    """Parts as dense kernels leave them, merged and summed at once; drawn, since those kernels are not ours to watch.
+
+    Parts of several segments, of cut ones and of heads whose offsets follow each other; rows that are in no part.
+    """
+    for dtype, head_dim, branches in (
+        (torch.bfloat16, 64, ((64, 256), (1, 4))),
+        (torch.float16, 72, ((96, 250), (2, 3))),
+        (torch.float32, 40, ((300,), (2,))),
+    ):
+        q, k, v = (torch.randn(2, 300, heads, head_dim, device=DEVICE, dtype=dtype) for heads in (4, 2, 2))
+        parts, summands = [], []
+        for step in strided.steps(Call(DilatedPattern(*branches)), [q], [k]):
+            (rows,), (keys,) = step.queries, step.keys
+            lse = torch.randn(rows.shape[:3], device=DEVICE)
+            parts.append(step.query_part(torch.randn_like(rows.contiguous()), lse))
+            summands.append(step.key_part(torch.randn_like(keys.contiguous())))
+        out, lse = merge.merge_parts(parts, q)
+        assert out.isfinite().all()
+        assert (lse == -torch.inf).any() == (1 not in branches[1])
+        assert merge.sum_parts(summands, v).isfinite().all()
+
+
+def by_row():
+    """Rows of a whole by one index and by two, merged and added to in place, in tiles that are not full."""
+    for dtype, head_dim in ((torch.float16, 64), (torch.float32, 40)):
+        # (positions, KV heads, group, batch, head_dim), laid out as a tensor of sequences is
+        out = torch.randn(2, 100, 6, head_dim, device=DEVICE, dtype=dtype).unflatten(2, (3, 2)).movedim(0, 3)
+        lse = torch.randn(2, 100, 6, device=DEVICE).unflatten(2, (3, 2)).movedim(0, 3)
+        rows = torch.randperm(300, device=DEVICE)[:77]
+        others = torch.randn(77, 2, 2, head_dim, device=DEVICE, dtype=dtype)
+        merge_rows(out, lse, (rows // 3, rows % 3), others, torch.full((77, 2, 2), -torch.inf, device=DEVICE))
+        add_rows(out, (rows // 3, rows % 3), others)
+        add_rows(torch.zeros(300, 2, 2, head_dim, device=DEVICE), (rows,), others)
+        assert out.isfinite().all()
 
 
 def curve():
@@ -155,7 +234,8 @@ def hand_over(arrivals):
     assert out.tolist() == [0] * 32 + list(range(31, -1, -1))
 
 
-CALLS = (plain, hopper, decoding, curve, past_the_end, race, handed_over_by_one, handed_over_by_all)
+CALLS = (plain, hopper, divided, decoding, merging, by_row, curve)
+CALLS += (past_the_end, race, handed_over_by_one, handed_over_by_all)
 FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":

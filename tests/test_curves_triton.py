@@ -87,7 +87,7 @@ def test_cells_are_right_where_a_leaf_takes_several_steps(kernels, monkeypatch, 
 @pytest.mark.parametrize("shape", [(13, 21), (5, 6, 7)])
 def test_tables_of_64_bits_give_the_same(kernels, monkeypatch, shape):
     rules = curves_triton._rules(shape, 16, DEVICE)
-    long = {name: getattr(rules, name).long() for name in ("cuts", "rows", "before", "layouts", "lists")}
+    long = {name: getattr(rules, name).long() for name in ("rows", "before", "layouts", "lists")}
     monkeypatch.setattr(curves_triton, "_rules", lambda *arguments: rules._replace(**long))
     check(shape)
 
@@ -97,7 +97,7 @@ def test_tables_of_64_bits_give_the_same(kernels, monkeypatch, shape):
 )
 def test_tables_have_64_bits_where_the_coordinates_of_a_cell_need_them(shape, dtype):
     rules = curves_triton._rules(shape, 1024, torch.device("cpu"))
-    assert {table.dtype for table in (rules.cuts, rules.rows, rules.before, rules.layouts, rules.lists)} == {dtype}
+    assert {table.dtype for table in (rules.rows, rules.before, rules.layouts, rules.lists)} == {dtype}
 
 
 def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
@@ -128,9 +128,12 @@ def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels):
         ((4, 8), [0, 8]),
         ((4, 8), [4, 0]),
         ((4, 8), [-1, 0]),
+        ((4, 8), [0, 2**31]),
         ((4, 8), [0, 2**32]),
+        ((4, 8), [2**32, 0]),
         ((4, 8), [-(2**63), 0]),
         ((4, 8, 2), [0, 0, 2]),
+        ((4, 8, 2), [0, 0, 2**32]),
     ],
     ids=str,
 )

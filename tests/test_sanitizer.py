@@ -16,13 +16,20 @@ import hilbert_lib
 
 PROGRAM = Path(__file__).parent / "sanitized.py"
 KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton"
+WARP_SPECIALISED = ("hopper", "divided")  # families of calls that need compute capability 9.0
 FOUND = 99  # the sanitizer's exit status where it found something
 TIMEOUT = 900.0  # seconds, for one run
 # What each family of calls has to launch.
 FAMILIES = {
     "plain": {"forward.forward_kernel", "backward.delta_kernel", "backward.dq_kernel", "backward.dkv_kernel"},
     "hopper": {"hopper.forward_kernel", "hopper_backward.backward_kernel"},
+    "divided": {
+        *("hopper.forward_kernel", "hopper_backward.backward_kernel"),
+        *("forward.forward_kernel", "backward.dq_kernel", "backward.dkv_kernel"),
+    },
     "decoding": {"decode.decode_kernel", "decode.merge_kernel"},
+    "merging": {"merge.merge_kernel", "merge.sum_kernel"},
+    "by_row": {"rows.merge_kernel", "rows.add_kernel"},
     "curve": {"curves_triton.decode_kernel", "curves_triton.encode_kernel"},
 }
 RACE = """\
@@ -128,7 +135,7 @@ def row_lines() -> set[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_access_is_out_of_bounds_and_none_races(family):
-    if family == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+    if family in WARP_SPECIALISED and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     sanitizer()
     status, said = run(family)  # compiles: the tools then watch launches alone
@@ -139,7 +146,7 @@ def test_no_access_is_out_of_bounds_and_none_races(family):
     assert (errors(said), status) == (0, 0), said[-3000:]
     status, said = run(family, "racecheck")
     assert launched(said) >= FAMILIES[family]
-    allowed = [hand_over_lines(), row_lines()] if family == "hopper" else []
+    allowed = [hand_over_lines(), row_lines()] if family in WARP_SPECIALISED else []
     unexpected = sorted(" and ".join(sorted(race)) for race in races(said) if not any(race <= each for each in allowed))
     assert not unexpected, "\n".join(unexpected)
     assert status in (0, FOUND if allowed else 0), said[-3000:]
