@@ -36,6 +36,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
     **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
+ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
@@ -66,16 +67,27 @@ def ptx_of(*arguments, **options) -> str:
     return compiled(*arguments, **options).asm["ptx"]
 
 
-def attention(architecture: int, every: bool = True) -> dict[str, str]:
-    """The PTX of the fused kernels; unless every one, of the forward alone."""
-    ptx = {}
-    backward = {"dq": dq_kernel, "dkv": dkv_kernel} if every else {}
-    for name, kernel in {"forward": forward_kernel, **backward}.items():
-        config = CONFIGS[name][2, 64]
-        constants = {**ATTENTION_FLAGS, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        ptx[name] = ptx_of(kernel, ATTENTION_TYPES, constants, options, architecture)
-    return ptx
+def configured(name: str, size: int, head_dim: int) -> tuple:
+    """What `compiled` takes for a fused kernel as it is configured, before the architecture."""
+    config = CONFIGS[name][size, head_dim]
+    types = ATTENTION_TYPES if size == 2 else {x: kind.replace("bf16", "fp32") for x, kind in ATTENTION_TYPES.items()}
+    constants = {**ATTENTION_FLAGS, "HEAD_DIM": head_dim, "BLOCK_D": head_dim}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return ATTENTION[name], types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def attention(architecture: int) -> dict[str, str]:
+    """The PTX of the fused kernels."""
+    return {name: ptx_of(*configured(name, 2, 64), architecture) for name in ATTENTION}
+
+
+def configurations(architecture: int) -> dict[str, int]:
+    """Bytes of shared memory that each entry of the fused kernels' configurations takes."""
+    return {
+        f"{name} {size} {head_dim}": compiled(*configured(name, size, head_dim), architecture).metadata.shared
+        for name in ATTENTION
+        for size, head_dim in CONFIGS[name]
+    }
 
 
 def decode(architecture: int) -> dict[str, str]:
@@ -209,7 +221,7 @@ def operands(architecture: int, every: bool = True) -> dict[str, dict]:
 
 
 GROUPS = {
-    **{"attention": attention, "some of attention": partial(attention, every=False)},
+    **{"attention": attention, "configurations": configurations},
     **{"decode": decode, "curves": curves, "rows": rows},
     **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits, "resident": resident},
     **{"operands": operands, "some operands": partial(operands, every=False)},

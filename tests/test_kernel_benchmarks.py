@@ -250,6 +250,30 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
     assert table.useful_flop["matrix product"] == 2 * 16**3
 
 
+def test_calls_of_the_kernels_allocated_their_results_and_delta_and_a_sum_of_dq_and_nothing_beyond():
+    """In the committed record: out and lse, or the gradients and delta; dq in float32 unless determinism is asked for.
+
+    All have as many heads of k as of q, and one sequence. The table of a pattern is there before; 4 KiB hold the flag.
+    """
+    peaks = [
+        (side["name"], side["parameters"], peak)
+        for record in benchmarks.committed_records()
+        if record["kind"] == "comparison"
+        for side, peak in zip((record["a"], record["b"]), record["peak_bytes"], strict=True)
+        if side["name"] in ("triton", "triton, deterministic")
+    ]
+    assert {(name, at["direction"]) for name, at, _ in peaks} == {
+        *(("triton", "forward"), ("triton", "backward"), ("triton, deterministic", "backward"))
+    }
+    for name, at, peak in peaks:
+        rows = at["length"] * at["heads"]
+        elements, lse = rows * at["head_dim"], 4 * rows
+        size = getattr(torch, at["dtype"]).itemsize
+        sums = 4 * elements if name == "triton" else 0
+        allowed = size * elements + lse if at["direction"] == "forward" else 3 * size * elements + lse + sums
+        assert allowed <= peak <= allowed + 4096, f"{name}, {at}"
+
+
 def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(committed, "REPORTS", tmp_path)
     check = run_sides([(one("a", 1.0), one("b", 1.0))], device="cpu")
