@@ -15,9 +15,10 @@ import torch
 from cases import TOLERANCE, expected
 
 from hilbert_lib import DilatedPattern, environment, explain_backend
-from hilbert_lib.attention import backends, packages
+from hilbert_lib.attention import backends, choice, packages
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.rules import HALF_RULES
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
 NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "reference"]
@@ -105,6 +106,16 @@ def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(
         assert BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option)).startswith(reason), name
     for name in ("triton", "eager", "reference"):
         assert not BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option))
+
+
+def test_that_flex_fails_under_reduce_overhead_is_told_wherever_it_can_serve(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(packages, "state", lambda package: "")
+    monkeypatch.setattr(choice, "_rules", lambda device, dtype: HALF_RULES["Hopper"])
+    for name in ("auto", "flex"):
+        told = choice.explain(on_gpu(), Call(PATTERN), name, gradient=False).reasons
+        assert "torch refused it under torch.compile(mode='reduce-overhead')" in told["flex"]
+        assert "reduce-overhead" not in told["triton"]
 
 
 def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):

@@ -37,7 +37,7 @@ class Backend:
         refusal: gives the reason why it cannot serve a call, or "" where it can.
         functions: gives forward and backward for tensors on a device.
         reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
-        caveat: what its output lacks that the reference's has, or "".
+        caveat: what it lacks that the reference has, or "".
         package: key of `packages.absence` and `packages.state`, or "" for what torch or this library brings.
         limits: gives the reason why it cannot serve a call on any GPU, or "", where there is none to ask.
     """
@@ -267,6 +267,8 @@ BACKENDS = {
             "compiled FlexAttention; its backward runs the forward once more",
             _flex_refusal,
             _flex_functions,
+            # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
+            caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
             limits=_flex_limits,
         ),
         Backend(
