@@ -9,4 +9,5 @@ child       the process of one point
 isolated    one call in a process of its own, which no fault of it outlives
 benchmarks  what the points of a benchmark are, and what their sides run
 runner      points measured one after another, resumable
+interrupted a runner that is interrupted on purpose, and what is left of it
 """
