@@ -17,7 +17,7 @@ from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import division, schedule  # noqa: E402
-from hilbert_lib.attention.triton.start import Start  # noqa: E402
+from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,15 +166,12 @@ def test_the_widest_heads_equal_the_reference(head_dim):
 def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
     seen = []
 
-    def watched(kernel):
-        def launcher(grid):
-            return lambda *args, **flags: seen.append(flags["PRECISION"]) or kernel[grid](*args, **flags)
+    def watched(starts):
+        seen.extend(each.named["PRECISION"] for each in starts if "PRECISION" in each.named)
+        start(starts)
 
-        return type("Watched", (), {"__getitem__": staticmethod(launcher)})()
-
-    for module, names in ((launch, ("forward_kernel", "dq_kernel", "dkv_kernel")), (launch.decode, ("decode_kernel",))):
-        for name in names:
-            monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    for module in (launch, launch.decode):
+        monkeypatch.setattr(module, "start", watched)
     q, k, v = (torch.randn(1, 16, 1, 16, device=DEVICE).requires_grad_() for _ in range(3))
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = allowed
