@@ -46,8 +46,8 @@ class Rule(NamedTuple):
 
 # On Hopper one pass over all branches is the fastest of what was timed in 47 of the 48 calls of 05's record. In the
 # other one, of 262,144 tokens with a backward, FlashAttention-4's calls of each branch are ahead by 0.2 %; two records
-# differ by more there. FlashAttention-3 and -2 are not in the record: each stands before what is older than
-# it, and xFormers, which takes as long as torch's flash, behind both.
+# differ by more there. FlashAttention-3 and -2 are not in the record: each stands before what is older than it, and
+# xFormers, which takes as long as torch's flash, behind both.
 _HOPPER = ("triton", "cudnn", "flash_attn_4", "flash_attn_3", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
 _AMPERE = ("triton", "cudnn", "flash_attn_2", "flash", "xformers", "sdpa", "eager")
 _BLACKWELL = ("cudnn", "flash_attn_4", "triton", "flash", "flash_attn_2", "xformers", "sdpa", "eager")
