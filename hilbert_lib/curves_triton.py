@@ -175,11 +175,12 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
             before[number, halves] = leaves_before * 8 + halves
             cells_before += prod(child.sides)
             leaves_before += leaves[child.sides]
+    first_cut, cuts[0] = int(cuts[0]), 0  # the grid is no child: where none stands, a walk ends
     rows[..., 3] = cuts[rows[..., 0]]
     tables = [torch.from_numpy(table) for table in (rows, before, layouts, lists)]
     tables += [torch.cat(cells).int(), torch.cat(places).int()]
     tables = [table.to(device) for table in tables]
-    return Rules(*tables, first_cut=int(cuts[0]), depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
+    return Rules(*tables, first_cut=first_cut, depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
 
 
 def _collect(block: Block, leaf_cells: int, families: dict[Block, list[Child]]) -> None:

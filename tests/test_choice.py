@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
-from hilbert_lib.attention import choice, packages, remembered, rules
+from hilbert_lib.attention import backends, choice, packages, remembered, rules
 from hilbert_lib.attention.backends import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dense import CpuFlash
@@ -58,6 +58,30 @@ def test_every_architecture_has_rules_whose_last_fits_all_calls():
             assert len(set(rule.order)) == len(rule.order)
             assert rule.record
             assert set(rule.order) == set(table[-1].order)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "chosen"),
+    [
+        (torch.float32, {}, "sdpa"),
+        (torch.float32, {"dropout_p": 0.1}, "triton"),
+        (torch.float32, {"key_padding_mask": True}, "triton"),
+        (torch.float32, {"query_start": 3}, "triton"),
+        (torch.float64, {"dropout_p": 0.1}, "eager"),
+    ],
+)
+def test_what_sdpa_refuses_in_float32_goes_to_the_fused_kernels_and_float64_to_eager(
+    monkeypatch, dtype, options, chosen
+):
+    # On the CPU by a GPU's rules.
+    monkeypatch.setattr(choice, "_rules", lambda device, dtype: FULL_RULES)
+    monkeypatch.setattr(backends, "_triton_absence", lambda device: "")
+    q, k, v = (x.to(dtype) for x in tensors())
+    if "key_padding_mask" in options:
+        options = {"key_padding_mask": torch.zeros(1, 64, dtype=torch.bool)}
+    if "query_start" in options:
+        q = q[:, 3:5]
+    assert explain_backend(q, k, v, PATTERN, **options).chosen == chosen
 
 
 def first_that_is_there(times, branches, length, heads, head_dim, is_causal, gradient):

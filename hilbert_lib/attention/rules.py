@@ -59,9 +59,9 @@ HALF_RULES = {
     **dict.fromkeys(("older", "Pascal", "Volta", "Turing"), (Rule(_OLDER, NOT_MEASURED),)),
 }
 # In float32 the fused kernels use no matrix instructions, and sdpa is ahead of them. Of what sdpa refuses (dropout,
-# padding, a few queries) eager takes 0.2 to 44 times their time, and at 65,536 tokens 13 GiB where they take 0.1.
-# float64 has eager alone on a GPU.
-FULL_RULES = (Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md"),)
+# padding, a few queries) eager takes 0.2 to 44 times their time once they are compiled, and at 65,536 tokens 13 GiB
+# where they take 0.1. float64 has eager alone on a GPU.
+FULL_RULES = (Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md; float64 has eager alone"),)
 CPU_RULES = (Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs"),)
 
 

@@ -193,7 +193,7 @@ def _behind(choices: Records, records: Records) -> list[str]:
     # Where each package that is ahead of the fused kernel somewhere is so the most.
     most = behind_packages(choices, records).drop_duplicates("other")
     return [
-        f"{each.other} is ahead, by up to {each.ratio:.2f} times on the device ({_work_of(each)})"
+        f"{each.other} is ahead, by up to {100 * (each.ratio - 1):.1f} % on the device ({_work_of(each)})"
         for each in most.itertuples()
     ]
 
@@ -216,7 +216,8 @@ def _backend(records: Records, choices: Records) -> tuple:
     text = f'Take backend="auto". The fused kernel, "triton", was faster than every other ({others}) in '
     text += f"{len(ahead)} of {len(closest)} works"
     if len(behind):
-        text += f"; {names} was ahead in {len(behind)}, by at most {1 / behind.ratio.min():.2f} times: {_where(behind)}"
+        most = 100 / behind.ratio.min() - 100
+        text += f"; {names} was ahead in {len(behind)}, by at most {most:.1f} %: {_where(behind)}"
     packages = [f"Elsewhere {each}." for each in _behind(choices, [])]  # what 06 has is told above
     return "which backend", " ".join([f"{text}.", *packages]), len(ahead) > len(closest) / 2, f"{CHOICE}, {KERNELS}"
 

@@ -146,7 +146,9 @@ def estimate_memory(
     if is_gathered and direction == "forward":
         workspace["k, v in sequence order"] = 2 * k.nbytes
     elif is_gathered:
-        inputs["k, v in sequence order"] = 2 * k.nbytes  # dk and dv are put back when the workspace, more, is free
+        inputs["k, v in sequence order"] = 2 * k.nbytes
+        # dk is put back when the rest of the workspace is free again, and dv when the first dk is.
+        workspace["dk or dv put back"] = max(0, k.nbytes - sum(workspace.values()))
     return MemoryEstimate(
         {**inputs, **outputs, **{f"workspace: {name}": size for name, size in workspace.items()}},
         sum(inputs.values()),

@@ -38,9 +38,9 @@ class Config:
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
-# By bytes of an element and largest head_dim; an A100's shared memory holds all of them. What each takes on an H200,
-# and what others do, is in reports/HISTORY.md ("Configurations of the plain kernels"): of 16 bits none that was tried
-# is faster by a tenth; of float32 two are, which no test has run with every option on a GPU yet.
+# By bytes of an element and largest head_dim; an A100's shared memory holds all of them. What they take on an H200, but
+# for the last, and what others do is in reports/HISTORY.md ("Configurations of the plain kernels"): of 16 bits none
+# that was tried is faster by a tenth; of float32 two are, which no test has run with every option on a GPU yet.
 CONFIGS = {
     "forward": {
         (2, 64): Config(128, 64, 4, 3),
