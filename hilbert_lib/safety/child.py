@@ -18,16 +18,17 @@ from pathlib import Path
 
 import psutil
 
-SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def main() -> None:
     """Start the process that runs the target, wait until it and all that it started are gone, and end as it did."""
     order = json.loads(sys.stdin.readline())
     _leave_no_core()
-    if sys.platform == "linux":  # whose parent ends is this process's child from then on: none can get away
-        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _ask_linux(SET_CHILD_SUBREAPER, 1)  # whose parent ends is this process's child from then on: none can get away
+    above = os.getpid()
     if (worker := os.fork()) == 0:
+        _end_with(above)
         _run(order)
         return
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -44,6 +45,18 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _ask_linux(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_with(above: int) -> None:
+    # Where the process above is killed, and its caller too, nobody is left who would end this one.
+    _ask_linux(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != above:  # killed before it was asked
+        os._exit(1)
 
 
 def _end_with_parent() -> None:
