@@ -27,11 +27,17 @@ def main() -> None:
     _leave_no_core()
     _ask_linux(SET_CHILD_SUBREAPER, 1)  # whose parent ends is this process's child from then on: none can get away
     above = os.getpid()
-    if (worker := os.fork()) == 0:
+    try:
+        if worker := os.fork():
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+    except (OSError, RuntimeError) as error:  # no memory, processes or threads are left to start it with
+        print(json.dumps({"refused": str(error)}), flush=True)
+        _kill_all_below()
+        return
+    if worker == 0:
         _end_with(above)
         _run(order)
         return
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()

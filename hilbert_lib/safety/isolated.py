@@ -31,6 +31,7 @@ DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes whe
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
 OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
+NO_PROCESS = "no process could be started: "
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -122,7 +123,7 @@ def run_isolated(
             env={**os.environ, "PYTHONPATH": paths, MARK: mark},
         )
     except OSError as error:  # no memory, processes or files are left to start it with
-        return Ending(OVER_A_LIMIT, f"no process could be started: {error}", (), (), time.monotonic() - start, {})
+        return Ending(OVER_A_LIMIT, f"{NO_PROCESS}{error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
     readers = [
         Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
@@ -193,6 +194,8 @@ def _follow(
             error = told.get("error")
             if "record" in told:
                 on_record(told["record"])
+            if "refused" in told:
+                return NO_PROCESS + told["refused"], error
         if watcher is not None and watcher.cause:
             return watcher.cause, error
         if time.monotonic() > deadline:
