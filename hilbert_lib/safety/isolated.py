@@ -221,8 +221,9 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
 def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
     """What is left where the process itself was killed, or does not get on: by descent, or by what it was given."""
     found = {each for each in psutil.process_iter() if _belongs(each, process.pid, mark)}
-    with suppress(psutil.NoSuchProcess):
-        found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
+    if process.poll() is None:  # afterwards its number may be another process's
+        with suppress(psutil.NoSuchProcess):
+            found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
     return found
 
 
