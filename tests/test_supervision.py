@@ -1,13 +1,15 @@
 """What stands above an isolated process ends it, and all below it, also where it is hindered or killed itself."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from own_processes import mark, marked_processes
+from own_processes import child_with, mark, marked_processes, wait_for
 
 from hilbert_lib.safety import isolated
 from hilbert_lib.safety.isolated import MARK, run_isolated
@@ -40,3 +42,42 @@ def test_descent_is_asked_of_a_process_that_has_not_ended_alone_since_its_number
             assert (stranger.pid in {each.pid for each in living}) is found
         finally:
             stranger.kill()
+
+
+def refuse(process):
+    raise psutil.AccessDenied(process.pid)
+
+
+REFUSE = """
+    def refuse(process):
+        raise psutil.AccessDenied(process.pid)
+
+    psutil.Process.kill = refuse  # as of a program that runs as another user
+    child.END_SECONDS = 0.5
+"""
+
+
+def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolated, "CHILD", child_with(REFUSE, tmp_path))
+    monkeypatch.setattr(psutil.Process, "kill", refuse)
+    start = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    ending = run_isolated("builtins:exec", [start], seconds=30)
+    pid = int(ending.output[0])
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not marked_processes(having=MARK), 5)
+    assert (ending.status, ending.left) == ("ok", (pid,))
+
+
+def test_what_cannot_be_killed_does_not_keep_the_process_above_it_whose_caller_has_gone(tmp_path):
+    order = {"target": "time:sleep", "arguments": [60], "seconds": 60}
+    order |= {"host_bytes": None, "gpu_share": None, "device": "cpu"}
+    command = [sys.executable, "-P", str(child_with(REFUSE, tmp_path))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as above:
+        try:
+            above.stdin.write(json.dumps(order) + "\n")
+            above.stdin.flush()
+            wait_for(psutil.Process(above.pid).children, 20)
+            above.stdin.close()
+            above.wait(10)
+        finally:
+            above.kill()

@@ -13,12 +13,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
 import psutil
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+END_SECONDS = 2.0  # in which all processes below have to be gone once they are killed
+POLL_SECONDS = 0.01
 
 
 def main() -> None:
@@ -41,10 +44,7 @@ def main() -> None:
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()
-    with contextlib.suppress(ChildProcessError):  # none is left
-        while True:
-            _kill_all_below()
-            os.wait()
+    _end_all_below()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         with contextlib.suppress(OSError):  # of SIGKILL nothing can be set
@@ -69,11 +69,23 @@ def _end_with_parent() -> None:
     # The parent keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
     os.read(sys.stdin.fileno(), 1)
     _kill_all_below()
+    time.sleep(END_SECONDS)  # in which this process ends, unless it waits for one that could not be killed
+    os._exit(1)
+
+
+def _end_all_below() -> None:
+    deadline = time.monotonic() + END_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            _kill_all_below()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(POLL_SECONDS)
 
 
 def _kill_all_below() -> None:
     for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             each.kill()
 
 

@@ -210,7 +210,7 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
     deadline = time.monotonic() + EXIT_SECONDS
     while (left := _living(process, mark)) and time.monotonic() < deadline:
         for each in left:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):  # it has just ended, or is another user's
                 each.kill()
         process.poll()
         psutil.wait_procs(left, timeout=0.1)
