@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -96,3 +97,14 @@ def test_a_runner_that_does_not_heed_its_interruption_is_told(monkeypatch):
     assert (stopped.measured, stopped.interrupted, len(stopped.left)) == ("ok", "", 3)
     assert not psutil.Process().children()
     wait_for(lambda: not marked_processes(having=MARK), 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows shared memory as files")
+def test_what_tidies_up_after_a_process_that_succeeded_is_given_time_for_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolated, "CHILD", child_with("child.GRACE_SECONDS = 10", tmp_path))  # of a busy machine
+    forget = "from multiprocessing.shared_memory import SharedMemory as S; print(S(create=True, size=1).name)"
+    ending = run_isolated("builtins:exec", [forget], seconds=30)
+    path = Path("/dev/shm", ending.output[0])
+    left = path.exists()
+    path.unlink(missing_ok=True)
+    assert (ending.status, left) == ("ok", False)

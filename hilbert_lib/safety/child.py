@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+GRACE_SECONDS = 0.1  # after success: what tracks shared memory for multiprocessing then frees what was forgotten
 END_SECONDS = 2.0  # in which all processes below have to be gone once they are killed
 POLL_SECONDS = 0.01
 
@@ -44,8 +45,8 @@ def main() -> None:
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()
-    _end_all_below()
     code = os.waitstatus_to_exitcode(status)
+    _end_all_below(grace=0 if code else GRACE_SECONDS)
     if code < 0:
         with contextlib.suppress(OSError):  # of SIGKILL nothing can be set
             signal.signal(-code, signal.SIG_DFL)
@@ -73,11 +74,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _end_all_below() -> None:
-    deadline = time.monotonic() + END_SECONDS
+def _end_all_below(grace: float) -> None:
+    start = time.monotonic()
     with contextlib.suppress(ChildProcessError):  # none is left
-        while time.monotonic() < deadline:
-            _kill_all_below()
+        while (passed := time.monotonic() - start) < grace + END_SECONDS:
+            if passed >= grace:
+                _kill_all_below()
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(POLL_SECONDS)
