@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from hilbert_lib.safety.isolated import CHILD
+
 OWN_MARK = "HILBERT_TEST"  # in the environment of the running test, and of all that it starts
 
 
@@ -43,6 +45,14 @@ def start_python(program: str, folder: Path) -> subprocess.Popen:
         stderr=subprocess.DEVNULL,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def child_with(patch: str, folder: Path) -> Path:
+    """A script in the folder that runs what `isolated` runs, as the module `child`, after this patch."""
+    path = folder / "patched_child.py"
+    begin = f"import os, sys, threading\nsys.path.insert(0, {str(CHILD.parent)!r})\nimport child, psutil\n"
+    path.write_text(f"{begin}{textwrap.dedent(patch)}\nsys.path.pop(0)\nchild.main()\n")
+    return path
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:

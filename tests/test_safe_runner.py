@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from own_processes import mark, marked_processes, start_python, wait_for
+from own_processes import child_with, mark, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern, committed
 from hilbert_lib.figures.safety import draw_memory
@@ -233,18 +233,39 @@ def test_a_comparison_that_a_limit_of_the_machine_cost_is_measured_again(runner,
     assert runner().would_try(point("good", "waits")) == []
 
 
-def test_a_process_that_cannot_be_started_costs_its_point_alone_and_is_asked_again(runner, monkeypatch):
+REFUSAL = """
     def refuse(*_, **__):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        raise {error!r}
+
+    {call} = refuse
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("os.fork", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_process_that_cannot_be_started_costs_its_point_alone_and_is_asked_again(
+    runner, monkeypatch, tmp_path, call, error
+):
+    def refuse(*_, **__):
+        raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
-        (line,) = runner().run([point("good")])
-    outcome = line["outcomes"]["good"]
+        if call == "subprocess.Popen":
+            patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
+        else:
+            patched.setattr(isolated, "CHILD", child_with(REFUSAL.format(call=call, error=error), tmp_path))
+        (line,) = runner().run([point("waits")])
+    outcome = line["outcomes"]["waits"]
     assert outcome["status"] == "over a limit"
-    assert outcome["cause"] == "no process could be started: [Errno 11] Resource temporarily unavailable"
-    (line,) = runner().run([point("good")])
-    assert line["outcomes"]["good"]["status"] == "ok"
+    assert outcome["cause"] == f"no process could be started: {error}"
+    (line,) = runner().run([point("waits")])
+    assert line["outcomes"]["waits"]["status"] == "ok"
 
 
 def test_the_longest_time_limit_that_is_allowed_can_be_kept(runner):

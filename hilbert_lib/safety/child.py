@@ -13,32 +13,40 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
 import psutil
 
-SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+GRACE_SECONDS = 0.1  # after success: what tracks shared memory for multiprocessing then frees what was forgotten
+END_SECONDS = 2.0  # in which all processes below have to be gone once they are killed
+POLL_SECONDS = 0.01
 
 
 def main() -> None:
     """Start the process that runs the target, wait until it and all that it started are gone, and end as it did."""
     order = json.loads(sys.stdin.readline())
     _leave_no_core()
-    if sys.platform == "linux":  # whose parent ends is this process's child from then on: none can get away
-        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if (worker := os.fork()) == 0:
+    _ask_linux(SET_CHILD_SUBREAPER, 1)  # whose parent ends is this process's child from then on: none can get away
+    above = os.getpid()
+    try:
+        if worker := os.fork():
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+    except (OSError, RuntimeError) as error:  # no memory, processes or threads are left to start it with
+        print(json.dumps({"refused": str(error)}), flush=True)
+        _kill_all_below()
+        return
+    if worker == 0:
+        _end_with(above)
         _run(order)
         return
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()
-    with contextlib.suppress(ChildProcessError):  # none is left
-        while True:
-            _kill_all_below()
-            os.wait()
     code = os.waitstatus_to_exitcode(status)
+    _end_all_below(grace=0 if code else GRACE_SECONDS)
     if code < 0:
         with contextlib.suppress(OSError):  # of SIGKILL nothing can be set
             signal.signal(-code, signal.SIG_DFL)
@@ -46,15 +54,40 @@ def main() -> None:
     os._exit(code)
 
 
+def _ask_linux(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_with(above: int) -> None:
+    # Where the process above is killed, and its caller too, nobody is left who would end this one.
+    _ask_linux(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != above:  # killed before it was asked
+        os._exit(1)
+
+
 def _end_with_parent() -> None:
     # The parent keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
     os.read(sys.stdin.fileno(), 1)
     _kill_all_below()
+    time.sleep(END_SECONDS)  # in which this process ends, unless it waits for one that could not be killed
+    os._exit(1)
+
+
+def _end_all_below(grace: float) -> None:
+    start = time.monotonic()
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while (passed := time.monotonic() - start) < grace + END_SECONDS:
+            if passed >= grace:
+                _kill_all_below()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(POLL_SECONDS)
 
 
 def _kill_all_below() -> None:
     for each in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             each.kill()
 
 

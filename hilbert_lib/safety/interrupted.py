@@ -19,6 +19,7 @@ from hilbert_lib.safety.memory import present_device
 
 MEASURED, HOLDING = "measured before", "holds memory"  # the sides of the two points
 HELD_BYTES = 2**28
+BEGIN_SECONDS = 180.0  # in which the runner has to hold the memory: torch is imported three times until then
 PATIENCE_SECONDS = 20.0
 BEGUN = Path("begun")
 PROGRAM = f"""
@@ -38,8 +39,8 @@ class Interruption:
     """What became of a runner that was interrupted.
 
     Attributes:
-        measured: status, in its file, of the point that had been measured.
-        interrupted: status of the point that held memory.
+        measured: status, in its file, of the point that had been measured; empty where the file has none.
+        interrupted: status of the point that held memory, in the same way.
         seconds: from the interrupt until the runner and all its processes were gone.
         left: processes that were not gone after 20 s.
     """
@@ -58,7 +59,7 @@ def interrupt_runner(device: torch.device | str) -> Interruption:
 
     Raises:
         TypeError, ValueError: for what is no such device.
-        RuntimeError: if the runner ended before it could be interrupted.
+        RuntimeError: if the runner ended before it could be interrupted, or held no memory within three minutes.
 
     >>> stopped = interrupt_runner("cpu")
     >>> stopped.measured, stopped.interrupted, stopped.left
@@ -72,7 +73,10 @@ def interrupt_runner(device: torch.device | str) -> Interruption:
         environ = {**os.environ, "PYTHONPATH": paths}
         runner = psutil.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL)
         try:
+            deadline = time.monotonic() + BEGIN_SECONDS
             while not (folder / BEGUN).exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the runner held no memory within {BEGIN_SECONDS:g} s: nothing to interrupt")
                 if runner.poll() is not None:
                     raise RuntimeError(f"the runner ended before it could be interrupted, with {runner.returncode}")
                 time.sleep(0.02)
@@ -82,11 +86,13 @@ def interrupt_runner(device: torch.device | str) -> Interruption:
             _, living = psutil.wait_procs(family, timeout=PATIENCE_SECONDS)
             seconds = time.monotonic() - start
         finally:
-            with suppress(psutil.NoSuchProcess):  # all that it started ends with it
-                runner.kill()
-        first, second = read_records(folder / "points.jsonl")
-    statuses = (first["outcomes"][MEASURED]["status"], second["outcomes"][HOLDING]["status"])
-    return Interruption(*statuses, seconds, tuple(each.pid for each in living))
+            with suppress(psutil.Error):  # it has ended, or does not
+                runner.kill()  # all that it started ends with it
+                runner.wait(PATIENCE_SECONDS)
+        lines = read_records(folder / "points.jsonl")
+    statuses = {side: outcome["status"] for line in lines for side, outcome in line["outcomes"].items()}
+    left = tuple(each.pid for each in living)
+    return Interruption(statuses.get(MEASURED, ""), statuses.get(HOLDING, ""), seconds, left)
 
 
 def measure(point: dict) -> Iterator[dict]:

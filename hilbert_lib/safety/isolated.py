@@ -31,6 +31,7 @@ DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes whe
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
 OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
+NO_PROCESS = "no process could be started: "
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -122,7 +123,7 @@ def run_isolated(
             env={**os.environ, "PYTHONPATH": paths, MARK: mark},
         )
     except OSError as error:  # no memory, processes or files are left to start it with
-        return Ending(OVER_A_LIMIT, f"no process could be started: {error}", (), (), time.monotonic() - start, {})
+        return Ending(OVER_A_LIMIT, f"{NO_PROCESS}{error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
     readers = [
         Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
@@ -193,6 +194,8 @@ def _follow(
             error = told.get("error")
             if "record" in told:
                 on_record(told["record"])
+            if "refused" in told:
+                return NO_PROCESS + told["refused"], error
         if watcher is not None and watcher.cause:
             return watcher.cause, error
         if time.monotonic() > deadline:
@@ -207,7 +210,7 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
     deadline = time.monotonic() + EXIT_SECONDS
     while (left := _living(process, mark)) and time.monotonic() < deadline:
         for each in left:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):  # it has just ended, or is another user's
                 each.kill()
         process.poll()
         psutil.wait_procs(left, timeout=0.1)
@@ -218,8 +221,9 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
 def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
     """What is left where the process itself was killed, or does not get on: by descent, or by what it was given."""
     found = {each for each in psutil.process_iter() if _belongs(each, process.pid, mark)}
-    with suppress(psutil.NoSuchProcess):
-        found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
+    if process.poll() is None:  # afterwards its number may be another process's
+        with suppress(psutil.NoSuchProcess):
+            found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
     return found
 
 

@@ -36,8 +36,9 @@ class SafeBenchmarkRunner:
 
     Args:
         path: JSONL file to which a line is added for each point as soon as it has ended, safe on the disk; None keeps
-            no file. Points that stand in it, measured by this code on this hardware, are not measured again, unless the
-            machine was over a limit then.
+            no file. Points that stand in it, measured by this code with these versions (torch, packages) on this
+            hardware, are not measured again, except those that met a limit of the machine: also one that they meet each
+            time, such as the watched memory of the host, so that every rerun spends their time anew.
         benchmark: what to run.
         config: the limits; by default as `SafetyConfig.load` finds them.
         device: whose memory is guarded; by default the first CUDA device that there is, otherwise the CPU.
