@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -78,3 +79,16 @@ def pytest_collection_modifyitems(items):
         for marker, gpus in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and torch.cuda.device_count() < gpus:
                 item.add_marker(pytest.mark.skip(reason=f"needs {gpus} CUDA device(s)"))
+
+
+@pytest.fixture
+def nothing_is_left(monkeypatch):
+    """In the end no process is left of those that the test started, or that an isolated one of it did."""
+    from own_processes import mark, marked_processes  # with all of `safety`, which few tests need
+
+    from hilbert_lib.safety.isolated import MARK
+
+    mark(monkeypatch)
+    yield
+    assert not psutil.Process().children(recursive=True)
+    assert not marked_processes(having=MARK)

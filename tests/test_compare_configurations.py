@@ -1,21 +1,15 @@
 """scripts/compare_configurations.py gives one kernel another configuration, for its side of a pair alone."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from own_scripts import load_script
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_configurations.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_configurations", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("compare_configurations")
 
 
 def test_every_configuration_of_the_library_has_others_beside_it(script):

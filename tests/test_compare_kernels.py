@@ -1,26 +1,22 @@
 """scripts/compare_kernels.py puts a version's kernels in the library's place, for its side of a pair alone."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from own_scripts import SCRIPTS, load_script
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_kernels.py"
+SCRIPT = SCRIPTS / "compare_kernels.py"
 SHAPE = {"lengths": [48], "dilation_rates": [1, 2], "directions": ("forward", "backward"), "heads": 1}
 SHAPE |= {"head_dims": [16], "device": torch.device("cpu")}
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_kernels", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("compare_kernels")
 
 
 @pytest.fixture

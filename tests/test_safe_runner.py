@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from own_processes import child_with, mark, marked_processes, start_python, wait_for
+from own_processes import child_with, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern, committed
 from hilbert_lib.figures.safety import draw_memory
@@ -27,6 +27,8 @@ from hilbert_lib.safety.isolated import MARK, run_isolated
 from hilbert_lib.safety.memory import GB, Memory
 from hilbert_lib.safety.runner import SafeBenchmarkRunner
 from hilbert_lib.safety.watch import Watcher
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 FAULTY = Benchmark("faulty_sides:measure")
 
@@ -44,14 +46,6 @@ def runner(tmp_path):
 
 def point(*sides, length=8):
     return {"length": length, "sides": list(sides)}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
-    mark(monkeypatch)
-    yield
-    assert not psutil.Process().children(recursive=True)
-    assert not marked_processes(having=MARK)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 import signal
 import time
 
-import psutil
 import pytest
 import torch
-from own_processes import mark, marked_processes, start_python, wait_for
+from own_processes import marked_processes, start_python, wait_for
 
 from hilbert_lib.records import read_records
 from hilbert_lib.safety.benchmarks import Benchmark
@@ -25,16 +24,13 @@ BACK_SECONDS = 2.0  # once a process is gone, the driver takes its memory in
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """What NVML tells of the GPU. In the end no process is left, and the memory is free that was free before."""
-    mark(monkeypatch)
+def gpu(nothing_is_left):
+    """What NVML tells of the GPU. In the end the memory is free that was free before."""
     torch.ones(1, device="cuda")  # this process's own context is there before and after
     torch.cuda.empty_cache()
     gpu = _Gpu(torch.device("cuda", 0))
     before = gpu.look()[0].available
     yield gpu
-    assert not psutil.Process().children(recursive=True)
-    assert not marked_processes(having=MARK)
     wait_for(lambda: gpu.look()[0].available >= before - NEAR_BYTES, BACK_SECONDS)
 
 

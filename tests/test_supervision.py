@@ -10,18 +10,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from own_processes import child_with, mark, marked_processes, wait_for
+from own_processes import child_with, marked_processes, wait_for
 
 from hilbert_lib.safety import interrupted, isolated
 from hilbert_lib.safety.isolated import MARK, run_isolated
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
-    mark(monkeypatch)
-    yield
-    assert not psutil.Process().children(recursive=True)
-    assert not marked_processes(having=MARK)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process whose parent was killed")
