@@ -5,6 +5,7 @@ the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neit
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
@@ -115,34 +116,35 @@ class Work:
 def works(
     kernel: str,
     *,
-    length: int,
+    lengths: Sequence[int],
     heads: int,
     dilations: Sequence[int],
     row_bytes: Sequence[int],
     keys: int,
 ) -> Iterator[Work]:
-    """The works of one kernel: every order of `compared_orderings`, dilation and row size.
+    """The works of one kernel: every length, dilation and row size, in every order of `compared_orderings`.
 
     Args:
         kernel: one of `KERNELS`.
-        length: tokens. heads: heads.
+        lengths: tokens. heads: heads.
         dilations: r of the one branch, offset 0. row_bytes: bytes of one head's row, multiples of a sector.
         keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
 
     Raises:
         ValueError: for an unknown kernel, or a row that is not whole sectors.
 
-    >>> one = works("gather", length=16, heads=1, dilations=[2], row_bytes=[32], keys=8)
+    >>> one = works("gather", lengths=[16], heads=1, dilations=[2], row_bytes=[32], keys=8)
     >>> [work.layout for work in one]
     ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'random']
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    for rate, size in product(dilations, row_bytes):
+    for length, rate, size in product(lengths, dilations, row_bytes):
         if size % SECTOR_BYTES:
             raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
-        for layout, ordering in compared_orderings(length, rate).items():
-            yield Work(kernel, layout, ordering, length, heads, rate, keys if kernel == "forward" else length, size)
+        seen = keys if kernel == "forward" else length
+        for layout, ordering in compared_orderings(length, rate, segment=seen * rate).items():
+            yield Work(kernel, layout, ordering, length, heads, rate, seen, size)
 
 
 def calls(**options) -> Iterator[Callable[[], Tensor]]:
@@ -173,17 +175,23 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     known = {tuple(each["parameters"].values()): each for each in before}
     if all(tuple(work.parameters.values()) in known for work in todo):
         return [known[tuple(work.parameters.values())] for work in todo]
-    table = count_calls(f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}, kernel=KERNELS[kernel])
-    if len(table) != len(todo):
-        raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
     info = get_gpu_info()
     gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
+    function, asked = f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}
     facts, records = environment(), []
-    for work, row in zip(todo, table[list(METRICS)].to_dict("records"), strict=True):
-        counted = {name: None if pd.isna(value) else value for name, value in row.items()}
-        record = {"kind": SWEEP, "name": kernel, "parameters": work.parameters, "counted": counted}
-        record |= {"predicted": asdict(work.predicted(gpu)), "model": asdict(gpu), "environment": facts}
-        records.append(record)
+    pool = ThreadPoolExecutor(max_workers=1)  # the model computes while ncu counts
+    try:
+        predictions = pool.map(lambda work: work.predicted(gpu), todo)
+        table = count_calls(function, asked, kernel=KERNELS[kernel])
+        if len(table) != len(todo):
+            raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
+        for work, row, predicted in zip(todo, table[list(METRICS)].to_dict("records"), predictions, strict=True):
+            counted = {name: None if pd.isna(value) else value for name, value in row.items()}
+            record = {"kind": SWEEP, "name": kernel, "parameters": work.parameters, "counted": counted}
+            record |= {"predicted": asdict(predicted), "model": asdict(gpu), "environment": facts}
+            records.append(record)
+    finally:
+        pool.shutdown(cancel_futures=True)
     if output_dir:
         append_lines(records, Path(output_dir) / RESULTS)
     return records

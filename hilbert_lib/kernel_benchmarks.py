@@ -137,11 +137,9 @@ def layouts(
         asked = ((length - queries) // rate * rate, queries) if queries else None
         pattern = DilatedPattern((segment,), (rate,), offsets="zero")
         work = Workload(pattern, length, heads, size // 2, device, queries=asked, heads_first=True)
-        orders = compared_orderings(length, rate)
+        orders = compared_orderings(length, rate, segment=segment)
         linear = _stored_side(work, "linear", orders.pop("linear"))
         yield linear, _stored_side(work, NO_TABLE, None)
-        if segment < length:
-            orders["hilbert per segment"] = Ordering.from_curve("hilbert", length, chunk=segment)
         for name, ordering in orders.items():
             yield linear, _stored_side(work, name, ordering)
 

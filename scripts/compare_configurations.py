@@ -29,28 +29,32 @@ CANDIDATES = {
         (2, 64): [(128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 3)],
         (2, 128): [(128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (128, 128, 8, 2)],
         (2, 256): [(64, 32, 8, 3), (64, 32, 8, 2), (128, 64, 8, 2)],
-        (4, 64): [(64, 32, 8, 2), (32, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 16, 4, 2)],
+        (4, 64): [(64, 32, 8, 2), (32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2)],
         (4, 128): [(32, 32, 8, 2), (64, 32, 8, 2), (16, 32, 4, 2), (32, 16, 4, 2), (32, 64, 8, 2)],
-        (4, 256): [(16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2)],
+        (4, 256): [(16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 2), (16, 32, 4, 1), (16, 16, 4, 2)],
     },
     "dq": {
         (2, 64): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 8, 3), (128, 64, 4, 3)],
         (2, 128): [(64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3)],
         (2, 256): [(64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)],
         (4, 64): [(64, 32, 8, 2), (32, 32, 4, 1), (64, 64, 8, 1), (32, 64, 4, 2), (64, 32, 4, 2)],
-        (4, 128): [(32, 32, 8, 1), (32, 32, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2)],
+        (4, 128): [(32, 32, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1), (64, 32, 8, 2)],
         (4, 256): [(16, 16, 8, 1), (16, 32, 8, 1), (32, 16, 8, 1)],
     },
     "dkv": {
-        (2, 64): [(64, 128, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (64, 128, 4, 3)],
+        (2, 64): [(64, 128, 8, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 3)],
         (2, 128): [(64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 3), (64, 64, 8, 3)],
         (2, 256): [(64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 2)],
         (4, 64): [(32, 64, 8, 1), (64, 64, 8, 1), (32, 32, 4, 2), (32, 64, 4, 1), (32, 32, 8, 1)],
-        (4, 128): [(16, 32, 8, 1), (32, 32, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1)],
+        (4, 128): [(16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1), (64, 32, 8, 1)],
         (4, 256): [(16, 16, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)],
     },
 }
-GROUPS = [(kernel, key) for kernel, table in CANDIDATES.items() for key in table]
+GROUPS = {
+    f"{kernel} {DTYPES[size]} {head_dim}": (kernel, (size, head_dim))
+    for kernel, table in CANDIDATES.items()
+    for size, head_dim in table
+}
 
 
 @contextmanager
@@ -103,15 +107,15 @@ def pairs(group: tuple[str, tuple[int, int]], length: int, heads: int, device: t
         yield Side(name_of(config), parameters, run_other, work.error, flop), ours
 
 
-def fits(number: int, length: int, heads: int, device: torch.device) -> list[bool]:
+def fits(name: str, length: int, heads: int, device: torch.device) -> list[bool]:
     """Compile and run a group's candidates once; whether each has room on the GPU.
 
     Args:
-        number: of the group in `GROUPS`.
+        name: of the group in `GROUPS`.
         length, heads, device: as `pairs` takes them.
     """
     found = []
-    for theirs, _ in pairs(GROUPS[number], length, heads, device):
+    for theirs, _ in pairs(GROUPS[name], length, heads, device):
         try:
             theirs.run()
             found.append(True)
@@ -124,16 +128,24 @@ def fits(number: int, length: int, heads: int, device: torch.device) -> list[boo
 @click.option("--length", type=click.IntRange(min=1), default=32768, show_default=True, help="Tokens.")
 @click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--repetitions", type=click.IntRange(min=5), default=10, show_default=True, help="Samples a side.")
+@click.option(
+    "--only",
+    type=click.Choice(tuple(GROUPS)),
+    multiple=True,
+    metavar="GROUP",
+    help="One kernel, dtype and head_dim, as 'dkv float32 128'; may be given several times. By default all.",
+)
 @click.option("--out", default="", help="Folder whose results.jsonl keeps the records; without it nothing is written.")
-def main(length, heads, repetitions, out) -> None:
+def main(length, heads, repetitions, only, out) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("a CUDA device is needed")
     shape = (length, heads, torch.device("cuda"))
     # Each group is compiled in a process of its own, so that all are at once; this one then finds them compiled.
+    names = only or tuple(GROUPS)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        fitting = list(pool.map(fits, range(len(GROUPS)), *([x] * len(GROUPS) for x in shape)))
-    for group, each in zip(GROUPS, fitting, strict=True):
-        cases = [pair for pair, is_fit in zip(pairs(group, *shape), each, strict=True) if is_fit]
+        fitting = list(pool.map(fits, names, *([x] * len(names) for x in shape)))
+    for name, each in zip(names, fitting, strict=True):
+        cases = [pair for pair, is_fit in zip(pairs(GROUPS[name], *shape), each, strict=True) if is_fit]
         run_sides(cases, device="cuda", output_dir=out, repetitions=repetitions, seconds=0.2)
 
 

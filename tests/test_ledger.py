@@ -316,6 +316,22 @@ def test_advice_is_borne_out_and_says_when_it_no_longer_is(records, choices, ans
         assert short_answer(timed, grids, chosen).rests_on.iloc[2] == notebooks
 
 
+def test_the_speeds_to_read_first_are_those_of_the_length_with_most_works():
+    work = {"sweep": "backends", "branches": "8:1", "heads": 1, "head_dim": 64, "is_causal": False}
+    records = [
+        comparison(name, "triton", ratio, **work, pattern=pattern, length=length, direction=direction)
+        for name, ratio in (("flash", 2.0), ("eager", 3.0))
+        for pattern, length in (("reference", 64), ("paper", 64), ("reference", 128), ("reference", 32))
+        for direction in ("forward", "backward")
+    ]
+    for longest, length in ((False, 64), (True, 128)):
+        speeds = kernels.fused_speeds(records, longest=longest)
+        assert set(speeds.length) == {length}
+        assert list(speeds.direction) == ["forward", "backward"]
+        assert set(speeds.others) == {"eager, flash"}
+        assert set(speeds.times_as_fast) == {2.0}
+
+
 def test_what_other_packages_are_ahead_in_is_told_with_its_work():
     work = {"sweep": "selection", "direction": "forward", "head_dim": 64, "is_causal": False}
     paper, reference = ({"pattern": name, "branches": "8:1 16:3"} for name in ("paper", "reference"))

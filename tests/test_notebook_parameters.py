@@ -95,7 +95,8 @@ WRONG = {
     "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
     | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
     | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
-    | {"paper_segment_lengths": [], "counted_keys": 0, "repetitions": 0, "layout_repetitions": 0, "seconds": -1.0}
+    | {"paper_segment_lengths": [], "counted_keys": 0, "more_counted_lengths": [0], "repetitions": 0, "seconds": -1.0}
+    | {"layout_repetitions": 0}
     | {"segment_lengths": [0], "dilation_rates": []},
     "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
     | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}

@@ -99,7 +99,7 @@ def test_the_works_that_are_counted_are_predicted_with_the_tiles_and_tables_of_t
     # On the CPU the same elements are float32: rows twice as wide.
     wide = property(lambda work: Storage(work.ordering, 2 * work.row_bytes, work.heads, "bhsd"))
     monkeypatch.setattr(benchmarks.Work, "storage", wide)
-    sizes = {"length": 384, "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 96}
+    sizes = {"lengths": [384], "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 96}
     (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.layout == layout)
     work.call(torch.device("cpu"))()
     assert work.predicted(LARGE).l1_sectors == sum(map(len, loaded.values()))
@@ -204,12 +204,12 @@ def test_rows_of_whole_fetches_need_no_simulation_of_their_order(tile_queries):
 
 
 def test_the_model_s_error_is_relative_and_for_a_share_in_points():
-    rows = {"kernel": "f", "layout": ["linear", "hilbert", "random"], "dilation": 4, "row_bytes": 32}
-    rows |= {"l1_sectors": [100.0, 200.0, 50.0], "predicted_l1_sectors": [100, 150, 51]}
+    rows = {"kernel": "f", "layout": ["linear", "hilbert", "random"], "length": 64, "dilation": 4}
+    rows |= {"row_bytes": 32, "l1_sectors": [100.0, 200.0, 50.0], "predicted_l1_sectors": [100, 150, 51]}
     rows |= {"l2_found_percent": 50.0, "predicted_l2_found_percent": [50, 49, 70]}
     rows |= {"dram_read_bytes": float("nan"), "predicted_dram_read_bytes": 8}
     sectors, found = model_errors(pd.DataFrame(rows)).to_dict("records")
-    assert sectors["worst_case"] == "hilbert, dilation 4, 32 B"
+    assert sectors["worst_case"] == "hilbert, 64 tokens, dilation 4, 32 B"
     assert [sectors[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["%", 3, 2.0, 25.0, 1]
     assert [found[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["points", 3, 1.0, 20.0, 1]
 

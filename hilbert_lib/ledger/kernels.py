@@ -126,7 +126,7 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
 
     Args:
         records: of notebook 06.
-        longest: whether at the greatest length, rather than where most backends were timed.
+        longest: whether at the greatest length, rather than where most was timed.
 
     Returns:
         length, heads, branches, direction, head_dim, tflop_per_s, error (relative,
@@ -134,10 +134,9 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
         others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
-    sides = side_table(records, "backends").query(reference)
-    timed = sides.groupby("length").name.nunique()
-    length = max(timed.index, key=lambda n: (not longest and timed[n], n))
-    sides = sides[sides.length == length].sort_values("tflop_per_s")
+    sides = side_table(records, "backends")
+    length = sides.length.max() if longest else sides.length.mode()[0]
+    sides = sides[sides.length == length].query(reference).sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
     pairs = ratio_table(records, "backends").query(reference)
     least = pairs[pairs.length == length].groupby(case).ratio.min().rename("times_as_fast")
@@ -336,7 +335,7 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
 def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     # Of attention, which the claims are about: the fused forward, and decoding. A gather is none.
     table = pd.DataFrame([record for record in records if record["kernel"] != "gather"])
-    table = table.set_index(["kernel", "row_bytes", "dilation"])
+    table = table.set_index(["kernel", "length", "row_bytes", "dilation"])
     return table[table.layout == "hilbert"], table[table.layout == "linear"]
 
 

@@ -25,7 +25,7 @@ JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a q
 INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64
 # Quantities that are predicted and counted, and whether their error is in points rather than relative.
 QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": False}
-CASE = ("kernel", "layout", "dilation", "row_bytes")
+CASE = ("kernel", "layout", "length", "dilation", "row_bytes")
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ def model_errors(table: pd.DataFrame) -> pd.DataFrame:
         kernel, quantity, unit ("%" of what was counted, or "points"), cases, median and worst (absolute), above_10
         (cases further off than 10) and worst_case.
 
-    >>> rows = {"kernel": "f", "layout": ["linear", "hilbert"], "dilation": 4, "row_bytes": 32}
+    >>> rows = {"kernel": "f", "layout": ["linear", "hilbert"], "length": 64, "dilation": 4, "row_bytes": 32}
     >>> rows |= {"l1_sectors": [100, 100], "predicted_l1_sectors": [102, 80]}
     >>> rows |= {f"{p}{name}": 50 for name in ("l2_found_percent", "dram_read_bytes") for p in ("", "predicted_")}
     >>> model_errors(pd.DataFrame(rows)).iloc[0].worst_case
-    'hilbert, dilation 4, 32 B'
+    'hilbert, 64 tokens, dilation 4, 32 B'
     """
     found = []
     for kernel, cases in table.groupby("kernel", sort=False):
@@ -181,7 +181,8 @@ def model_errors(table: pd.DataFrame) -> pd.DataFrame:
                     "median": float(error.median()),
                     "worst": float(error.max()),
                     "above_10": int((error > 10).sum()),
-                    "worst_case": f"{worst.layout}, dilation {worst.dilation}, {worst.row_bytes} B",
+                    "worst_case": f"{worst.layout}, {worst.length} tokens, dilation {worst.dilation}, "
+                    f"{worst.row_bytes} B",
                 }
             )
     return pd.DataFrame(found)

@@ -18,19 +18,24 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 
-def compared_orderings(length: int, rate: int, *, chunk: int | None = None, seed: int = 0) -> dict[str, Ordering]:
+def compared_orderings(
+    length: int, rate: int, *, chunk: int | None = None, segment: int | None = None, seed: int = 0
+) -> dict[str, Ordering]:
     """Every ordering that is compared: linear, residue-major for the given rate, four curves, and random.
 
     Args:
         length: positions.
         rate: dilation rate that the residue-major order is made for.
         chunk: tokens after which residue-major and the curves restart; by default never.
+        segment: tokens of a segment; where they are fewer than length, a Hilbert curve a segment is compared too.
         seed: of the random order.
 
-    >>> list(compared_orderings(16, rate=2))
-    ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'random']
+    >>> list(compared_orderings(16, rate=2, segment=8))
+    ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'hilbert per segment', 'random']
     """
     curves = {kind: Ordering.from_curve(kind, length, chunk=chunk) for kind in ("tile", "snake", "morton", "hilbert")}
+    if segment is not None and segment < length:
+        curves["hilbert per segment"] = Ordering.from_curve("hilbert", length, chunk=segment)
     return {
         "linear": Ordering.linear(length),
         "residue": Ordering.residue(length, rate, chunk=chunk),
