@@ -29,7 +29,7 @@ test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"
 
 test-gpu: setup  ## the tests that need a CUDA device
-	@$(BIN)/python -m pytest -rs -n auto -m "gpu and not alone"
+	@$(BIN)/python -m pytest -rs -n auto --dist worksteal -m "gpu and not alone"
 	@$(BIN)/python -m pytest -rs -m "gpu and alone"
 
 test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are

@@ -131,7 +131,7 @@ def works(
         keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
 
     Raises:
-        ValueError: for an unknown kernel, or a row that is not whole sectors.
+        ValueError: for an unknown kernel, a row that is not whole sectors, or lengths without dilations or rows.
 
     >>> one = works("gather", lengths=[16], heads=1, dilations=[2], row_bytes=[32], keys=8)
     >>> [work.layout for work in one]
@@ -139,6 +139,8 @@ def works(
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if lengths and not (dilations and row_bytes):
+        raise ValueError(f"dilations and row_bytes must not be empty, got {dilations} and {row_bytes}")
     for length, rate, size in product(lengths, dilations, row_bytes):
         if size % SECTOR_BYTES:
             raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
@@ -191,7 +193,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
             record |= {"predicted": asdict(predicted), "model": asdict(gpu), "environment": facts}
             records.append(record)
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
     if output_dir:
         append_lines(records, Path(output_dir) / RESULTS)
     return records

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from click.testing import CliRunner
 from own_scripts import load_script
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
@@ -19,6 +20,14 @@ def test_every_configuration_of_the_library_has_others_beside_it(script):
         for key, candidates in table.items():
             others = {launch.Config(*numbers) for numbers in candidates} - {launch.CONFIGS[kernel][key]}
             assert len(others) >= 2, (kernel, key)
+
+
+def test_groups_are_asked_for_by_kernel_dtype_and_head_dim(script):
+    assert len(script.GROUPS) == sum(map(len, launch.CONFIGS.values()))
+    assert script.GROUPS["dkv float32 128"] == ("dkv", (4, 128))
+    refused = CliRunner().invoke(script.main, ["--only", "dkv float16 128"])
+    assert refused.exit_code == 2
+    assert "'dkv bfloat16 128'" in refused.output
 
 
 @pytest.mark.parametrize(("kernel", "size"), [("forward", 2), ("dq", 4), ("dkv", 2)])

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-import time
+import threading
 
 import pandas as pd
 import pytest
@@ -103,12 +103,13 @@ def test_where_nothing_can_be_counted_nobody_waits_for_the_model(counting, monke
     def without_ncu(*asked, **how):
         raise RuntimeError("no ncu")
 
-    predicted = []
+    predicted, goes_on = [], threading.Event()
     monkeypatch.setattr(benchmarks, "count_calls", without_ncu)
-    monkeypatch.setattr(benchmarks.Work, "predicted", lambda work, gpu: predicted.append(time.sleep(0.2)))
+    monkeypatch.setattr(benchmarks.Work, "predicted", lambda work, gpu: predicted.append(goes_on.wait(60)))
     with pytest.raises(RuntimeError, match="no ncu"):
-        benchmarks.count("gather", **SIZES)
-    assert len(predicted) < 5  # of 28
+        benchmarks.count("gather", **SIZES)  # would take a minute if it waited
+    assert predicted == []
+    goes_on.set()
 
 
 def test_lengths_are_counted_in_one_run_of_the_program(counting):
@@ -117,7 +118,8 @@ def test_lengths_are_counted_in_one_run_of_the_program(counting):
     table = benchmarks.counter_table(records)
     assert table.length.value_counts().to_dict() == {32: 32, 64: 32}
     by_segment = table[table.layout == "hilbert per segment"]
-    assert sorted(zip(by_segment.length, by_segment.dilation, strict=True))[::2] == [(32, 1), (32, 4), (64, 1), (64, 4)]
+    found = by_segment.groupby(["length", "dilation"]).row_bytes.apply(list).to_dict()
+    assert found == {(length, rate): [32, 64] for length in (32, 64) for rate in (1, 4)}
 
 
 def test_the_table_has_the_last_record_of_each_work_and_other_kinds_are_left_out(counting):
@@ -162,6 +164,9 @@ def test_bad_input_is_refused_by_name():
         next(benchmarks.works("flash", **SIZES))
     with pytest.raises(ValueError, match="row_bytes must be multiples of 32, got 48"):
         next(benchmarks.works("gather", **SIZES | {"row_bytes": [48]}))
+    with pytest.raises(ValueError, match=r"dilations and row_bytes must not be empty, got \[\] and \[32, 64\]"):
+        next(benchmarks.works("gather", **SIZES | {"dilations": []}))
+    assert list(benchmarks.works("gather", lengths=[], heads=1, dilations=[], row_bytes=[], keys=8)) == []
 
 
 @pytest.mark.gpu

@@ -252,9 +252,10 @@ leaves = [torch.randn(shape, device="cuda", dtype=torch.{dtype}, requires_grad=T
 pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 kernels = []
 
-def note(*, src, times, **_):
+def note(*, src, times, cache_hit, **_):
     stages = [("ir", times.ir_initialization), *times.lowering_stages]
-    kernels.append([src.fn.__name__, {{name: round(took / 1e6, 1) for name, took in stages}}])
+    if not cache_hit:
+        kernels.append([src.fn.__name__, {{name: round(took / 1e6, 1) for name, took in stages}}])
 
 triton.knobs.compilation.listener = note
 torch.cuda.synchronize()
@@ -285,4 +286,4 @@ def test_a_first_forward_and_backward_take_less_than_ten_seconds_each_with_what_
         for name, stages in kernels:
             print(f"  {name}:", ", ".join(f"{stage} {took}" for stage, took in stages.items()))
     assert max(forward, backward) < 10, (forward, backward)
-    assert any(tmp_path.iterdir()), "nothing was compiled"
+    assert kernels, "nothing was compiled"

@@ -126,7 +126,7 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
 
     Args:
         records: of notebook 06.
-        longest: whether at the greatest length, rather than where most was timed.
+        longest: whether at the greatest length, rather than where most works of any pattern were timed.
 
     Returns:
         length, heads, branches, direction, head_dim, tflop_per_s, error (relative,
@@ -134,9 +134,11 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
         others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
-    sides = side_table(records, "backends")
-    length = sides.length.max() if longest else sides.length.mode()[0]
-    sides = sides[sides.length == length].query(reference).sort_values("tflop_per_s")
+    every = side_table(records, "backends")
+    sides = every.query(reference)
+    lengths = every.length[every.length.isin(sides.length)]
+    length = lengths.max() if longest else lengths.mode().max()
+    sides = sides[sides.length == length].sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
     pairs = ratio_table(records, "backends").query(reference)
     least = pairs[pairs.length == length].groupby(case).ratio.min().rename("times_as_fast")
