@@ -4,6 +4,7 @@ The arguments are head_dim and "causal" or "whole". A process of its own, and wi
 tensors are on the CPU, and the driver says that there is an H100.
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton import launch
 
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))  # of the reference work
-compiled, begun, devices = [], [], []
+compiled, begun, devices, collecting = [], [], [], []
 
 
 class Launcher:
@@ -57,6 +58,7 @@ def noted(compile_kernel):
     """Notes when each kernel is compiled."""
 
     def run(src, *args, **options):
+        collecting.append(gc.isenabled())
         start = time.perf_counter()
         kernel = compile_kernel(src, *args, **options)
         compiled.append((src.fn.__name__, start, time.perf_counter()))
@@ -96,4 +98,5 @@ if __name__ == "__main__":
         "backward": lambda: launch.backward(dout, q, k, v, out, lse, call),
     }
     found = {f"{number} {name}": told(run) for number in ("first", "second") for name, run in runs.items()}
-    print(json.dumps(found | {"devices": sorted(set(devices))}))
+    collected = {"inside": any(collecting), "after": gc.isenabled()}
+    print(json.dumps(found | {"devices": sorted(set(devices)), "collected": collected}))

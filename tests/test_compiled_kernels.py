@@ -194,3 +194,4 @@ def test_a_first_call_compiles_its_kernels_beside_each_other_and_a_second_none(h
         assert second["compiled"] == []
         assert first["started"] == second["started"] == kernels
     assert told["devices"] == ["cpu"], "a thread that loads kernels has the tensors' device"
+    assert told["collected"] == {"inside": False, "after": True}

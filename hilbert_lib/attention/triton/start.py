@@ -1,7 +1,9 @@
 """Starts the kernels of a call. The first time they are compiled beside each other: the call waits for the longest."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context
 from functools import cache
 from typing import NamedTuple
@@ -62,10 +64,23 @@ def _constants(kernel: triton.JITFunction) -> tuple[str, ...]:
 def _compile(starts: Sequence[Start]) -> None:
     # A thread begins on device 0, for which the kernels of another would then be loaded.
     at = {"initializer": torch.cuda.set_device, "initargs": (starts[0].arguments[0].device,)}
-    with ThreadPoolExecutor(len(starts), **at) as pool:
+    with _no_collections(), ThreadPoolExecutor(len(starts), **at) as pool:
         with triton.AsyncCompileMode(pool):
             found = [each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named) for each in starts]
         list(pool.map(_load, set(found)))
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    # Of garbage: many objects are made while code is read, hardly any of them is garbage, and each collection may go
+    # through all that torch has loaded.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _load(kernel) -> None:
