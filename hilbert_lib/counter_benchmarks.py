@@ -193,7 +193,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
             record |= {"predicted": asdict(predicted), "model": asdict(gpu), "environment": facts}
             records.append(record)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # without ncu, or interrupted, nobody waits for the model
     if output_dir:
         append_lines(records, Path(output_dir) / RESULTS)
     return records

@@ -72,8 +72,8 @@ def _compile(starts: Sequence[Start]) -> None:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    # Of garbage: many objects are made while code is read, hardly any of them is garbage, and each collection may go
-    # through all that torch has loaded.
+    # Compiling makes many objects and little garbage: collections would begin often, each going through all that torch
+    # has loaded, and free next to nothing.
     was_on = gc.isenabled()
     gc.disable()
     try:
