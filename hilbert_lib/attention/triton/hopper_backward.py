@@ -174,32 +174,46 @@ def _copy(
         if (size > 0) & inside:
             begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
             row, residue = segment_coordinates(start + o, r, n, keys)
-            for member in range(group):
-                h = g * group + member
-                lse_head = lse + (b.to(gl.int64) * kv_heads * group + h) * keys
-                delta_head = delta + (b.to(gl.int64) * kv_heads * group + h) * keys
-                for j in range(begin, n, BLOCK_M):
-                    stage = block % STAGES
-                    if not keys_in_registers(BLOCK_D):
-                        mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
-                    elif block >= STAGES:
-                        meet(FREE + stage)
-                    mbarrier.expect(full.index(stage), 2 * q_descriptors[i].block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_descriptors[i], [b, row + j, residue, h, 0], full.index(stage), q_tiles.index(stage)
-                    )
-                    tma.async_copy_global_to_shared(
-                        d_descriptors[i], [b, row + j, residue, h, 0], full.index(stage), d_tiles.index(stage)
-                    )
-                    number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-                    query = start + o + number * r
-                    # Weight 0 past the end of the segment, and where a query saw no key.
-                    lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf"))
-                    lse_row = gl.where(lse_row == float("-inf"), float("inf"), lse_row)
-                    lse_rows.index(stage).store(lse_row * LOG2_E)
-                    delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))
-                    mbarrier.arrive(full.index(stage))
-                    block += 1
+            block = _copy_segment(
+                q_descriptors[i], d_descriptors[i], lse, delta, q_tiles, d_tiles, lse_rows, delta_rows, full, free,
+                block, begin, n, row, residue, start + o, r, b, g, keys, kv_heads, group, BLOCK_D, BLOCK_M, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _copy_segment(
+    q_descriptor, d_descriptor, lse, delta, q_tiles, d_tiles, lse_rows, delta_rows, full, free,
+    block, begin, n, row, residue, origin, r, b, g, keys, kv_heads, group, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of the queries of a segment, from number `begin` to n, one head of the group after the other."""
+    for member in range(group):
+        h = g * group + member
+        lse_head = lse + (b.to(gl.int64) * kv_heads * group + h) * keys
+        delta_head = delta + (b.to(gl.int64) * kv_heads * group + h) * keys
+        for j in range(begin, n, BLOCK_M):
+            stage = block % STAGES
+            if not keys_in_registers(BLOCK_D):
+                mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
+            elif block >= STAGES:
+                meet(FREE + stage)
+            mbarrier.expect(full.index(stage), 2 * q_descriptor.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_descriptor, [b, row + j, residue, h, 0], full.index(stage), q_tiles.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                d_descriptor, [b, row + j, residue, h, 0], full.index(stage), d_tiles.index(stage)
+            )
+            number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
+            query = origin + number * r
+            # Weight 0 past the end of the segment, and where a query saw no key.
+            lse_row = gl.load(lse_head + query, mask=number < n, other=float("inf"))
+            lse_row = gl.where(lse_row == float("-inf"), float("inf"), lse_row)
+            lse_rows.index(stage).store(lse_row * LOG2_E)
+            delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))
+            mbarrier.arrive(full.index(stage))
+            block += 1
+    return block
 
 
 @gluon.jit
@@ -304,37 +318,11 @@ def _differentiate(
                     first_free = gl.where(is_full, first_free, blocks)
                 free_from = gl.minimum(n, begin + first_free * BLOCK_M)
                 for _member in range(group):
-                    if CAUSAL or CUT:
-                        for _j in range(first_masked):
-                            _empty_step(
-                                NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
-                                BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
-                            )  # fmt: skip
-                            block += 1
-                        # The number of the first query that sees each key; for a key that is not there, none.
-                        sees = gl.zeros_like(key_position)
-                        if CAUSAL:
-                            sees = (key_position - origin + r - 1) // r
-                        sees = gl.where(is_there, sees, n)
-                        masked_from = begin + first_masked * BLOCK_M
-                        if masked_from < free_from:
-                            scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
-                            for j in range(masked_from, free_from, BLOCK_M):
-                                dk_acc, dv_acc, scores = _step(
-                                    NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
-                                    dq_tiles, dq_free, full, free, lse_rows, delta_rows, sees - j, block,
-                                    j + BLOCK_M < free_from, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
-                                )  # fmt: skip
-                                block += 1
-                    if free_from < n:
-                        scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
-                        for j in range(free_from, n, BLOCK_M):
-                            dk_acc, dv_acc, scores = _step(
-                                NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
-                                dq_tiles, dq_free, full, free, lse_rows, delta_rows, key_position, block,
-                                j + BLOCK_M < n, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
-                            )  # fmt: skip
-                            block += 1
+                    dk_acc, dv_acc, block = _walk(
+                        NUMBER, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there,
+                        key_position, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles, dq_free, full, free,
+                        lse_rows, delta_rows, scale, BLOCK_D, BLOCK_M, STAGES, CAUSAL, CUT, WITH_DQ,
+                    )  # fmt: skip
         if WITH_DQ:
             meet(_scores_of(1 - NUMBER, block - 1), 256)
             if block > 0:
@@ -352,6 +340,51 @@ def _differentiate(
             dv_acc += gl.load(dv + at[:, None] + out_dims[None, :], mask=written, other=0.0).to(gl.float32)
         gl.store(dk + at[:, None] + out_dims[None, :], dk_acc.to(dtype), mask=written)
         gl.store(dv + at[:, None] + out_dims[None, :], dv_acc.to(dtype), mask=written)
+
+
+@gluon.jit
+def _walk(
+    NUMBER: gl.constexpr, dk_acc, dv_acc, block, begin, n, first_masked, free_from, origin, r, is_there, key_position,
+    k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles, dq_tiles, dq_free, full, free, lse_rows, delta_rows, scale,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    """A group's keys against the queries of one head in a segment, from number `begin` to n.
+
+    `first_masked` blocks see no key, those up to query `free_from` need a mask, the rest see all.
+    """
+    if CAUSAL or CUT:
+        for _j in range(first_masked):
+            _empty_step(
+                NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
+                BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
+            )  # fmt: skip
+            block += 1
+        # The number of the first query that sees each key; for a key that is not there, none.
+        sees = gl.zeros_like(key_position)
+        if CAUSAL:
+            sees = (key_position - origin + r - 1) // r
+        sees = gl.where(is_there, sees, n)
+        masked_from = begin + first_masked * BLOCK_M
+        if masked_from < free_from:
+            scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
+            for j in range(masked_from, free_from, BLOCK_M):
+                dk_acc, dv_acc, scores = _step(
+                    NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
+                    dq_tiles, dq_free, full, free, lse_rows, delta_rows, sees - j, block,
+                    j + BLOCK_M < free_from, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, True,
+                )  # fmt: skip
+                block += 1
+    if free_from < n:
+        scores = _first_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ)
+        for j in range(free_from, n, BLOCK_M):
+            dk_acc, dv_acc, scores = _step(
+                NUMBER, dk_acc, dv_acc, scores, k_tile, k_rows, v_rows, q_tiles, d_tiles, s_tiles,
+                dq_tiles, dq_free, full, free, lse_rows, delta_rows, key_position, block,
+                j + BLOCK_M < n, scale, BLOCK_D, BLOCK_M, STAGES, WITH_DQ, False,
+            )  # fmt: skip
+            block += 1
+    return dk_acc, dv_acc, block
 
 
 @gluon.jit
