@@ -203,7 +203,7 @@ def dkv_kernel(
                 if CAUSAL:
                     begin = tl.maximum(begin, (tl.maximum(lowest - start, 0) - o + r - 1) // r)
                     full = tl.maximum(begin, (highest - start - o + r - 1) // r)
-                # Masked tiles first, to a whole number of them; then free ones; then the last, cut off by `end`.
+                # Masked are tiles up to `free`, a whole number of them, and the last, which `end` cuts off.
                 free = begin + (full - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
                 free = tl.where(whole, tl.minimum(free, end), end)
                 if PADDING:
@@ -216,18 +216,13 @@ def dkv_kernel(
                     scalars = (b.to(tl.int64) * kv_heads * group + h) * queries
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, begin, free, end, first_query, b, h, branch, scale, drop_below, stride_qn,
-                        stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+                        sees, start, w, o, r, begin, free, tail, end, first_query, b, h, branch, scale, drop_below,
+                        stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, free, tail, end, first_query, b, h, branch, scale, drop_below, stride_qn,
-                        stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
-                    )  # fmt: skip
-                    dk_acc, dv_acc = _dkv_walk(
-                        dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, tail, end, end, first_query, b, h, branch, scale, drop_below, stride_qn,
-                        stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+                        sees, start, w, o, r, free, tail, tail, tail, first_query, b, h, branch, scale, drop_below,
+                        stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:
         tl.store(partial_dk + dkv_rows[:, None] + dims[None, :], dk_acc * scale, mask=here)
@@ -240,13 +235,15 @@ def dkv_kernel(
 @triton.jit
 def _dkv_walk(
     dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position,
-    sees, start, w, o, r, begin, stop, end, first_query, b, h, branch, scale, drop_below, stride_qn,
+    sees, start, w, o, r, begin, stop, again, end, first_query, b, h, branch, scale, drop_below, stride_qn,
     stride_dn, dims, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # Queries from begin to stop and from again to end, in one loop: twice as much code would compile as long again.
     cols = tl.arange(0, BLOCK_M)
     in_dim = dims[None, :] < HEAD_DIM
-    for j in range(begin, stop, BLOCK_M):
+    for i in range(begin, stop + end - again, BLOCK_M):
+        j = tl.where(i < stop, i, i + again - stop)
         valid = j + cols < end
         query = start + o + (j + cols) * r
         row = (query - first_query).to(tl.int64)
