@@ -39,31 +39,30 @@ class Config:
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
 # By bytes of an element and largest head_dim; an A100's shared memory holds all of them. What they take on an H200 and
-# what others do is in reports/HISTORY.md ("Configurations of the plain kernels"): of 16 bits none that was tried is
-# faster by a tenth; of float32 two are, which no test has run with every option on a GPU yet.
+# what others do is in reports/HISTORY.md ("Configurations of the plain kernels").
 CONFIGS = {
     "forward": {
         (2, 64): Config(128, 64, 4, 3),
         (2, 128): Config(128, 64, 8, 3),
         (2, 256): Config(64, 64, 8, 2),
-        (4, 64): Config(64, 32, 4, 2),
-        (4, 128): Config(32, 32, 4, 2),
-        (4, 256): Config(16, 32, 4, 1),
+        (4, 64): Config(64, 64, 8, 2),
+        (4, 128): Config(64, 32, 8, 2),
+        (4, 256): Config(32, 32, 8, 2),
     },
     "dq": {
         (2, 64): Config(64, 64, 4, 3),
         (2, 128): Config(128, 64, 8, 3),
         (2, 256): Config(64, 32, 4, 2),
         (4, 64): Config(32, 32, 4, 2),
-        (4, 128): Config(32, 32, 4, 1),
+        (4, 128): Config(64, 32, 8, 2),
         (4, 256): Config(16, 16, 4, 1),
     },
     "dkv": {
-        (2, 64): Config(64, 128, 8, 3),
+        (2, 64): Config(32, 128, 8, 3),
         (2, 128): Config(32, 128, 8, 3),
         (2, 256): Config(32, 64, 8, 2),
         (4, 64): Config(32, 32, 4, 1),
-        (4, 128): Config(16, 32, 4, 1),
+        (4, 128): Config(32, 32, 8, 1),
         (4, 256): Config(16, 16, 4, 1),
     },
 }
