@@ -126,10 +126,12 @@ def test_layouts_are_those_of_the_record(records):
 
 def test_counted_savings_are_those_of_the_recorded_counters(answers):
     rows = pd.read_csv(answers["C4"].record).query("dilation == 64").to_dict("records")
-    table = pd.DataFrame(rows).set_index(["layout", "kernel", "row_bytes"])
-    cases = (answers[name].cases.query("dilation == 64").set_index(["how", "row_bytes"]).value for name in ("C4", "C3"))
+    table = pd.DataFrame(rows).set_index(["layout", "kernel", "length", "row_bytes"])
+    keys = ["how", "length", "row_bytes"]
+    cases = (answers[name].cases.query("dilation == 64").set_index(keys).value for name in ("C4", "C3"))
     saved, points = (each.rename(lambda how: how.removeprefix("counted in "), level="how") for each in cases)
-    for work in itertools.product(("forward", "decoding"), (32, 512)):
+    counted = (("forward", 65536), ("forward", 1048576), ("decoding", 262144))
+    for work in ((*kernel, row_bytes) for kernel, row_bytes in itertools.product(counted, (32, 128))):
         assert saved[work] == 1 - table.dram_read_bytes["hilbert", *work] / table.dram_read_bytes["linear", *work]
         found = table.l2_found_percent["hilbert", *work] - table.l2_found_percent["linear", *work]
         assert points[work] == pytest.approx(found)
@@ -169,6 +171,14 @@ CASES = pd.DataFrame(
 )
 def test_a_verdict_says_what_the_cases_that_bear_the_claim_out_have_in_common(bands, said):
     assert judge(CASES, bands)[0].startswith(said)
+
+
+def test_what_only_some_cases_have_is_no_condition():
+    modelled = pd.DataFrame({"how": "modelled", "row_bytes": [32, 128], "value": [1.0, 2.0]})
+    counted = pd.DataFrame({"how": "counted", "row_bytes": [32, 128], "value": [1.0, 2.0], "length": [1024, 65536]})
+    cases = pd.concat([modelled, counted], ignore_index=True)
+    cases = cases.assign(low=cases.value, high=cases.value)
+    assert judge(cases, [Band(least=1.5)])[0] == "holds when row_bytes >= 128 (2 of 2 such cases, 2 of 4 in all)"
 
 
 def test_what_too_many_other_cases_have_in_common_too_is_no_condition():

@@ -298,9 +298,12 @@ def _claim(name: str, entry: dict) -> Claim:
 
 
 def _in_common(judged: pd.DataFrame, marked: pd.Series) -> tuple[str, pd.Series]:
-    """What marked cases have in common that others lack, column by column, and which cases have it."""
+    """What marked cases have in common that others lack, column by column, and which cases have it.
+
+    A column that only some cases have, as those of a second measurement lack it, is no condition.
+    """
     such, words = pd.Series(True, judged.index), []
-    for name in (each for each in judged if each not in (*MEASURED, *JUDGED)):
+    for name in judged.columns[judged.notna().all()].difference([*MEASURED, *JUDGED], sort=False):
         column = judged[name]
         own = sorted(column[marked].unique())
         if not column[such].isin(own).all():
