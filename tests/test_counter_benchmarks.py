@@ -137,7 +137,12 @@ def test_the_figure_and_the_ledger_read_the_table_alone(counting, tmp_path):
     records = [record for kernel in benchmarks.KERNELS for record in benchmarks.count(kernel, **SIZES)]
     table = benchmarks.counter_table(records)
     drawn = show(figures.draw_counters, table, output_dir=str(tmp_path), name="counters", source="invented")
+    assert "left out" not in drawn.get_suptitle()
     assert len(redraw(tmp_path)) == 1
+    larger = table.assign(predicted_dram_read_bytes=table.predicted_dram_read_bytes.where(table.index == 0, 2**17))
+    without = figures.draw_counters(larger, source="invented")
+    assert "\n1 launches of less than 128 KiB are left out" in without.get_suptitle()
+    assert sum(len(points.get_offsets()) for points in without.axes[0].collections) == len(table) - 1
     for axes in drawn.axes:
         assert len(axes.collections) == 3  # a series a kernel
         assert axes.get_title().startswith("forward ")

@@ -28,6 +28,7 @@ STYLES = [
 ]
 LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
 LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
+FEWEST_BYTES = 2**17  # the kernels' own code is 52 to 81 KiB, which the cache model leaves out
 
 
 def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
@@ -235,10 +236,15 @@ def draw_claims(data: pd.DataFrame, *, source: str) -> Figure:
 def draw_counters(data: pd.DataFrame, *, source: str) -> Figure:
     """What the cache model predicts against what the hardware counted, a panel a quantity, a point a launch.
 
+    Launches that should read less than FEWEST_BYTES are left out beside others, and the title says how many.
+
     Args:
         data: `counter_table`.
         source: where it was counted, for the title.
     """
+    few = data.predicted_dram_read_bytes < FEWEST_BYTES
+    few &= not few.all()
+    data = data[~few]
     panels = {
         "l1_sectors": "sectors from L2 to the L1s",
         "l2_found_percent": "found in L2 [%]",
@@ -262,6 +268,8 @@ def draw_counters(data: pd.DataFrame, *, source: str) -> Figure:
         lines = [f"{row.kernel} {row.median:.1f}, {row.worst:.1f}" for row in shown.itertuples()]
         axes.set_title("\n".join(lines), fontsize=9)
     told = "above each panel the median and the largest error, relative in %, for the share found in points"
+    if few.any():
+        told += f"\n{few.sum()} launches of less than {FEWEST_BYTES // 2**10} KiB are left out: most of that is code"
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(f"Cache model against counters, {source}\n{told}")
     return figure
