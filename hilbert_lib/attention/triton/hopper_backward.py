@@ -5,7 +5,7 @@ scores are computed transposed, keys by queries, so that the weights stay in reg
 gradient goes through shared memory, where both groups' halves meet for the product with k. That product comes one block
 late, so that a group waits for nothing that the other does in the same block; the copy engine adds it to dq in global
 memory, in an order that differs from run to run. What a segment's loops do is in functions of its own, since Triton
-compiles the body of a loop twice, at every level of loops, and a function once.
+visits the body of a loop twice, at every level of loops, and a function once.
 """
 
 from triton._C.libtriton import ir
