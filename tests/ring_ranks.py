@@ -22,7 +22,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange, local
+from hilbert_lib.ring import exchange, header, local
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention
 from hilbert_lib.ring.shards import gather, shard
@@ -301,7 +301,7 @@ def without_validation(lengths: list[int]) -> list:
     said of a third one, for which each rank has a row less."""
     q, k, v, _ = inputs(lengths[dist.get_rank()])
     gathers, all_gather = [], dist.all_gather
-    dist.all_gather = lambda *args, **options: (gathers.append(1), all_gather(*args, **options))
+    dist.all_gather = lambda *args, **options: (gathers.append(1), all_gather(*args, **options))[1]
     try:
         call = partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
         first, before = call(q, k, v), len(gathers)
@@ -371,6 +371,46 @@ def order_of_events() -> list[str]:
     finally:
         exchange.exchange, operators.forward, exchange.Arriving.wait = started, computed, waited
     return events
+
+
+def around_the_header() -> list[list[str]]:
+    """The order in which a group's first call, and its second, compute, learn that all agree, and start to send."""
+    group, events, found = dist.new_group(), [], []
+    q, k, v, _ = inputs(16)
+
+    def noted(name: str, function):
+        return lambda *args, **options: (events.append(name), function(*args, **options))[1]
+
+    patched = [
+        (operators, "forward", "compute"),
+        (header.Agreement, "lengths", "agree"),
+        (exchange, "exchange", "send"),
+    ]
+    with ExitStack() as stack:
+        for place, name, event in patched:
+            stack.enter_context(patch.object(place, name, noted(event, getattr(place, name))))
+        for _ in range(2):
+            ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather", group=group)
+            found.append(events[:])
+            events.clear()
+    return found
+
+
+def others_are_not_as_before() -> list:
+    """Of a group's later calls: the largest error where another rank has fewer rows than before, and what is said where
+    one asks for something else and this one for what cannot be planned."""
+    rank, group, pattern = dist.get_rank(), dist.new_group(), DilatedPattern(*BRANCHES["longer"])
+    q, k, v, _ = inputs(16)
+    whole = dilated_attention(q[:, :13], k[:, :13], v[:, :13], pattern)
+    for lengths in ([8, 8], [8, 5]):
+        rows = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        out = ring_dilated_attention(q[:, rows], k[:, rows], v[:, rows], pattern, group=group)
+    error = (out - whole[:, rows]).abs().max().item()
+    asked = {"transport": "all_to_all"} if rank else {"memory_limit": 1}
+    try:
+        ring_dilated_attention(q[:, rows], k[:, rows], v[:, rows], pattern, group=group, **asked)
+    except ValueError as refusal:
+        return [error, str(refusal)]
 
 
 def outside_the_side_stream() -> list[list[str]]:

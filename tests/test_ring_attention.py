@@ -159,7 +159,7 @@ CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
 CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_compute", {}]]
 CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
-CALLS[2] += [["without_validation", {"lengths": [4, 9]}]]
+CALLS[2] += [["without_validation", {"lengths": [4, 9]}], ["around_the_header", {}], ["others_are_not_as_before", {}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
 for ranks, cases in COUNTED.items():
@@ -353,6 +353,20 @@ def test_validate_false_sends_no_header_and_remembers_lengths():
     for length, (*headers, said) in zip([4, 9], answers(2, "without_validation", {"lengths": [4, 9]}), strict=True):
         assert headers == [1, 0]
         assert f"validate must be True where shards of unequal length change: this rank's had {length} rows" in said
+
+
+def test_nothing_is_sent_and_only_the_own_shard_computed_before_all_agree():
+    for first, second in answers(2, "around_the_header", {}):
+        assert first[:3] == ["agree", "compute", "send"]
+        assert second[:3] == ["compute", "agree", "send"]  # nothing differs on this rank, and so hardly on another
+        assert sorted(first) == sorted(second)
+
+
+def test_a_rank_that_expects_what_was_before_learns_better():
+    for error, said in answers(2, "others_are_not_as_before", {}):
+        assert error < 5e-6
+        assert "transport must be the same on all ranks" in said
+        assert "memory_limit must be the same on all ranks" in said
 
 
 @pytest.mark.parametrize("how", ["compile", "checkpoint"])

@@ -1,8 +1,8 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
 import sys
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,12 +25,13 @@ from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import passes
 from hilbert_lib.ring.balance import check_weights
 from hilbert_lib.ring.blocks import Request
-from hilbert_lib.ring.header import agree, resolved
+from hilbert_lib.ring.header import Agreement, resolved
 from hilbert_lib.ring.layout import Layout, layout_of
 from hilbert_lib.ring.passes import Job
 from hilbert_lib.ring.plan import check_memory_limit, check_transport, plan_ring
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
+_untraced: Callable | None = None  # `_attend`, which torch.compile leaves alone
 
 
 def ring_dilated_attention(
@@ -108,10 +109,13 @@ def ring_dilated_attention(
 ring_dilated_attention._torchdynamo_disable = True
 
 
-def _uncompiled():
+def _uncompiled() -> Callable:
     # Having broken the graph at the call, torch.compile would go on with what is called, and trace streams. Only where
-    # it is loaded: this imports it, and with it triton. Made anew each time: torch.compile warns of what is cached.
-    return torch.compiler.disable(_attend)
+    # it is loaded: this imports it, and with it triton. Made once: 0.1 ms (of functools' caches torch.compile warns).
+    global _untraced
+    if _untraced is None:
+        _untraced = torch.compiler.disable(_attend)
+    return _untraced
 
 
 def _attend(
@@ -140,9 +144,14 @@ def _attend(
         if not validate:
             raise
         refusal = error
+    lengths, confirm = _agreed.get(group), _nothing
     if validate:
-        _agreed[group] = agree(request, 0 if refusal else q.shape[1], refusal, group)
-    lengths = _agreed[group]
+        agreement = Agreement(request, 0 if refusal else q.shape[1], refusal, group)
+        # Mostly all is as in the call before: then the shard's own attention does not wait for the others' word.
+        if lengths and not refusal and lengths[group.rank()] == q.shape[1] and q.numel() and call.dropout_p == 0.0:
+            confirm = partial(_confirm, agreement, group, lengths)
+        else:
+            lengths = _agreed[group] = agreement.lengths()
     if lengths[group.rank()] != q.shape[1]:
         if len(set(lengths)) > 1:  # what the others have now, this rank cannot know
             raise ValueError(
@@ -153,16 +162,42 @@ def _attend(
     if not q.shape[0] or not sum(lengths):
         out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
     else:
-        out, lse = _Ring.apply(
-            q, k, v, _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
-        )
+        asked = q, k, v, call, group, planning, kv_ordering, backend
+        try:
+            out, lse = _ring(*asked, lengths, confirm)
+        except _OtherLengths:
+            out, lse = _ring(*asked, _agreed[group], _nothing)
     return (out, lse) if options["return_lse"] else out
+
+
+class _OtherLengths(Exception):
+    """Shards are not as long as in the call before; `_agreed` has their lengths."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _confirm(agreement: Agreement, group: ProcessGroup, lengths: tuple[int, ...]) -> None:
+    # Before anything is sent: all ranks ask for the same, and shards are as long as was expected.
+    _agreed[group] = agreement.lengths()
+    if _agreed[group] != lengths:
+        raise _OtherLengths
+
+
+def _ring(q, k, v, call, group, planning, kv_ordering, backend, lengths, confirm) -> tuple[Tensor, Tensor]:
+    try:
+        job = _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
+    except ValueError:
+        confirm()  # others may wait to tell that they ask for something else
+        raise
+    return _Ring.apply(q, k, v, job, confirm)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-        out, lse, kept = passes.forward(q, k, v, job)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        out, lse, kept = passes.forward(q, k, v, job, confirm)
         # The mask and the seed too, so that autograd sees it if they are changed before the backward.
         ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.request.seed, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
@@ -174,7 +209,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, _mask, _seed, *kept = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
-        return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None
+        return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None, None
 
 
 class _Once(torch.autograd.Function):

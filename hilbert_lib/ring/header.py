@@ -52,8 +52,8 @@ def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
     return group
 
 
-def agree(request: dict[str, str], length: int, refusal: Exception | None, group: ProcessGroup) -> tuple[int, ...]:
-    """Every rank's shard length, once it is known that all ranks ask for the same.
+class Agreement:
+    """What all ranks ask for, on its way to each other since this was made; all ranks make one for each call.
 
     One message of 41 bytes a rank, over gloo: no GPU stream waits for it. Only where something is wrong do the ranks
     tell each other what, in a second message.
@@ -63,30 +63,38 @@ def agree(request: dict[str, str], length: int, refusal: Exception | None, group
         length: of this rank's shard.
         refusal: why this rank refused its arguments, or None.
         group: the ranks.
-
-    Returns:
-        The lengths, in the order of the ranks.
-
-    Raises:
-        ValueError: on every rank, if any refused or two ask for different things; it names the ranks and both sides.
-        Exception: `refusal` itself, on the rank that refused.
     """
-    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
-    own = torch.frombuffer(bytearray(_HEADER.pack(refusal is not None, length, digest)), dtype=torch.uint8)
-    companion, ranks = _companion(group), dist.get_process_group_ranks(group)
-    order = list(map(dist.get_process_group_ranks(companion).index, ranks))  # a group that is made has its ranks sorted
-    gathered = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(gathered, own, group=companion)
-    headers = [_HEADER.unpack(gathered[at].numpy().tobytes()) for at in order]
-    refused, lengths, digests = zip(*headers, strict=True)
-    if any(refused) or len(set(digests)) > 1:
-        told: list = [None] * len(ranks)
-        text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        dist.all_gather_object(told, (text, request), group=companion)
-        if refusal is not None:
-            raise refusal
-        raise ValueError(_difference(dict(zip(ranks, map(told.__getitem__, order), strict=True))))
-    return lengths
+
+    def __init__(self, request: dict[str, str], length: int, refusal: Exception | None, group: ProcessGroup):
+        self._request, self._refusal, self._group = request, refusal, group
+        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
+        header = bytearray(_HEADER.pack(refusal is not None, length, digest))
+        self._own = torch.frombuffer(header, dtype=torch.uint8)
+        self._companion = _companion(group)
+        self._gathered = [torch.empty_like(self._own) for _ in range(group.size())]
+        self._work = dist.all_gather(self._gathered, self._own, group=self._companion, async_op=True)
+
+    def lengths(self) -> tuple[int, ...]:
+        """Every rank's shard length, in the order of the ranks, once it is known that all ask for the same.
+
+        Raises:
+            ValueError: on every rank, if any refused or two ask for different things; it names the ranks and both
+                sides.
+            Exception: `refusal` itself, on the rank that refused.
+        """
+        self._work.wait()
+        ranks, companions = (dist.get_process_group_ranks(group) for group in (self._group, self._companion))
+        order = list(map(companions.index, ranks))  # a group that is made has its ranks sorted
+        headers = [_HEADER.unpack(self._gathered[at].numpy().tobytes()) for at in order]
+        refused, lengths, digests = zip(*headers, strict=True)
+        if any(refused) or len(set(digests)) > 1:
+            told: list = [None] * len(ranks)
+            text = None if self._refusal is None else f"{type(self._refusal).__name__}: {self._refusal}"
+            dist.all_gather_object(told, (text, self._request), group=self._companion)
+            if self._refusal is not None:
+                raise self._refusal
+            raise ValueError(_difference(dict(zip(ranks, map(told.__getitem__, order), strict=True))))
+        return lengths
 
 
 def _difference(told: dict[int, tuple[str | None, dict[str, str]]]) -> str:

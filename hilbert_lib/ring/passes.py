@@ -3,6 +3,7 @@
 What more than one computation adds to is held in float32 (float64 for float64), and rounded once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import ref
 
@@ -60,12 +61,15 @@ class Job:
         return group
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Output and lse of a rank's queries, and what the backward needs of other ranks' rows, by name.
 
     Args:
         q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
         job: the rest.
+        confirm: called before anything is sent, when the shard's own attention is under way.
 
     Returns:
         out like q, lse (batch, heads, rows), and the rows kept.
@@ -73,6 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, 
     shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
+    confirm()
     if job.layout.is_fused:
         return out, lse, {}
     with beside:
