@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from hilbert_lib.figures import ring_speed
 from hilbert_lib.ring import benchmarks, sweeps
-from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, Work, run_works
+from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, VALIDATED, Work, run_works
 from hilbert_lib.ring.tables import spanning_pattern
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
@@ -63,6 +64,23 @@ def test_one_number_of_ranks_has_no_efficiency(measured):
     table = sweeps.ring_table(measured[2], "weak", "strong", "lengths")
     assert tuple(table) == tuple(sweeps.ring_table(measured[2], "of none")) == sweeps.RING_COLUMNS
     assert sweeps.efficiency(table[table.ranks == 2]).empty
+
+
+def test_the_header_of_every_call_is_in_the_time_of_the_side_that_says_so_alone(monkeypatch):
+    (work, _) = sweeps.comparison_works(ranks=1, tokens=[64], repetitions=1, **SIZES)
+    asked = {side: [] for side in work.sides if side != GATHERED}
+    q, k, v = torch.zeros(3, 1, 64, SIZES["heads"], SIZES["head_dim"])
+    for side, validated in asked.items():
+
+        def call(*tensors, validate=True, validated=validated, **options):
+            validated.append(validate)
+
+        monkeypatch.setattr(benchmarks, "ring_dilated_attention", call)
+        forward, _ = benchmarks._passes(side, work, q, k, v, None)
+        for _ in range(3):
+            forward()
+    assert asked.pop(VALIDATED) == [True, True, True]
+    assert set(map(tuple, asked.values())) == {(True, False, False)}
 
 
 def test_a_record_after_half_a_line_is_a_line_of_its_own(tmp_path, monkeypatch):

@@ -28,8 +28,9 @@ from hilbert_lib.ring.workers import run_ranks
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
 GATHERED, DENSE_RING = "gathered", "dense ring"
+VALIDATED = "auto, validated"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
-SIDES = (*TRANSPORTS, GATHERED, DENSE_RING, *ORDERS)
+SIDES = (*TRANSPORTS, VALIDATED, GATHERED, DENSE_RING, *ORDERS)
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
@@ -47,7 +48,8 @@ class Work:
         tokens: of the whole sequence.
         heads, kv_heads, head_dim: sizes.
         segment_lengths, dilation_rates: of the pattern.
-        sides: of `SIDES`. Transports compute by the library's own choice of backend. "gathered" gathers all k and v on
+        sides: of `SIDES`. Transports compute by the library's own choice of backend, and only their first call is
+            validated, as in a training loop; in "auto, validated" every call is. "gathered" gathers all k and v on
             every rank once and attends to them; its backward runs in the plain kernels, as the queries are fewer than
             the keys. "dense ring" passes all of them round the ring and computes dense attention, another function; the
             orders read k and v through the table of an order, by "auto".
@@ -225,7 +227,7 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     def forward() -> Tensor:
         graph.clear()
         graph[:] = [ring_dilated_attention(q, k, v, plan.pattern, **options)]
-        options["validate"] = False  # the first call has, and the shards are equal
+        options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
         return graph[0]
 
     return forward, lambda: torch.autograd.grad(graph.pop(), (q, k, v), dout)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work
+from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, ORDERS, TRANSPORTS, VALIDATED, Work
 from hilbert_lib.ring.tables import spanning_pattern
 
 
@@ -57,14 +57,15 @@ def comparison_works(
     first_segment: int,
     repetitions: int,
 ) -> list[Work]:
-    """Every transport, gathering at once, and k and v stored in an order, causal and not.
+    """Every transport, "auto" with the header of each call, gathering at once, and k and v stored in an order, causal
+    and not.
 
     Args:
         ranks: how many. tokens: of each rank.
         heads, head_dim, first_segment, repetitions: as in `scaling_works`.
     """
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "repetitions": repetitions}
-    sides = (*TRANSPORTS, GATHERED, *ORDERS)
+    sides = (*TRANSPORTS, VALIDATED, GATHERED, *ORDERS)
     return [
         _work("transports", ranks, each * ranks, first_segment, sides=sides, is_causal=is_causal, **sizes)
         for each in tokens
