@@ -23,8 +23,9 @@ from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import exchange, header, local
-from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.attention import _agreed, ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention
+from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.shards import gather, shard
 
 SPECS = {
@@ -243,21 +244,47 @@ def inputs(length: int, heads: int = 4, head_dim: int = 8, seed: int = 0, dtype=
     return [x.to(dtype).to(device()) for x in drawn]
 
 
-def disagree(**differing) -> str:
-    """What ranks say when the last one calls with other arguments than the rest."""
+def disagree(**differing) -> list[str]:
+    """What ranks say when the last one calls with other arguments than the rest: in the first call of that length, and
+    where they have agreed in one before, so that a rank expects no difference."""
     q, k, v, _ = inputs(8)
-    options = {"pattern": DilatedPattern((16,), (2,))}
-    if dist.get_rank() == dist.get_world_size() - 1:
+    pattern, is_last = DilatedPattern((16,), (2,)), dist.get_rank() == dist.get_world_size() - 1
+    options, asked = {"pattern": pattern}, q
+    if is_last:
         options |= {name: SPECS[value] if name == "kv_ordering" else value for name, value in differing.items()}
-        options["pattern"] = (
-            DilatedPattern(*BRANCHES[options["pattern"]]) if "pattern" in differing else options["pattern"]
-        )
-        q = q.requires_grad_() if options.pop("requires_grad", False) else q
-    try:
-        ring_dilated_attention(q, k, v, **options)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nobody complained"
+        options["pattern"] = DilatedPattern(*BRANCHES[options["pattern"]]) if "pattern" in differing else pattern
+        asked = q.clone().requires_grad_() if options.pop("requires_grad", False) else q
+    said = []
+    _agreed.clear()
+    for _ in range(2):
+        try:
+            ring_dilated_attention(asked, k, v, **options)
+            said.append("nobody complained")
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        ring_dilated_attention(q, k, v, pattern)
+    return said
+
+
+def one_fails_by_itself() -> list:
+    """What is said where the last rank asks for more than it can compute, and the others have begun: they find out
+    before they send. And whether all agree in the next call."""
+    q, k, v, _ = inputs(8)
+    call = partial(ring_dilated_attention, pattern=DilatedPattern((16,), (2,)), group=dist.new_group())
+    first = call(q, k, v)
+
+    def too_large(*_args, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with ExitStack() as stack:
+        larger = dist.get_rank() == dist.get_world_size() - 1
+        if larger:
+            stack.enter_context(patch.object(operators, "forward", too_large))
+        try:
+            call(*(x.repeat(1 + larger, 1, 1, 1) for x in (q, k, v)))
+        except ValueError as error:
+            said = str(error)
+    return [said, torch.equal(call(q, k, v), first)]
 
 
 def repeats(transport: str, lengths: list[int]) -> bool:
@@ -397,20 +424,30 @@ def around_the_header() -> list[list[str]]:
 
 
 def others_are_not_as_before() -> list:
-    """Of a group's later calls: the largest error where another rank has fewer rows than before, and what is said where
-    one asks for something else and this one for what cannot be planned."""
-    rank, group, pattern = dist.get_rank(), dist.new_group(), DilatedPattern(*BRANCHES["longer"])
-    q, k, v, _ = inputs(16)
-    whole = dilated_attention(q[:, :13], k[:, :13], v[:, :13], pattern)
-    for lengths in ([8, 8], [8, 5]):
+    """Of a group's later calls: the largest error of output and gradients where another rank has fewer rows than
+    before, in the end under a limit of memory that the rows of before would pass. And what is said where the last rank
+    asks for another transport and the others for what cannot be planned."""
+    rank, pattern = dist.get_rank(), DilatedPattern(*BRANCHES["longer"])
+    ring = partial(ring_dilated_attention, pattern=pattern, group=dist.new_group(), transport="ring")
+    drawn, errors = inputs(16), []
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": torch.float32, "transport": "ring"}
+    before, after = (
+        max(cost.memory_forward for cost in plan_ring(pattern, lengths, **sizes).ranks) for lengths in ((8, 8), (8, 5))
+    )
+    assert after < before
+    for lengths, limit in (([8, 8], None), ([5, 8], None), ([8, 8], None), ([8, 5], after)):
+        *tensors, dout = (x[:, : sum(lengths)] for x in drawn)
+        whole = results(partial(dilated_attention, pattern=pattern), tensors, dout)
         rows = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-        out = ring_dilated_attention(q[:, rows], k[:, rows], v[:, rows], pattern, group=group)
-    error = (out - whole[:, rows]).abs().max().item()
-    asked = {"transport": "all_to_all"} if rank else {"memory_limit": 1}
+        mine = results(partial(ring, memory_limit=limit), [x[:, rows] for x in tensors], dout[:, rows])
+        for name, own, one in zip(NAMES, mine, whole, strict=True):
+            part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
+            errors.append((own - one[part]).abs().nan_to_num(0.0).max().item())
+    asked = {"transport": "all_gather"} if rank else {"memory_limit": 1}
     try:
-        ring_dilated_attention(q[:, rows], k[:, rows], v[:, rows], pattern, group=group, **asked)
+        ring(*(x[:, rows] for x in tensors), **asked)
     except ValueError as refusal:
-        return [error, str(refusal)]
+        return [max(errors), str(refusal)]
 
 
 def outside_the_side_stream() -> list[list[str]]:

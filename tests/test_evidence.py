@@ -166,13 +166,23 @@ def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied)
 
 
 def test_another_package_is_named_where_it_is_ahead_and_where_it_was_timed(copied):
-    package = "flash_attn_4"
+    package, notebooks = "flash_attn_4", ("05_backend_selection", "06_kernel_benchmarks")
+
+    def lead(record):  # as in some record of either, and not in another
+        sides = [record.get(name, record) for name in "ab"]
+        if {side["name"] for side in sides} == {package, "triton"} and sides[0]["parameters"]["length"] == 262144:
+            ratio = 0.9 if sides[0]["name"] == package else 1 / 0.9
+            record |= {"ratio": ratio, "interval": [ratio, ratio]}
+            for side in sides:
+                side["samples_ms"] = [0.9 if side["name"] == package else 1.0] * len(side["samples_ms"])
 
     def rename(record):
         for side in (record.get("a", record), record.get("b", record)):
             side["name"] = side["name"].replace(package, "cudnn")
 
-    for notebook in ("05_backend_selection", "06_kernel_benchmarks"):  # where either of them timed it
+    for notebook in notebooks:
+        change(copied, notebook, lead)
+    for notebook in notebooks:  # where either of them timed it
         assert f"; elsewhere {package} is ahead, by up to " in texts(copied)["README.md"]
         change(copied, notebook, rename)
     assert "elsewhere" not in texts(copied)["README.md"]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from weakref import WeakKeyDictionary, ref
 
@@ -74,9 +75,11 @@ def ring_dilated_attention(
         key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
         backend: as in `dilated_attention`.
-        validate: whether ranks first tell each other what they ask for, so that those who disagree all raise. False
-            leaves that out after a group's first call: shards must then be as long as when they last did so, or, where
-            those were equal in length, all of another length.
+        validate: whether ranks tell each other what they ask for before they send anything, so that those who disagree
+            all raise. The shard's own attention is under way meanwhile, unless its length is new or there is dropout;
+            where another shard's length is new, it begins again. False leaves that out after a group's first call:
+            shards must then be as long as when they last did so, or, where those were equal in length, all of another
+            length.
 
     Returns:
         out like q; with return_lse also lse (batch, heads, rows), detached. Both of this rank's queries.
@@ -147,7 +150,8 @@ def _attend(
     lengths, confirm = _agreed.get(group), _nothing
     if validate:
         agreement = Agreement(request, 0 if refusal else q.shape[1], refusal, group)
-        # Mostly all is as in the call before: then the shard's own attention does not wait for the others' word.
+        # Mostly all is as in the call before: then the shard's own attention does not wait for the others' word. With
+        # dropout it does, whose seed is sent first, and so does a rank without rows, which has nothing to compute.
         if lengths and not refusal and lengths[group.rank()] == q.shape[1] and q.numel() and call.dropout_p == 0.0:
             confirm = partial(_confirm, agreement, group, lengths)
         else:
@@ -162,11 +166,12 @@ def _attend(
     if not q.shape[0] or not sum(lengths):
         out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
     else:
-        asked = q, k, v, call, group, planning, kv_ordering, backend
-        try:
-            out, lse = _ring(*asked, lengths, confirm)
-        except _OtherLengths:
-            out, lse = _ring(*asked, _agreed[group], _nothing)
+        asked, found = (q, k, v, call, group, planning, kv_ordering, backend), None
+        with suppress(_OtherLengths):
+            found = _ring(*asked, lengths, confirm)
+        if found is None:  # now that what was computed in vain is freed, which the exception had held
+            found = _ring(*asked, _agreed[group], _nothing)
+        out, lse = found
     return (out, lse) if options["return_lse"] else out
 
 
@@ -188,10 +193,10 @@ def _confirm(agreement: Agreement, group: ProcessGroup, lengths: tuple[int, ...]
 def _ring(q, k, v, call, group, planning, kv_ordering, backend, lengths, confirm) -> tuple[Tensor, Tensor]:
     try:
         job = _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
-    except ValueError:
-        confirm()  # others may wait to tell that they ask for something else
+        return _Ring.apply(q, k, v, job, confirm)
+    except Exception:
+        confirm()  # others may wait to tell that this rank asks for something else, which may be why it failed
         raise
-    return _Ring.apply(q, k, v, job, confirm)
 
 
 class _Ring(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they compute, so that those who disagree all raise and none waits for ever."""
+"""What ranks tell each other before they send rows, so that those who disagree all raise and none waits for ever."""
 
 import hashlib
 import json
@@ -53,10 +53,10 @@ def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
 
 
 class Agreement:
-    """What all ranks ask for, on its way to each other since this was made; all ranks make one for each call.
+    """What a call asks for, on its way to all other ranks since this was made.
 
     One message of 41 bytes a rank, over gloo: no GPU stream waits for it. Only where something is wrong do the ranks
-    tell each other what, in a second message.
+    tell each other what, in a second message. So whoever makes one asks for `lengths`, and sends nothing before.
 
     Args:
         request: what must be equal on all ranks, in words.
@@ -73,6 +73,7 @@ class Agreement:
         self._companion = _companion(group)
         self._gathered = [torch.empty_like(self._own) for _ in range(group.size())]
         self._work = dist.all_gather(self._gathered, self._own, group=self._companion, async_op=True)
+        self._found: tuple[int, ...] | Exception | None = None
 
     def lengths(self) -> tuple[int, ...]:
         """Every rank's shard length, in the order of the ranks, once it is known that all ask for the same.
@@ -82,19 +83,24 @@ class Agreement:
                 sides.
             Exception: `refusal` itself, on the rank that refused.
         """
+        if self._found is None:  # messages are sent once, however often one asks
+            self._found = self._compared()
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+    def _compared(self) -> tuple[int, ...] | Exception:
         self._work.wait()
         ranks, companions = (dist.get_process_group_ranks(group) for group in (self._group, self._companion))
         order = list(map(companions.index, ranks))  # a group that is made has its ranks sorted
         headers = [_HEADER.unpack(self._gathered[at].numpy().tobytes()) for at in order]
         refused, lengths, digests = zip(*headers, strict=True)
-        if any(refused) or len(set(digests)) > 1:
-            told: list = [None] * len(ranks)
-            text = None if self._refusal is None else f"{type(self._refusal).__name__}: {self._refusal}"
-            dist.all_gather_object(told, (text, self._request), group=self._companion)
-            if self._refusal is not None:
-                raise self._refusal
-            raise ValueError(_difference(dict(zip(ranks, map(told.__getitem__, order), strict=True))))
-        return lengths
+        if not any(refused) and len(set(digests)) == 1:
+            return lengths
+        told: list = [None] * len(ranks)
+        text = None if self._refusal is None else f"{type(self._refusal).__name__}: {self._refusal}"
+        dist.all_gather_object(told, (text, self._request), group=self._companion)
+        return self._refusal or ValueError(_difference(dict(zip(ranks, map(told.__getitem__, order), strict=True))))
 
 
 def _difference(told: dict[int, tuple[str | None, dict[str, str]]]) -> str:
