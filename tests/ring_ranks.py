@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the ring: functions of this module and of ring_costs, called by `run`."""
+"""What ranks run in the tests of the ring: functions of this file, of ring_costs and ring_headers, called by `run`."""
 
 import pkgutil
 import time
@@ -22,10 +22,9 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange, header, local
-from hilbert_lib.ring.attention import _agreed, ring_dilated_attention
+from hilbert_lib.ring import exchange, local
+from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention
-from hilbert_lib.ring.plan import plan_ring
 from hilbert_lib.ring.shards import gather, shard
 
 SPECS = {
@@ -244,49 +243,6 @@ def inputs(length: int, heads: int = 4, head_dim: int = 8, seed: int = 0, dtype=
     return [x.to(dtype).to(device()) for x in drawn]
 
 
-def disagree(**differing) -> list[str]:
-    """What ranks say when the last one calls with other arguments than the rest: in the first call of that length, and
-    where they have agreed in one before, so that a rank expects no difference."""
-    q, k, v, _ = inputs(8)
-    pattern, is_last = DilatedPattern((16,), (2,)), dist.get_rank() == dist.get_world_size() - 1
-    options, asked = {"pattern": pattern}, q
-    if is_last:
-        options |= {name: SPECS[value] if name == "kv_ordering" else value for name, value in differing.items()}
-        options["pattern"] = DilatedPattern(*BRANCHES[options["pattern"]]) if "pattern" in differing else pattern
-        asked = q.clone().requires_grad_() if options.pop("requires_grad", False) else q
-    said = []
-    _agreed.clear()
-    for _ in range(2):
-        try:
-            ring_dilated_attention(asked, k, v, **options)
-            said.append("nobody complained")
-        except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-        ring_dilated_attention(q, k, v, pattern)
-    return said
-
-
-def one_fails_by_itself() -> list:
-    """What is said where the last rank asks for more than it can compute, and the others have begun: they find out
-    before they send. And whether all agree in the next call."""
-    q, k, v, _ = inputs(8)
-    call = partial(ring_dilated_attention, pattern=DilatedPattern((16,), (2,)), group=dist.new_group())
-    first = call(q, k, v)
-
-    def too_large(*_args, **_options):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with ExitStack() as stack:
-        larger = dist.get_rank() == dist.get_world_size() - 1
-        if larger:
-            stack.enter_context(patch.object(operators, "forward", too_large))
-        try:
-            call(*(x.repeat(1 + larger, 1, 1, 1) for x in (q, k, v)))
-        except ValueError as error:
-            said = str(error)
-    return [said, torch.equal(call(q, k, v), first)]
-
-
 def repeats(transport: str, lengths: list[int]) -> bool:
     """Whether two runs give the same bits."""
     q, k, v, dout = inputs(lengths[dist.get_rank()])
@@ -321,24 +277,6 @@ def in_parts_of_the_world(size: int) -> float:
     dims = (1, 2, 1, 1, 1)
     together = [gather(x, dim, group) for x, dim in zip(mine, dims, strict=True)]
     return max((a - b).abs().nan_to_num(0.0).max().item() for a, b in zip(together, whole, strict=True))
-
-
-def without_validation(lengths: list[int]) -> list:
-    """How many headers are sent: of a validated call, and of one that is not, whose result is the same. And what is
-    said of a third one, for which each rank has a row less."""
-    q, k, v, _ = inputs(lengths[dist.get_rank()])
-    gathers, all_gather = [], dist.all_gather
-    dist.all_gather = lambda *args, **options: (gathers.append(1), all_gather(*args, **options))[1]
-    try:
-        call = partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
-        first, before = call(q, k, v), len(gathers)
-        assert torch.equal(call(q, k, v, validate=False), first)
-        counts = [before, len(gathers) - before]
-        call(q[:, 1:], k[:, 1:], v[:, 1:], validate=False)
-    except ValueError as error:
-        return [*counts, str(error)]
-    finally:
-        dist.all_gather = all_gather
 
 
 class Layer(torch.nn.Module):
@@ -398,56 +336,6 @@ def order_of_events() -> list[str]:
     finally:
         exchange.exchange, operators.forward, exchange.Arriving.wait = started, computed, waited
     return events
-
-
-def around_the_header() -> list[list[str]]:
-    """The order in which a group's first call, and its second, compute, learn that all agree, and start to send."""
-    group, events, found = dist.new_group(), [], []
-    q, k, v, _ = inputs(16)
-
-    def noted(name: str, function):
-        return lambda *args, **options: (events.append(name), function(*args, **options))[1]
-
-    patched = [
-        (operators, "forward", "compute"),
-        (header.Agreement, "lengths", "agree"),
-        (exchange, "exchange", "send"),
-    ]
-    with ExitStack() as stack:
-        for place, name, event in patched:
-            stack.enter_context(patch.object(place, name, noted(event, getattr(place, name))))
-        for _ in range(2):
-            ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather", group=group)
-            found.append(events[:])
-            events.clear()
-    return found
-
-
-def others_are_not_as_before() -> list:
-    """Of a group's later calls: the largest error of output and gradients where another rank has fewer rows than
-    before, in the end under a limit of memory that the rows of before would pass. And what is said where the last rank
-    asks for another transport and the others for what cannot be planned."""
-    rank, pattern = dist.get_rank(), DilatedPattern(*BRANCHES["longer"])
-    ring = partial(ring_dilated_attention, pattern=pattern, group=dist.new_group(), transport="ring")
-    drawn, errors = inputs(16), []
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": torch.float32, "transport": "ring"}
-    before, after = (
-        max(cost.memory_forward for cost in plan_ring(pattern, lengths, **sizes).ranks) for lengths in ((8, 8), (8, 5))
-    )
-    assert after < before
-    for lengths, limit in (([8, 8], None), ([5, 8], None), ([8, 8], None), ([8, 5], after)):
-        *tensors, dout = (x[:, : sum(lengths)] for x in drawn)
-        whole = results(partial(dilated_attention, pattern=pattern), tensors, dout)
-        rows = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-        mine = results(partial(ring, memory_limit=limit), [x[:, rows] for x in tensors], dout[:, rows])
-        for name, own, one in zip(NAMES, mine, whole, strict=True):
-            part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
-            errors.append((own - one[part]).abs().nan_to_num(0.0).max().item())
-    asked = {"transport": "all_gather"} if rank else {"memory_limit": 1}
-    try:
-        ring(*(x[:, rows] for x in tensors), **asked)
-    except ValueError as refusal:
-        return [max(errors), str(refusal)]
 
 
 def outside_the_side_stream() -> list[list[str]]:

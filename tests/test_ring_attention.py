@@ -155,12 +155,12 @@ DENSE = [
     for transport in ("all_gather", "ring")
 ]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
-CALLS[2] += [["disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
+CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
 CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_compute", {}]]
 CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
-CALLS[2] += [["without_validation", {"lengths": [4, 9]}], ["around_the_header", {}]]
-CALLS[2] += [["others_are_not_as_before", {}], ["one_fails_by_itself", {}]]
+CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_headers:around_the_header", {}]]
+CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
 for ranks, cases in COUNTED.items():
@@ -327,7 +327,7 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
 
 def check_disagreement(what: str, backend: str = "gloo") -> None:
     arguments, said = DISAGREEMENTS[what]
-    for answer in answers(2, "disagree", arguments, backend):
+    for answer in answers(2, "ring_headers:disagree", arguments, backend):
         for one in answer:  # where nothing is known of the others, and where they are expected to agree
             assert all(words in one for words in said), one
 
@@ -352,27 +352,29 @@ def test_a_group_may_be_part_of_the_world_and_a_mesh():
 
 
 def test_validate_false_sends_no_header_and_remembers_lengths():
-    for length, (*headers, said) in zip([4, 9], answers(2, "without_validation", {"lengths": [4, 9]}), strict=True):
+    for length, (*headers, said) in zip(
+        [4, 9], answers(2, "ring_headers:without_validation", {"lengths": [4, 9]}), strict=True
+    ):
         assert headers == [1, 0]
         assert f"validate must be True where shards of unequal length change: this rank's had {length} rows" in said
 
 
 def test_nothing_is_sent_and_only_the_own_shard_computed_before_all_agree():
-    for first, second in answers(2, "around_the_header", {}):
+    for first, second in answers(2, "ring_headers:around_the_header", {}):
         assert first[:3] == ["agree", "compute", "send"]
         assert second[:3] == ["compute", "agree", "send"]  # nothing differs on this rank, and so hardly on another
         assert sorted(first) == sorted(second)
 
 
 def test_a_rank_that_expects_what_was_before_learns_better():
-    for error, said in answers(2, "others_are_not_as_before", {}):
+    for error, said in answers(2, "ring_headers:others_are_not_as_before", {}):
         assert error < 5e-6
         assert "transport must be the same on all ranks" in said
         assert "memory_limit must be the same on all ranks" in said
 
 
 def test_a_rank_that_fails_by_what_it_alone_asks_for_keeps_no_other_waiting():
-    for said, agrees in answers(2, "one_fails_by_itself", {}):
+    for said, agrees in answers(2, "ring_headers:one_fails_by_itself", {}):
         assert "batch 2" in said
         assert "batch 4" in said
         assert agrees
