@@ -277,7 +277,8 @@ def committed_peaks() -> dict[tuple, int]:
                 for side, peak in zip(sides, record["peak_bytes"], strict=True):
                     asked = side["parameters"]
                     if asked.get("sweep") in CALLS and side["name"] in BACKENDS and peak >= 256 * MB:
-                        key = side["name"], *(asked[name] for name in ASKED), asked.get("pattern") == "groups"
+                        is_grouped = asked.get("pattern", "").endswith("groups")
+                        key = side["name"], *(asked[name] for name in ASKED), is_grouped
                         peaks[key] = max(peak, peaks.get(key, 0))
     return peaks
 

@@ -40,10 +40,10 @@ def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
         source: where it was measured, for the title.
     """
     shown = data[data.length == length]
-    shown = shown.assign(work=shown.pattern + np.where(shown.is_causal, "\ncausal", ""))
+    shown = shown.assign(work=shown.pattern.str.replace(" ", "\n") + np.where(shown.is_causal, "\ncausal", ""))
     names, works = _triton_first(shown.name), list(dict.fromkeys(shown.work))
     sizes = sorted(shown.head_dim.unique(), reverse=True)
-    figure = Figure(figsize=(6 * len(sizes), 7.5), layout="constrained")
+    figure = Figure(figsize=(max(6, len(works)) * len(sizes), 7.5), layout="constrained")
     panels = figure.subplots(2, len(sizes), squeeze=False, sharex=True)
     width = 0.85 / len(names)
     for axes_row, direction in zip(panels, ("forward", "backward"), strict=True):
