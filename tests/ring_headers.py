@@ -1,5 +1,6 @@
 """What ranks tell each other before they send rows, in the tests of the ring."""
 
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from ring_ranks import NAMES, SPECS, inputs, results
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange, header
+from hilbert_lib.ring import exchange, header, passes
 from hilbert_lib.ring.attention import _agreed, ring_dilated_attention
 from hilbert_lib.ring.plan import plan_ring
 
@@ -126,3 +127,22 @@ def others_are_not_as_before() -> list:
         ring(*(x[:, rows] for x in tensors), **asked)
     except ValueError as refusal:
         return [max(errors), str(refusal)]
+
+
+def what_was_computed_in_vain() -> list[bool]:
+    """Where another rank has fewer rows than before, and this one begins again: whether its first results are held."""
+    group, computed, held = dist.new_group(), [], []
+    q, k, v, _ = inputs(8)
+    pattern, forward = DilatedPattern((8, 32), (1, 2)), passes._fused_forward
+    ring_dilated_attention(q, k, v, pattern, group=group)
+
+    def watched(*args):
+        held.extend(out() is not None for out in computed)
+        results = forward(*args)
+        computed.append(weakref.ref(results[0]))
+        return results
+
+    rows = slice(0, 8 if dist.get_rank() == 0 else 5)
+    with patch.object(passes, "_fused_forward", watched):
+        ring_dilated_attention(q[:, rows], k[:, rows], v[:, rows], pattern, group=group)
+    return held

@@ -161,6 +161,7 @@ CALLS[2] += [["second_derivative", {}], ["order_of_events", {}], ["nothing_to_co
 CALLS[2] += [["outside_the_side_stream", {}], ["one_rank_has_no_gradient", {}]]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_headers:around_the_header", {}]]
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
+CALLS[2] += [["ring_headers:what_was_computed_in_vain", {}]]
 CALLS[2] += [["one_rank_is_plain", {"backend": backend}] for backend in DROPPING]
 CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
 for ranks, cases in COUNTED.items():
@@ -371,6 +372,10 @@ def test_a_rank_that_expects_what_was_before_learns_better():
         assert error < 5e-6
         assert "transport must be the same on all ranks" in said
         assert "memory_limit must be the same on all ranks" in said
+
+
+def test_what_was_computed_in_vain_is_freed_before_it_is_computed_again():
+    assert answers(2, "ring_headers:what_was_computed_in_vain", {}) == [[False], []]
 
 
 def test_a_rank_that_fails_by_what_it_alone_asks_for_keeps_no_other_waiting():
