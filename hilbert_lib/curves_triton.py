@@ -93,6 +93,8 @@ def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
 def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
     """The place of each cell along the Hilbert curve, and whether all cells lie inside of the grid.
 
+    The host waits for the answer.
+
     Args:
         coordinates: (..., ndim) int64.
         sides: of the grid.
@@ -100,6 +102,12 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
     Returns:
         (...) int64, without meaning if a cell lies outside; and whether none does.
     """
+    place, outside = index_unread(coordinates, sides)
+    return place, not outside.item()
+
+
+def index_unread(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """As `index`, without the wait: the places, and a number on the device that is 1 where a cell lies outside."""
     place = torch.empty(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
     outside = torch.zeros(1, dtype=torch.int32, device=coordinates.device)
     rules = _rules(sides, LEAF_CELLS, coordinates.device)
@@ -113,7 +121,7 @@ def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
                 BLOCK=block,
                 num_warps=1,
             )
-    return place, not outside.item()
+    return place, outside
 
 
 @cached_for_graphs(maxsize=32)

@@ -152,7 +152,8 @@ def curves(shapes: Sequence[Sequence[int]], *, device: torch.device) -> Pairs:
         device: where to compute.
 
     Yields:
-        (copy, decode) and (copy, encode). The error is the share of cells that do not come back from a round trip.
+        (copy, decode), (copy, encode), and the latter once more without the host's wait for whether all cells lie
+        inside. The error is the share of cells that do not come back from a round trip.
     """
     for shape in shapes:
         yield from _decode_and_encode(tuple(shape), device)
@@ -168,15 +169,24 @@ def _decode_and_encode(shape: tuple[int, ...], device: torch.device) -> Pairs:
     def encode() -> Results:
         return (curve_index("hilbert", coordinates(), shape),)
 
+    def encode_unread() -> Results:
+        from hilbert_lib import curves_triton
+
+        return (curves_triton.index_unread(coordinates(), shape)[0],)
+
     def lost(results: Results) -> float:
         (found,) = results
         index = found if found.ndim == 1 else curve_index("hilbert", found, shape)
         return (index != torch.arange(places, device=device)).double().mean().item()
 
-    for name, run, axes in (("decode", decode, len(shape)), ("encode", encode, len(shape) + 1)):
-        parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": name}
+    for direction, name, run, axes in (
+        ("decode", "hilbert curve", decode, len(shape)),
+        ("encode", "hilbert curve", encode, len(shape) + 1),
+        ("encode", "hilbert curve, no wait", encode_unread, len(shape) + 1),
+    ):
+        parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": direction}
         moved = 8 * axes * places
-        yield _copy(moved, parameters, device), Side("hilbert curve", parameters, run, lost, useful_bytes=moved)
+        yield _copy(moved, parameters, device), Side(name, parameters, run, lost, useful_bytes=moved)
 
 
 def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> Iterator[tuple[Side]]:

@@ -46,7 +46,7 @@ class Recorded:
 
     Attributes:
         measured: as `bench` gives it.
-        peak_bytes: device memory that a call of each side allocated at its peak, its results included.
+        peak_bytes: device memory that a call of each side asked for at its peak, its results included.
         output_difference: of the results of a pair, as `relative_difference`; None where there is nothing to compare.
     """
 
@@ -263,15 +263,22 @@ def _run(
 
 
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
-    # Results, bytes allocated at a GPU's peak, and seconds of the second call; the first compiles and keeps its tables.
+    # Results, bytes asked for at a GPU's peak, and seconds of the second call; the first compiles and keeps its tables.
     side.run()
-    before = begin_peak(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        begin_peak(device)
+        before = _requested_bytes("current", device)
     start = time.perf_counter()
     results = side.run()
     if device.type == "cpu":
         return results, 0, time.perf_counter() - start
     torch.cuda.synchronize(device)
-    return results, torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - start
+    return results, _requested_bytes("peak", device) - before, time.perf_counter() - start
+
+
+def _requested_bytes(when: str, device: torch.device) -> int:
+    # What is given may be more: a block of the allocator's cache goes whole where little would be left of it.
+    return torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]
 
 
 def _sides(record: dict) -> list[dict]:
