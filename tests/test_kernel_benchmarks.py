@@ -6,6 +6,8 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import same_color
+from matplotlib.container import BarContainer, ErrorbarContainer
 
 from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention
 from hilbert_lib import kernel_benchmarks as benchmarks
@@ -253,7 +255,8 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
 def test_calls_of_the_kernels_allocated_their_results_and_delta_and_a_sum_of_dq_and_nothing_beyond():
     """In the committed record: out and lse, or the gradients and delta; dq in float32 unless determinism is asked for.
 
-    All have as many heads of k as of q, and one sequence. The table of a pattern is there before; 4 bytes are the flag of a NaN.
+    All have as many heads of k as of q, and one sequence. The table of a pattern is there before; the flag of a NaN has
+    4 bytes.
     """
     peaks = [
         (side["name"], side["parameters"], peak)
@@ -330,6 +333,30 @@ def test_every_figure_is_drawn_from_its_table_alone(tmp_path):
 
 def test_every_opponent_has_a_style_of_its_own():
     assert len(set(figures.STYLES)) >= len(BACKENDS) + len(BASELINES)
+
+
+def test_a_backend_has_one_colour_in_all_figures_of_speeds():
+    reference = DilatedPattern((8, 16), (1, 2))
+    groups = replace(reference, offsets="branch", mixing="head_groups")
+    works = [("reference", reference, ["eager", "torchscale"]), ("groups", groups, ["fkodom"])]
+    pairs = [
+        timed(*pair).record()
+        for label, pattern, names in works
+        for pair in benchmarks.backends({label: pattern}, opponents=names, lengths=[16, 32], **SMALL)
+    ]
+    table = side_table(pairs, "backends")
+    drawn = [figures.draw_speeds(table, length=16, source="invented")]
+    drawn += [figures.draw_speeds_by_length(table, pattern=label, source="invented") for label, _, _ in works]
+    bars = {bars.get_label(): bars.patches[0].get_facecolor() for bars in _labelled(drawn[0], BarContainer)}
+    assert list(bars) == ["triton", "eager", "torchscale", "fkodom"]
+    lines = [line for figure in drawn[1:] for line in _labelled(figure, ErrorbarContainer)]
+    assert {line.get_label() for line in lines} == set(bars)
+    assert all(same_color(line.lines[0].get_color(), bars[line.get_label()]) for line in lines)
+
+
+def _labelled(figure, kind):
+    containers = [each for axes in figure.axes for each in axes.containers if isinstance(each, kind)]
+    return [each for each in containers if not each.get_label().startswith("_")]
 
 
 @pytest.mark.gpu
