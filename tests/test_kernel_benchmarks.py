@@ -277,6 +277,16 @@ def test_calls_of_the_kernels_allocated_their_results_and_delta_and_a_sum_of_dq_
         assert peak - allowed in (0, 4), f"{name}, {at}"
 
 
+@pytest.mark.parametrize("sweep", ["layouts", "decoding"])
+def test_an_order_costs_at_most_a_twentieth_more_than_linear_indices_do(sweep):
+    """In the committed record, by the interval's nearer end; at random, which is no order to choose, up to a fifth."""
+    pairs = ratio_table(benchmarks.committed_records(), sweep)
+    ordered = pairs[~pairs.b.isin([benchmarks.NO_TABLE, "random"])]
+    assert len(ordered) > 50
+    assert (1 / ordered.high).max() <= 1.05
+    assert 1 < (1 / pairs[pairs.b == "random"].high).max() <= 1.2
+
+
 def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(committed, "REPORTS", tmp_path)
     check = run_sides([(one("a", 1.0), one("b", 1.0))], device="cpu")
