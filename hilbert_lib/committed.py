@@ -5,7 +5,8 @@ from pathlib import Path
 
 from hilbert_lib.records import FAILED, REPORTS, RESULTS, last_record
 
-MACHINES = "h200*"  # folders of the runs that are committed; local ones lie beside them
+MACHINES = "h[12]00*"  # folders of the runs that are committed; local ones lie beside them
+TELLING = "h200*"  # those of them that numbers and advice are from
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 
 
@@ -17,13 +18,13 @@ def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None =
     Args:
         name: of the folder, or what stands before the hash of the run's parameters.
         file: that it must hold.
-        machines: folders of runs; by default those that are committed for H200s, of which runs without a GPU are none.
+        machines: folders of runs; by default those of `TELLING`, of which runs without a GPU are none.
 
     >>> run = newest_run("06_kernel_benchmarks")
     >>> run is None or (run / "manifest.json").exists()
     True
     """
-    anywhere, machines = machines is not None, REPORTS.glob(MACHINES) if machines is None else machines
+    anywhere, machines = machines is not None, REPORTS.glob(TELLING) if machines is None else machines
     kinds = (f"*/{name}/{file}", f"*/{name}-*/{file}")
     runs = [path.parent for machine in machines for kind in kinds for path in machine.glob(kind)]
     runs = [run for run in runs if not run.name.endswith(FAILED)]  # what was measured before it failed is no record

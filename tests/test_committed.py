@@ -30,3 +30,13 @@ def test_a_run_without_a_gpu_speaks_for_no_notebook_unless_its_folder_is_named(t
     monkeypatch.setattr(committed, "REPORTS", tmp_path)
     assert newest_run("05_x") is None
     assert newest_run("05_x", machines=[tmp_path / "h200"]) == path.parent
+
+
+def test_a_run_on_another_gpu_is_committed_and_speaks_for_no_notebook(tmp_path, monkeypatch):
+    for machine, day in (("h200", 1), ("h100", 2)):
+        path = tmp_path / machine / "a" / "05_x-1" / "results.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"environment": {"utc": f"2026-11-0{day}", "gpus": [{}]}}))
+    monkeypatch.setattr(committed, "REPORTS", tmp_path)
+    assert newest_run("05_x") == tmp_path / "h200/a/05_x-1"
+    assert {path.name for path in tmp_path.glob(committed.MACHINES)} == {"h200", "h100"}

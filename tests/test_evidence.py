@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.cli import main
-from hilbert_lib.committed import newest_run
+from hilbert_lib.committed import MACHINES, newest_run
 from hilbert_lib.ledger.evidence import evidence_pages, write_evidence
 from hilbert_lib.records import REPORTS, RESULTS
 from hilbert_lib.suite.points import read_notebook
@@ -74,7 +74,7 @@ def test_the_committed_pages_ask_no_host_for_anything_and_lead_to_files_that_exi
 
 
 def test_every_committed_notebook_is_small():
-    sizes = {path: path.stat().st_size for path in REPORTS.glob("h200*/*/*/*.ipynb")}
+    sizes = {path: path.stat().st_size for path in REPORTS.glob(f"{MACHINES}/*/*/*.ipynb")}
     assert max(sizes.values()) < 1e6, sizes
 
 
@@ -238,6 +238,20 @@ def test_the_figure_is_that_of_the_blocks_with_the_best_of_the_answer(copied):
         assert f"in blocks of {max(ratios)[1]}" in pages[name]
 
 
+def test_the_kernels_of_another_gpu_are_told_beside_and_change_nothing_else(copied):
+    before = texts(copied)["README.md"].splitlines()
+    (run,) = copied.glob("h200/*/06_kernel_benchmarks*")
+    shutil.copytree(run, copied / "h100" / "a-run" / run.name)
+    (path,) = copied.glob(f"h100/*/*/{RESULTS}")
+    newer = path.read_text().replace('"hardware": "NVIDIA H200"', '"hardware": "NVIDIA H100"').replace("2026-", "2027-")
+    path.write_text(newer)
+    after = texts(copied)["README.md"].splitlines()
+    assert not set(before) - set(after)
+    added = [line for line in after if line not in before]
+    assert len(added) == 4
+    assert all("| NVIDIA H100 | [06](reports/h100/a-run/06" in line for line in added)
+
+
 def test_the_newest_finished_run_of_each_machine_is_shown_and_no_local_one(tmp_path):
     reports = tmp_path / "reports"
     make_run(reports / "h200" / "old")
@@ -246,6 +260,7 @@ def test_the_newest_finished_run_of_each_machine_is_shown_and_no_local_one(tmp_p
         reports / "h200" / "new", changes={"seq_len": 16}, prose="# Title\n\nSee [b](01_b.ipynb), [c](02_c.ipynb)."
     )
     make_run(reports / "h200" / "new", "01_b")
+    make_run(reports / "h100" / "last", "01_b")
     make_run(reports / "h200" / "newer", error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(reports / "local" / "cpu-1", "03_local")
     for run in reports.glob("*/*/"):
@@ -254,7 +269,7 @@ def test_the_newest_finished_run_of_each_machine_is_shown_and_no_local_one(tmp_p
     page, markdown = ((reports / name).read_text() for name in ("index.html", "README.md"))
     assert re.findall(r'<section id="(\w+)"', page) == re.findall(r'<a id="(\w+)"', markdown) == ["00_a", "01_b"]
     for text in (page, markdown):
-        assert set(re.findall(r"(h200\w*/\w+)/0", text)) == {"h200/new", "h200x4/four"}
+        assert set(re.findall(r"(h\d+\w*/\w+)/0", text)) == {"h200/new", "h200x4/four", "h100/last"}
         assert "local" not in text
         assert "Older" not in text
         assert "waits for records of 06_kernel_benchmarks" in text
@@ -262,6 +277,7 @@ def test_the_newest_finished_run_of_each_machine_is_shown_and_no_local_one(tmp_p
     assert all((reports / link).exists() for link in links)
     assert "h200/new/01_b/01_b.html" in links
     assert "h200/new/01_b/01_b.ipynb" in links
+    assert "[b](h200/new/01_b/01_b.ipynb)" in markdown, "numbers and words are of what an H200 showed"
     assert "02_c" not in page + markdown
 
 
@@ -278,7 +294,7 @@ def test_the_command_builds_the_pages_where_machines_lie_and_only_there(copied):
 
 
 def test_no_record_names_a_folder_of_the_machine_that_made_it():
-    for path in REPORTS.glob("h200*/**/*"):
+    for path in REPORTS.glob(f"{MACHINES}/**/*"):
         if path.suffix in (".ipynb", ".html", ".json", ".jsonl", ".csv", ".md"):
             found = re.findall(r"\W((?:/|\.\./)(?:tmp|home|root|work|mnt)/\w+)", path.read_text())
             assert not found, (path.name, found[:3])

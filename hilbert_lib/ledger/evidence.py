@@ -5,12 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hilbert_lib.committed import MACHINES, newest_run, run_environment
+import pandas as pd
+
+from hilbert_lib.committed import MACHINES, TELLING, newest_run, run_environment
 from hilbert_lib.environment import say_hardware
 from hilbert_lib.files import write_whole
 from hilbert_lib.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
 from hilbert_lib.ledger.kernels import grid_gains
-from hilbert_lib.ledger.numbers import RING, key_numbers
+from hilbert_lib.ledger.numbers import RING, kernel_numbers, key_numbers
 from hilbert_lib.records import RESULTS, read_records
 from hilbert_lib.suite.html import markdown_html
 from hilbert_lib.suite.manifest import MANIFEST, read_manifest
@@ -63,9 +65,10 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
     machines = [each for each in sorted(folder.glob(MACHINES)) if any(map(point_folders, each.glob("*/")))]
     if not machines:
         return {}
-    found = {name: newest_run(name, machines=machines) for name in (KERNELS, GRIDS, RING, CHOICE)}
+    telling, others = ([each for each in machines if each.match(TELLING) == is_told] for is_told in (True, False))
+    found = {name: newest_run(name, machines=telling) for name in (KERNELS, GRIDS, RING, CHOICE)}
     waiting = [name for name, run in found.items() if run is None]
-    told = None if waiting else _told(found, folder)
+    told = None if waiting else _told(found, newest_run(KERNELS, machines=others), folder)
     content = {
         "told": told,
         "waiting": waiting,
@@ -89,14 +92,16 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
     return pages
 
 
-def _told(found: dict[str, Path], folder: Path) -> dict:
-    """The answer, its figure and the numbers, with paths from the folder."""
+def _told(found: dict[str, Path], elsewhere: Path | None, folder: Path) -> dict:
+    """The answer, its figure and the numbers, with paths from the folder; the kernels' of another GPU too."""
     records = {name: read_records(run / RESULTS) for name, run in found.items()}
     try:
         answer = short_answer(records[KERNELS], records[GRIDS], records[CHOICE])
-        numbers = key_numbers(records[KERNELS], records[GRIDS], records[RING])
+        numbers = _placed(key_numbers(records[KERNELS], records[GRIDS], records[RING]), found, folder)
+        if elsewhere:
+            numbers += _placed(kernel_numbers(read_records(elsewhere / RESULTS)), {KERNELS: elsewhere}, folder)
     except (LookupError, AttributeError, ValueError) as error:
-        runs = ", ".join(run.relative_to(folder).as_posix() for run in found.values())
+        runs = ", ".join(run.relative_to(folder).as_posix() for run in (*found.values(), elsewhere) if run)
         raise ValueError(f"the newest records lack what is told of them ({error}): {runs}") from error
     if not answer.premise.all():
         raise ValueError(f"the records no longer bear this out: {' '.join(answer.answer[~answer.premise])}")
@@ -107,10 +112,9 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     for run, figure in ((found[GRIDS], f"speedups_{block}.png"), (found[KERNELS], "speeds.png")):
         if not (run / figure).exists():
             raise ValueError(f"{run} holds no {figure}; hilbert report {run.parent} --redraw draws what has a table")
-    on = {name: say_hardware(run_environment(run)) for name, run in found.items()}
     return {
         "answer": [{"text": row.answer, "notebooks": row.rests_on.split(", ")} for row in answer.itertuples()],
-        "numbers": [{**row, "on": on[row["record"]], "run": at[row["record"]]} for row in numbers.to_dict("records")],
+        "numbers": numbers,
         "figure": f"{at[GRIDS]}/speedups_{block}.png",
         "alt": "Times as fast as storage row by row, of every order on grids",
         "caption": CAPTION.format(block=block),
@@ -119,14 +123,25 @@ def _told(found: dict[str, Path], folder: Path) -> dict:
     }
 
 
+def _placed(numbers: pd.DataFrame, runs: dict[str, Path], folder: Path) -> list[dict]:
+    """Each number with the hardware and the folder of the run that it is from."""
+    on = {name: say_hardware(run_environment(run)) for name, run in runs.items()}
+    at = {name: run.relative_to(folder).as_posix() for name, run in runs.items()}
+    return [{**row, "on": on[row["record"]], "run": at[row["record"]]} for row in numbers.to_dict("records")]
+
+
 def _notebooks(folder: Path, machines: list[Path]) -> list[dict]:
-    """Each notebook in reading order, with its newest finished run on each machine, the newest first."""
+    """Each notebook in reading order, with its newest finished run on each machine: of `TELLING`, then of others."""
     points = [point for machine in machines for run in machine.glob("*/") for point in point_folders(run)]
     ended = sorted(((read_manifest(point), point) for point in points), key=lambda run: run[0]["end"])
     finished = [(manifest, point) for manifest, point in ended if manifest["status"] == "ok"]
     newest = {(point.parents[1], manifest["notebook"]): (manifest, point) for manifest, point in finished}
     runs: dict[str, list[tuple[dict, Path]]] = {}
-    for manifest, point in sorted(newest.values(), key=lambda run: run[0]["end"], reverse=True):
+
+    def rank(run: tuple[dict, Path]) -> tuple[bool, str]:
+        return run[1].parents[1].match(TELLING), run[0]["end"]
+
+    for manifest, point in sorted(newest.values(), key=rank, reverse=True):
         runs.setdefault(manifest["notebook"], []).append((manifest, point))
 
     def path_of(ending: str, name: str) -> str | None:

@@ -36,6 +36,19 @@ def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFram
     return pd.DataFrame(rows, columns=["what", "measured", "record"])
 
 
+def kernel_numbers(records: Records) -> pd.DataFrame:
+    """What of the kernels is told of a further GPU: what they reach at one length, and what an order changes.
+
+    Args:
+        records: of notebook 06, made there.
+
+    Returns:
+        As `key_numbers`.
+    """
+    rows = [(*row, KERNELS) for row in (*_speeds(records), *_orders(records))]
+    return pd.DataFrame(rows, columns=["what", "measured", "record"])
+
+
 def _speeds(records: Records, *, longest: bool = False) -> list[tuple[str, str]]:
     # Nothing of the longest where there is one length.
     speeds, rows = fused_speeds(records, longest=longest), []
