@@ -46,7 +46,8 @@ class Recorded:
 
     Attributes:
         measured: as `bench` gives it.
-        peak_bytes: device memory that a call of each side asked for at its peak, its results included.
+        peak_bytes: device memory that a call of each side took at its peak, its results included; by `run_sides` what
+            it asked for, where torch may have given a little more.
         output_difference: of the results of a pair, as `relative_difference`; None where there is nothing to compare.
     """
 
@@ -265,13 +266,12 @@ def _run(
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
     # Results, bytes asked for at a GPU's peak, and seconds of the second call; the first compiles and keeps its tables.
     side.run()
-    if device.type == "cuda":
-        begin_peak(device)
-        before = _requested_bytes("current", device)
-    start = time.perf_counter()
-    results = side.run()
     if device.type == "cpu":
-        return results, 0, time.perf_counter() - start
+        start = time.perf_counter()
+        return side.run(), 0, time.perf_counter() - start
+    begin_peak(device)
+    before, start = _requested_bytes("current", device), time.perf_counter()
+    results = side.run()
     torch.cuda.synchronize(device)
     return results, _requested_bytes("peak", device) - before, time.perf_counter() - start
 

@@ -159,10 +159,11 @@ def test_a_record_that_lacks_what_is_told_of_it_is_named(copied):
 def test_a_backend_s_lead_is_the_paired_ratio_and_no_quotient_of_medians(copied):
     def level(record):
         if record.get("b", record)["parameters"]["sweep"] == "backends":
-            record["ratio"] = 1.25
+            record |= {"ratio": 1.25, "interval": [1.2, 1.31]}
 
     change(copied, "06_kernel_benchmarks", level)
-    assert "1.25 and 1.25 times as fast as the best of cudnn," in texts(copied)["README.md"]
+    lead = "1.25 (1.20 to 1.31)"
+    assert f"{lead} and {lead} times as fast as the best of cudnn," in texts(copied)["README.md"]
 
 
 def test_another_package_is_named_where_it_is_ahead_and_where_it_was_timed(copied):
@@ -243,7 +244,9 @@ def test_the_kernels_of_another_gpu_are_told_beside_and_change_nothing_else(copi
     (run,) = copied.glob("h200/*/06_kernel_benchmarks*")
     shutil.copytree(run, copied / "h100" / "a-run" / run.name)
     (path,) = copied.glob(f"h100/*/*/{RESULTS}")
-    newer = path.read_text().replace('"hardware": "NVIDIA H200"', '"hardware": "NVIDIA H100"').replace("2026-", "2027-")
+    elsewhere = path.read_text().replace('"hardware": "NVIDIA H200"', '"hardware": "NVIDIA H100"')
+    newer = re.sub(r'"utc": "\d{4}', '"utc": "9999', elsewhere)
+    assert newer != elsewhere
     path.write_text(newer)
     after = texts(copied)["README.md"].splitlines()
     assert not set(before) - set(after)

@@ -17,12 +17,13 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.baselines import BASELINES
 from hilbert_lib.bench import Case, compare_paired
 from hilbert_lib.claims import claim_pairs, claim_table
+from hilbert_lib.environment import kernel_mode
 from hilbert_lib.exact_rows import exact_gradients, exact_out, sampled_positions
 from hilbert_lib.figures import kernels as figures
 from hilbert_lib.figures import redraw, show
 from hilbert_lib.graph_benchmarks import pair_table
 from hilbert_lib.paired import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
-from hilbert_lib.records import append_records, read_records
+from hilbert_lib.records import REPORTS, RESULTS, append_records, read_records
 from hilbert_lib.workload import Workload
 
 PATTERNS = [
@@ -232,7 +233,7 @@ def test_decoding_counts_each_row_that_is_needed_once():
 
 def test_a_wrong_curve_shows_as_an_error(monkeypatch):
     sides = [ours for _, ours in benchmarks.curves([(4, 4), (3, 2, 5)], device=torch.device("cpu"))]
-    assert [side.error(side.run()) for side in sides] == [0.0] * 6
+    assert [side.error(side.run()) for side in sides] == [0.0] * (6 if kernel_mode() == "interpreted" else 4)
     for side in sides:
         (result,) = side.run()
         assert side.error((result.flip(0),)) > 0.5
@@ -252,15 +253,17 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
     assert table.useful_flop["matrix product"] == 2 * 16**3
 
 
-def test_calls_of_the_kernels_allocated_their_results_and_delta_and_a_sum_of_dq_and_nothing_beyond():
+@pytest.mark.parametrize("machine", ["h200", "h100"])
+def test_calls_of_the_kernels_took_their_results_and_delta_and_a_sum_of_dq_and_nothing_beyond(machine):
     """In the committed record: out and lse, or the gradients and delta; dq in float32 unless determinism is asked for.
 
-    All have as many heads of k as of q, and one sequence. The table of a pattern is there before; the flag of a NaN has
-    4 bytes.
+    All have as many heads of k as of q, and one sequence. The table of a pattern is there before. Some forwards have a
+    flag of 4 bytes, for NaN.
     """
+    run = committed.newest_run("06_kernel_benchmarks", machines=[REPORTS / machine])
     peaks = [
         (side["name"], side["parameters"], peak)
-        for record in benchmarks.committed_records()
+        for record in read_records(run / RESULTS)
         if record["kind"] == "comparison"
         for side, peak in zip((record["a"], record["b"]), record["peak_bytes"], strict=True)
         if side["name"] in ("triton", "triton, deterministic")
@@ -273,13 +276,15 @@ def test_calls_of_the_kernels_allocated_their_results_and_delta_and_a_sum_of_dq_
         elements, lse = rows * at["head_dim"], 4 * rows
         size = getattr(torch, at["dtype"]).itemsize
         sums = 4 * elements if name == "triton" else 0
-        allowed = size * elements + lse if at["direction"] == "forward" else 3 * size * elements + lse + sums
-        assert peak - allowed in (0, 4), f"{name}, {at}"
+        if at["direction"] == "forward":
+            assert peak - (size * elements + lse) in (0, 4), at
+        else:
+            assert peak == 3 * size * elements + lse + sums, f"{name}, {at}"
 
 
 @pytest.mark.parametrize("sweep", ["layouts", "decoding"])
-def test_an_order_costs_at_most_a_twentieth_more_than_linear_indices_do(sweep):
-    """In the committed record, by the interval's nearer end; at random, which is no order to choose, up to a fifth."""
+def test_an_order_costs_at_most_a_twentieth_more_than_linear_storage_by_a_table(sweep):
+    """In the H200's record, by the interval's nearer end; at random, which is no order to choose, up to a fifth."""
     pairs = ratio_table(benchmarks.committed_records(), sweep)
     ordered = pairs[~pairs.b.isin([benchmarks.NO_TABLE, "random"])]
     assert len(ordered) > 50
@@ -342,7 +347,8 @@ def test_every_figure_is_drawn_from_its_table_alone(tmp_path):
 
 
 def test_every_opponent_has_a_style_of_its_own():
-    assert len(set(figures.STYLES)) >= len(BACKENDS) + len(BASELINES)
+    assert {*BACKENDS, *BASELINES} < set(figures.BACKEND_STYLES)
+    assert len(set(figures.BACKEND_STYLES.values())) == len(figures.BACKEND_STYLES)
 
 
 def test_a_backend_has_one_colour_in_all_figures_of_speeds():
@@ -357,7 +363,7 @@ def test_a_backend_has_one_colour_in_all_figures_of_speeds():
     table = side_table(pairs, "backends")
     drawn = [figures.draw_speeds(table, length=16, source="invented")]
     drawn += [figures.draw_speeds_by_length(table, pattern=label, source="invented") for label, _, _ in works]
-    bars = {bars.get_label(): bars.patches[0].get_facecolor() for bars in _labelled(drawn[0], BarContainer)}
+    bars = {each.get_label(): each.patches[0].get_facecolor() for each in _labelled(drawn[0], BarContainer)}
     assert list(bars) == ["triton", "eager", "torchscale", "fkodom"]
     lines = [line for figure in drawn[1:] for line in _labelled(figure, ErrorbarContainer)]
     assert {line.get_label() for line in lines} == set(bars)

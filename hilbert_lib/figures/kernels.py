@@ -9,7 +9,7 @@ from hilbert_lib.figures.record import COLOURS, MARKERS
 from hilbert_lib.kernel_benchmarks import NO_TABLE
 from hilbert_lib.locality.predicted import model_errors
 
-# Okabe and Ito's colours, a hatch and a marker each: by backend, in the order in which they first appear in a record.
+# Okabe and Ito's colours, a hatch and a marker each.
 STYLES = [
     ("#D55E00", "", "o"),
     ("#0072B2", "//", "s"),
@@ -26,6 +26,10 @@ STYLES = [
     ("#AA4499", "\\\\", "X"),
     ("#661100", "xx", "d"),
 ]
+# Every figure of speeds gives a backend the same one.
+NAMES = ["triton", "cudnn", "flash", "flash_attn_4", "flex", "torchscale", "fkodom", "eager", "sdpa", "xformers"]
+NAMES += ["flash_attn_2", "flash_attn_3", "reference", "triton, decoding"]
+BACKEND_STYLES = dict(zip(NAMES, STYLES, strict=True))
 LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
 LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
 FEWEST_BYTES = 2**17  # the kernels' own code is 52 to 81 KiB, which the cache model leaves out
@@ -39,7 +43,6 @@ def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
         length: tokens.
         source: where it was measured, for the title.
     """
-    styles = _styles(data)
     shown = data[data.length == length]
     shown = shown.assign(work=shown.pattern.str.replace(" ", "\n") + np.where(shown.is_causal, "\ncausal", ""))
     names, works = _triton_first(shown.name), list(dict.fromkeys(shown.work))
@@ -54,7 +57,7 @@ def draw_speeds(data: pd.DataFrame, *, length: int, source: str) -> Figure:
             # The bars of a work stand side by side: a backend that cannot serve it leaves no gap.
             place = table.notna().cumsum(axis=1).sub((table.notna().sum(axis=1) + 1) / 2, axis=0)
             for name in names:
-                colour, hatch, _ = styles[name]
+                colour, hatch, _ = BACKEND_STYLES[name]
                 rows = panel[panel.name == name].set_index("work").reindex(works)
                 at = np.arange(len(works)) + place[name] * width
                 axes.bar(at, rows.tflop_per_s, width, label=name, color=colour, hatch=hatch, edgecolor="white")
@@ -76,7 +79,6 @@ def draw_speeds_by_length(data: pd.DataFrame, *, pattern: str, source: str) -> F
         pattern: which one.
         source: where it was measured, for the title.
     """
-    styles = _styles(data)
     shown = data[(data.pattern == pattern) & ~data.is_causal]
     names, sizes = _triton_first(shown.name), sorted(shown.head_dim.unique(), reverse=True)
     figure = Figure(figsize=(5 * len(sizes), 7), layout="constrained")
@@ -85,7 +87,7 @@ def draw_speeds_by_length(data: pd.DataFrame, *, pattern: str, source: str) -> F
         for axes, size in zip(axes_row, sizes, strict=True):
             panel = shown[(shown.direction == direction) & (shown.head_dim == size)]
             for name in names:
-                colour, _, marker = styles[name]
+                colour, _, marker = BACKEND_STYLES[name]
                 rows = panel[panel.name == name].sort_values("length")
                 style = {"label": name, "color": colour, "marker": marker, "capsize": 2}
                 axes.errorbar(rows.length, rows.tflop_per_s, _rate_spread(rows), **style)
@@ -115,7 +117,8 @@ def draw_roofline(data: pd.DataFrame, *, copy_gb_per_s: float, product_tflop_per
     ridge = product_tflop_per_s / copy_gb_per_s * 1e3
     ends = np.array([min(intensity.min(), ridge) / 2, ridge, max(intensity.max(), ridge) * 2])
     axes.plot(ends, np.minimum(ends * copy_gb_per_s / 1e3, product_tflop_per_s), color="black", lw=2)
-    for name, (colour, _, marker) in _styles(data).items():
+    for name in _triton_first(data.name):
+        colour, _, marker = BACKEND_STYLES[name]
         rows = data.name == name
         axes.scatter(intensity[rows], rate[rows], color=colour, marker=marker, s=28, alpha=0.8, label=name)
     axes.set(
@@ -286,11 +289,6 @@ _UNITS = {"row_bytes": ("rows of", " B"), "dilation": ("dilation", ""), "length"
 def _triton_first(names: pd.Series) -> list[str]:
     """Each name once; triton, which all are held against, in front."""
     return sorted(dict.fromkeys(names), key=lambda name: name != "triton")
-
-
-def _styles(data: pd.DataFrame) -> dict[str, tuple[str, str, str]]:
-    """A style for each backend of a whole record, so that all of its figures give it the same one."""
-    return dict(zip(_triton_first(data.name), STYLES, strict=False))
 
 
 def _rate_spread(rows: pd.DataFrame) -> list[pd.Series]:

@@ -65,7 +65,8 @@ def evidence_pages(folder: Path) -> dict[Path, str]:
     machines = [each for each in sorted(folder.glob(MACHINES)) if any(map(point_folders, each.glob("*/")))]
     if not machines:
         return {}
-    telling, others = ([each for each in machines if each.match(TELLING) == is_told] for is_told in (True, False))
+    telling = [each for each in machines if each.match(TELLING)]
+    others = [each for each in machines if each not in telling]
     found = {name: newest_run(name, machines=telling) for name in (KERNELS, GRIDS, RING, CHOICE)}
     waiting = [name for name, run in found.items() if run is None]
     told = None if waiting else _told(found, newest_run(KERNELS, machines=others), folder)

@@ -130,8 +130,8 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
 
     Returns:
         length, heads, branches, direction, head_dim, tflop_per_s, error (relative,
-        against float64), other (its name), other_tflop_per_s, times_as_fast (the least paired ratio to any other) and
-        others (the names of all that were timed), the largest head first.
+        against float64), other (its name), other_tflop_per_s, times_as_fast (the least paired ratio to any other) with
+        its interval low to high, and others (the names of all that were timed), the largest head first.
     """
     reference = "pattern == 'reference' and not is_causal"
     every = side_table(records, "backends")
@@ -141,7 +141,8 @@ def fused_speeds(records: Records, *, longest: bool = False) -> pd.DataFrame:
     sides = sides[sides.length == length].sort_values("tflop_per_s")
     case = ["direction", "head_dim"]
     pairs = ratio_table(records, "backends").query(reference)
-    least = pairs[pairs.length == length].groupby(case).ratio.min().rename("times_as_fast")
+    least = pairs[pairs.length == length].sort_values("ratio").drop_duplicates(case).set_index(case)
+    least = least[["ratio", "low", "high"]].rename(columns={"ratio": "times_as_fast"})
     others = sides[sides.name != "triton"]
     names = ", ".join(sorted(others.name.unique()))
     others = others.drop_duplicates(case, keep="last").set_index(case)[["name", "tflop_per_s"]]

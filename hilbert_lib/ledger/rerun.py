@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hilbert_lib.claims import CLAIMS, claim_pairs, time_again
-from hilbert_lib.committed import newest_run
+from hilbert_lib.committed import TELLING, newest_run
 from hilbert_lib.environment import environment
 from hilbert_lib.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.records import RESULTS
@@ -40,7 +40,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
     if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    configs = {_gpus_of(path): path for path in ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml")}
+    configs = {_gpus_of(path): path for path in ROOT.glob(f"notebooks/configs/{TELLING}/{claim.record}.yaml")}
     fitting = [count for count in configs if gpus is None or count <= gpus]
     if configs and not fitting:
         raise ValueError(f"{claim.id} needs {min(configs)} GPUs, and torch sees {gpus}")
