@@ -185,7 +185,8 @@ def _decode_and_encode(shape: tuple[int, ...], device: torch.device) -> Pairs:
         calls.append(("encode", "hilbert curve, no wait", encode_unread))
     for direction, name, run in calls:
         parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": direction}
-        moved = 8 * (len(shape) + (direction == "encode")) * places
+        # Decoding writes the cells; encoding reads them and writes their places.
+        moved = 8 * places * (len(shape) if direction == "decode" else len(shape) + 1)
         yield _copy(moved, parameters, device), Side(name, parameters, run, lost, useful_bytes=moved)
 
 

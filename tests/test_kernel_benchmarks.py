@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import same_color
 from matplotlib.container import BarContainer, ErrorbarContainer
 
-from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention
+from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention, paired
 from hilbert_lib import kernel_benchmarks as benchmarks
 from hilbert_lib.attention import reference
 from hilbert_lib.attention.backends import BACKENDS
@@ -290,6 +290,17 @@ def test_an_order_costs_at_most_a_twentieth_more_than_linear_storage_by_a_table(
     assert len(ordered) > 50
     assert (1 / ordered.high).max() <= 1.05
     assert 1 < (1 / pairs[pairs.b == "random"].high).max() <= 1.2
+
+
+def test_a_peak_is_what_a_call_asked_for_beyond_what_was_there_before(monkeypatch):
+    events = []
+    side = replace(one("a", 1.0), run=lambda: events.append("run"))
+    counts = {"requested_bytes.all.current": 100, "requested_bytes.all.peak": 1124, "allocated_bytes.all.peak": 2048}
+    monkeypatch.setattr(paired, "begin_peak", lambda device: events.append("begin"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counts)
+    assert paired._once(side, torch.device("cuda"))[1] == 1024
+    assert events == ["run", "begin", "run", "wait"]
 
 
 def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
