@@ -1,10 +1,14 @@
 """Compile kernels for one architecture, without a GPU, and print how often they have what their speed rests on.
 
-The arguments are the architecture, and groups of kernels, of `GROUPS`.
+The arguments are the architecture, and groups of kernels, of `GROUPS`. Under "ptx" a hash of each kernel's PTX stands:
+without line information it changes only with what is compiled, and no file may move a kernel and change it. Without
+arguments every group is compiled for the GPUs that it is for, and their hashes are printed (ptx_hashes.txt).
 A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 """
 
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +16,8 @@ import tempfile
 from collections import Counter
 from functools import partial
 from itertools import product
+
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before triton is imported
 
 import triton
 from held_operands import held_operands
@@ -41,6 +47,7 @@ CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
+HASHES = []  # of the PTX of every kernel, in the order in which they were compiled
 SOME = BRANCHES - 1  # so that one of the warp-specialised kernels' branches has no descriptor
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
@@ -59,7 +66,10 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
         if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
+    made = triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
+    assert "hilbert_lib" not in made.asm["ptx"], "a name of a module in the PTX changes with the module's place"
+    HASHES.append(f"{kernel.__name__} {hashlib.sha256(made.asm['ptx'].encode()).hexdigest()[:16]}")
+    return made
 
 
 def ptx_of(*arguments, **options) -> str:
@@ -231,12 +241,28 @@ INSTRUCTIONS = re.compile(
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+|MUFU\.EX2)"
 )
 
+PLAIN = ("attention", "configurations", "decode", "curves", "rows")
+WHOLE = {80: PLAIN, 90: (*PLAIN, "hopper", "operands"), 100: PLAIN}
+
+
+def made_by(architecture: int, groups: tuple[str, ...]) -> dict[str, dict]:
+    """What each group gives, instructions counted, and the hashes of its PTX."""
+    found = {"ptx": {}}
+    for group in groups:
+        HASHES.clear()
+        kernels = GROUPS[group](architecture).items()
+        found[group] = {name: Counter(INSTRUCTIONS.findall(x)) if isinstance(x, str) else x for name, x in kernels}
+        found["ptx"][group] = [f"{architecture} {group.replace(' ', '_')} {n} {one}" for n, one in enumerate(HASHES)]
+    return found
+
+
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
-    architecture, *groups = sys.argv[1:]
-    made = {group: GROUPS[group](int(architecture)) for group in groups}
-    found = {
-        group: {name: Counter(INSTRUCTIONS.findall(x)) if isinstance(x, str) else x for name, x in kernels.items()}
-        for group, kernels in made.items()
-    }
-    print(json.dumps(found))
+    architecture, *groups = sys.argv[1:] or [0]
+    if groups:
+        print(json.dumps(made_by(int(architecture), tuple(groups))))
+    else:
+        print("triton", triton.__version__)
+        for architecture, groups in sorted(WHOLE.items()):
+            made = made_by(architecture, groups)["ptx"].values()
+            print("\n".join(line for lines in made for line in lines), flush=True)

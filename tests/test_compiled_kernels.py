@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hilbert_lib.attention.backends import TRITON_SHARED_BYTES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
+PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
 SMALL = ("decode", "curves", "rows")
 HOPPER = ("attention", "some of hopper", "resident", "some operands", *SMALL)  # one process compiles them, for 90
 # The small kernels compile for Hopper in every run, and for all in the full one: they take as long as the large ones.
@@ -23,7 +25,9 @@ SMALL_ON = [pytest.param(each, marks=[] if each == 90 else pytest.mark.full) for
 
 def compiled(group: str, architecture: int) -> dict[str, dict[str, int]]:
     """The instructions that matter of each kernel of a group, and how many of each there are."""
-    together = HOPPER if architecture == 90 else SMALL
+    together = HOPPER if architecture == 90 else ("attention",) if group == "ptx" else SMALL
+    if group == "ptx":  # of what every run compiles
+        return _compiled(architecture, *together)[group]
     return _compiled(architecture, *(together if group in together else (group,)))[group]
 
 
@@ -33,12 +37,39 @@ def _compiled(architecture: int, *groups: str) -> dict[str, dict[str, dict[str, 
 
 
 def _told_by(script: str, *arguments: str) -> dict:
+    return json.loads(_printed_by(script, *arguments))
+
+
+def _printed_by(script: str, *arguments: str) -> str:
     # By a process without the interpreter.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).parent / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def hashes(lines: list[str]) -> set[tuple[str, ...]]:
+    """(architecture, kernel, hash) of lines of ptx_hashes.txt, without the groups that the kernels were compiled in."""
+    return {(words[0], *words[-2:]) for words in map(str.split, lines) if words[0].isdigit()}
+
+
+def test_no_kernel_is_compiled_to_other_ptx_than_the_committed_list_has():
+    """`python tests/compile_kernels.py > tests/ptx_hashes.txt` makes the list, for those who change a kernel."""
+    version, *committed = PTX_HASHES.read_text().splitlines()
+    if version != f"triton {version_of('triton')}":
+        pytest.skip(f"the list is of {version}")
+    made = [line for each in ARCHITECTURES for group in compiled("ptx", each).values() for line in group]
+    assert len(made) >= 15
+    assert hashes(made) <= hashes(committed)
+
+
+@pytest.mark.full
+def test_the_committed_list_of_ptx_hashes_is_whole():
+    version, *committed = PTX_HASHES.read_text().splitlines()
+    if version != f"triton {version_of('triton')}":
+        pytest.skip(f"the list is of {version}")
+    assert _printed_by("compile_kernels.py").splitlines() == [version, *committed]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
