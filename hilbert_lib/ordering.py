@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hilbert_lib import checks, ordering_tables
 from hilbert_lib.checks import integer
-from hilbert_lib.curves import KINDS, checked_shape
+from hilbert_lib.curves.coordinates import KINDS, checked_shape
 from hilbert_lib.ordering_tables import Tables
 
 # The arguments of every kind beside length.

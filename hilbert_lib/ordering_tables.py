@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.curves import curve_coordinates, raster_index
-from hilbert_lib.shared_tables import made_to_share, wait_for_readers
+from hilbert_lib.curves.coordinates import curve_coordinates, raster_index
+from hilbert_lib.graph_cache import made_to_share, wait_for_readers
 
 if TYPE_CHECKING:
     from hilbert_lib.ordering import Ordering

@@ -18,8 +18,8 @@ from triton import OutOfResources
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.triton import launch
 from hilbert_lib.attention.triton.launch import Config
-from hilbert_lib.paired import Results, Side, run_sides
-from hilbert_lib.workload import Workload
+from hilbert_lib.lab.pairs import Results, Side, run_sides
+from hilbert_lib.lab.workload import Workload
 
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 DTYPES = {2: "bfloat16", 4: "float32"}

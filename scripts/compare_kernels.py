@@ -1,9 +1,9 @@
 """Other versions of the warp-specialised kernels beside the library's: the same work in turn, on a Hopper GPU.
 
 A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tells of each. A version is a folder, whose
-hopper_steps.py, hopper.py, hopper_backward.py or division.py takes the place of the library's file of that name (of
-hopper_steps.py for its own hopper.py). Where its configurations are others, hopper.py has a HOPPER_FORWARD and
-hopper_backward.py a HOPPER_BACKWARD as the library's launch.py.
+steps.py, forward.py, backward.py or division.py takes the place of the library's file of that name (of steps.py for its
+own forward.py). Where its configurations are others, forward.py has a HOPPER_FORWARD and backward.py a HOPPER_BACKWARD
+as the library's launch.py.
 """
 
 import importlib.util
@@ -22,16 +22,17 @@ from types import ModuleType
 import click
 import torch
 
-import hilbert_lib.attention.triton as package
+import hilbert_lib.attention.triton.hopper as package
 from hilbert_lib import DilatedPattern, get_gpu_info
-from hilbert_lib.attention.triton import division, hopper, hopper_backward, hopper_steps, launch
-from hilbert_lib.cli_options import Numbers, usage_errors
-from hilbert_lib.kernel_benchmarks import backends
-from hilbert_lib.paired import Side, run_sides
+from hilbert_lib.attention.triton import launch
+from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
+from hilbert_lib.cli.options import Numbers, usage_errors
+from hilbert_lib.lab.pairs import Side, run_sides
+from hilbert_lib.lab.sweeps.kernels import backends
 
-# In this order, since hopper.py imports hopper_steps.py.
-OURS = {"hopper_steps": hopper_steps, "hopper": hopper, "hopper_backward": hopper_backward, "division": division}
-CONFIGURATIONS = {"HOPPER_FORWARD": "hopper", "HOPPER_BACKWARD": "hopper_backward"}
+# In this order, since forward.py imports steps.py.
+OURS = {"steps": steps, "forward": forward, "backward": backward, "division": division}
+CONFIGURATIONS = {"HOPPER_FORWARD": "forward", "HOPPER_BACKWARD": "backward"}
 DIRECTIONS = ("forward", "backward")
 COMPILE_SECONDS = 120  # for one pair's kernels, beside others
 

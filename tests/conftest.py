@@ -11,7 +11,7 @@ from hypothesis import settings
 from interpreted import hasten
 
 from hilbert_lib.environment import environment, prepare_kernels
-from hilbert_lib.hardware import get_gpu_info
+from hilbert_lib.machine import get_gpu_info
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it
@@ -42,7 +42,7 @@ def pytest_configure(config):
 @pytest.fixture
 def rough_pictures(monkeypatch):
     """Pictures without layout and of few dots, in a third of the time, where a test is of what they are drawn from."""
-    from hilbert_lib.figures import record
+    from hilbert_lib.lab.figures import record
 
     monkeypatch.setattr(record, "_laid_out", lambda figure: figure.set_layout_engine("none") or figure)
     monkeypatch.setattr(record, "_box", lambda figure: figure.bbox_inches)
@@ -86,7 +86,7 @@ def nothing_is_left(monkeypatch):
     """In the end no process is left of those that the test started, or that an isolated one of it did."""
     from own_processes import mark, marked_processes  # with all of `safety`, which few tests need
 
-    from hilbert_lib.safety.isolated import MARK
+    from hilbert_lib.launch.isolated import MARK
 
     mark(monkeypatch)
     yield

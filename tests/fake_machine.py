@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from hilbert_lib import timers
-from hilbert_lib.bench import Case
+from hilbert_lib.lab import timers
+from hilbert_lib.lab.timing import Case
 
 
 class FakeMachine:

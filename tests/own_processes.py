@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from hilbert_lib.safety.isolated import CHILD
+from hilbert_lib.launch.isolated import CHILD
 
 OWN_MARK = "HILBERT_TEST"  # in the environment of the running test, and of all that it starts
 

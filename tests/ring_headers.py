@@ -13,9 +13,10 @@ from ring_ranks import NAMES, SPECS, inputs, results
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange, header, passes
+from hilbert_lib.ring import agreement as header
 from hilbert_lib.ring.attention import _agreed, ring_dilated_attention
-from hilbert_lib.ring.plan import plan_ring
+from hilbert_lib.ring.plan.plan import plan_ring
+from hilbert_lib.ring.rank import exchange, passes
 
 
 def disagree(**differing) -> list[str]:

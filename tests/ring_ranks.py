@@ -15,16 +15,17 @@ from cases import BRANCHES
 from interpreted import hasten
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib.attention import flex, merge, operators
+from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange, local
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention
+from hilbert_lib.ring.rank import exchange, local
 from hilbert_lib.ring.shards import gather, shard
 
 SPECS = {

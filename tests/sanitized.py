@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention import strided
+from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import add_rows, merge_rows
-from hilbert_lib.attention.triton import division, launch, merge
-from hilbert_lib.curves import curve_coordinates, curve_index
+from hilbert_lib.attention.triton import launch, merge
+from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
 
 DEVICE = "cuda"
 

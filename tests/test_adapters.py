@@ -11,11 +11,11 @@ from cases import LAYOUTS, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention import dense as dense_kernels
-from hilbert_lib.attention import packages, strided
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends import dense as dense_kernels
+from hilbert_lib.attention.backends import packages, strided
+from hilbert_lib.attention.backends.dense import CuDnn, Eager, Efficient, Flash, Problem, Within32Bits
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import CuDnn, Eager, Efficient, Flash, Problem, Within32Bits
 
 
 def dense(q, k, v, scale, causal):

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
-from hilbert_lib.attention import strided
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends import strided
+from hilbert_lib.attention.backends.dense import Eager
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import Eager
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
 CPU_BACKENDS = ("reference", "eager", "sdpa")

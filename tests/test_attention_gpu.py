@@ -7,7 +7,7 @@ import torch
 from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, check, expected
 
 from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering
-from hilbert_lib.attention.tables import errors, mixing, multiplicities
-from hilbert_lib.samples import text_qkv
+from hilbert_lib.lab.patterns import errors, mixing, multiplicities
+from hilbert_lib.lab.samples import text_qkv
 
 PATTERN = DilatedPattern((4, 8, 16), (1, 2, 4))
 

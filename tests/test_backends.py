@@ -15,8 +15,10 @@ import torch
 from cases import TOLERANCE, expected
 
 from hilbert_lib import DilatedPattern, environment, explain_backend
-from hilbert_lib.attention import backends, choice, packages
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention import choice
+from hilbert_lib.attention.backends import packages
+from hilbert_lib.attention.backends import registry as backends
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.rules import HALF_RULES
 

@@ -6,9 +6,9 @@ from allpairspy import AllPairs
 from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, expected, stored
 
 from hilbert_lib import DilatedPattern
+from hilbert_lib.attention.backends.flex import FLEX_BLOCK, _masks, residue_order
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.flex import FLEX_BLOCK, _masks, residue_order
-from hilbert_lib.baselines import BASELINES
+from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 AXES = [

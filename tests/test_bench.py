@@ -10,8 +10,8 @@ import pytest
 import torch
 from fake_machine import FakeMachine
 
-from hilbert_lib import timers
-from hilbert_lib.bench import Case, compare_paired, interval_of, measure, resampled_medians
+from hilbert_lib.lab import timers
+from hilbert_lib.lab.timing import Case, compare_paired, interval_of, measure, resampled_medians
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hilbert_lib.figures import locality as figures
-from hilbert_lib.figures import redraw, show
-from hilbert_lib.locality import l2, sweeps
-from hilbert_lib.locality.cache import (
+from hilbert_lib.lab.cache import l2, sweeps
+from hilbert_lib.lab.cache.cache import (
     LAYOUTS,
     LINE_BYTES,
     SECTOR_BYTES,
@@ -22,7 +20,9 @@ from hilbert_lib.locality.cache import (
     tile_requests,
     units_touched,
 )
-from hilbert_lib.locality.lru import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
+from hilbert_lib.lab.cache.lru import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
+from hilbert_lib.lab.figures import locality as figures
+from hilbert_lib.lab.figures import redraw, show
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 

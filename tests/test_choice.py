@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
-from hilbert_lib.attention import backends, choice, packages, remembered, rules
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention import choice, rules
+from hilbert_lib.attention import measured_rules as remembered
+from hilbert_lib.attention.backends import packages
+from hilbert_lib.attention.backends import registry as backends
+from hilbert_lib.attention.backends.dense import CpuFlash
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dense import CpuFlash
-from hilbert_lib.attention.remembered import ShapeClass, folder, remember, remembered_rules
+from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
 from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
-from hilbert_lib.hardware import ARCHITECTURES
-from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.paired import of_sweep, ratio_table
-from hilbert_lib.selection import choice_table, ordering_table, shape_class
-from hilbert_lib.workload import Workload
+from hilbert_lib.lab.pairs import of_sweep, ratio_table
+from hilbert_lib.lab.selection import choice_table, ordering_table, shape_class
+from hilbert_lib.lab.sweeps.kernels import committed_records
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.machine import ARCHITECTURES
 
 PATTERN = DilatedPattern((8, 32), (1, 4))
 SHAPE = ShapeClass("cpu", "float32", 64, 2, 8, False, False, PATTERN)
@@ -302,7 +305,7 @@ def full_disk(path, text):
 def test_a_measurement_that_cannot_be_kept_holds_for_its_call_with_a_warning(reason, place, monkeypatch):
     q, k, v = tensors()
     times = {"cudnn": 0.1, "eager": 0.5, "sdpa": 1.0}  # the fastest may refuse what sets the call apart from its class
-    monkeypatch.setattr("hilbert_lib.selection.measured_times", lambda *_, **__: (times, times))
+    monkeypatch.setattr("hilbert_lib.lab.selection.measured_times", lambda *_, **__: (times, times))
     if reason == "File exists":
         place = place / "file"
         place.touch()
@@ -374,7 +377,7 @@ def test_kv_ordering_auto_takes_none_and_says_why(monkeypatch):
 
 def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(place):
     assert remembered_rules("cpu", torch.float32) == ()
-    ask = "from hilbert_lib.attention.remembered import *; from hilbert_lib import DilatedPattern as P\n"
+    ask = "from hilbert_lib.attention.measured_rules import *; from hilbert_lib import DilatedPattern as P\n"
     ask += f"remember(ShapeClass('cpu', 'float32', 64, 2, 8, False, False, P({PATTERN.segment_lengths}, "
     ask += f"{PATTERN.dilation_rates})), ('reference', 'eager'), {{}})"
     time.sleep(0.01)  # a clock tick of the file system

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hilbert_lib.attention.packages import _ABSENCE
-from hilbert_lib.claims import (
+from hilbert_lib.attention.backends.packages import _ABSENCE
+from hilbert_lib.lab.ledger.claims import (
     CLAIMS,
     Claim,
     Size,
@@ -14,12 +14,12 @@ from hilbert_lib.claims import (
     dense_pair,
     time_again,
 )
-from hilbert_lib.ledger.kernels import base_over_backend
+from hilbert_lib.lab.ledger.kernels import base_over_backend
+from hilbert_lib.lab.pairs import run_sides
+from hilbert_lib.lab.seeds import seed_key_sets
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.paired import run_sides
-from hilbert_lib.seeds import seed_key_sets
 
-seed_kernel = pytest.importorskip("hilbert_lib.seed_kernel", reason="triton has no build for this platform")
+seed_kernel = pytest.importorskip("hilbert_lib.lab.seed_kernel", reason="triton has no build for this platform")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -14,11 +14,11 @@ import torch
 from click.testing import CliRunner
 from tiny_notebooks import write_notebook
 
-from hilbert_lib.bench import Case, measure
-from hilbert_lib.cli import main
-from hilbert_lib.ledger import claim
-from hilbert_lib.records import append_records
-from hilbert_lib.suite import doctor
+from hilbert_lib.cli.main import main
+from hilbert_lib.lab.ledger import claim
+from hilbert_lib.lab.records import append_records
+from hilbert_lib.lab.suite import doctor
+from hilbert_lib.lab.timing import Case, measure
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len} {rates} {scale}')"
 FAIL_AT_2 = "if seq_len == 2:\n    raise ValueError('two is too short')"
@@ -222,7 +222,7 @@ def test_figures_are_drawn_again_from_their_tables(hilbert, monkeypatch):
     write_notebook(Path("notebooks"), "00_a")
     index = Path(hilbert("run").splitlines()[-1])
     redrawn = []
-    monkeypatch.setattr("hilbert_lib.figures.redraw", lambda folder: redrawn.append(folder) or ["a.png", "b.png"])
+    monkeypatch.setattr("hilbert_lib.lab.figures.redraw", lambda folder: redrawn.append(folder) or ["a.png", "b.png"])
     assert "2 figures redrawn" in hilbert("report", "--redraw")
     assert redrawn == [index.parent]
 
@@ -309,7 +309,7 @@ def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hi
         raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
 
     write_notebook(Path("notebooks"), "00_a")
-    for module in ("environment", "suite.doctor"):
+    for module in ("environment", "lab.suite.doctor"):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
     assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
 

@@ -14,11 +14,12 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from hilbert_lib.cli import main
-from hilbert_lib.cli_options import Numbers
-from hilbert_lib.safety import isolated, runner
-from hilbert_lib.safety.runner import SafeBenchmarkRunner
-from hilbert_lib.suite.run import Interrupted
+from hilbert_lib.cli.main import main
+from hilbert_lib.cli.options import Numbers
+from hilbert_lib.lab.guarded import runner
+from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
+from hilbert_lib.lab.suite.run import Interrupted
+from hilbert_lib.launch import isolated
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
 
@@ -117,7 +118,7 @@ def test_a_device_is_no_file_for_records(bench):
 
 
 def test_a_length_whose_inputs_do_not_fit_is_refused_without_an_estimate(bench, monkeypatch):
-    monkeypatch.setattr("hilbert_lib.safety.benchmarks.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
+    monkeypatch.setattr("hilbert_lib.lab.guarded.cases.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")
     assert re.search(r"forward 274877906944  eager  not tried: does not fit: \d+", output)
 
@@ -156,7 +157,7 @@ def test_an_interrupt_before_the_first_point_names_no_file(bench, tmp_path, monk
 def test_sigterm_ends_it_within_five_seconds_with_what_was_measured_on_the_disk(tmp_path):
     words = ["bench", "attention", "--lengths", "64,512k", "--backends", "sdpa", "--json", "out.jsonl"]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from hilbert_lib.cli import main; main()", *words],
+        [sys.executable, "-c", "from hilbert_lib.cli.main import main; main()", *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.DEVNULL,

@@ -7,14 +7,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hilbert_lib import cli_plan
-from hilbert_lib.cli import main
-from hilbert_lib.figures import redraw, show
-from hilbert_lib.figures.ring import draw_scaling
+from hilbert_lib.cli import plan as cli_plan
+from hilbert_lib.cli.main import main
+from hilbert_lib.lab.figures import redraw, show
+from hilbert_lib.lab.figures.ring import draw_scaling
+from hilbert_lib.lab.sweeps.ring_tables import scaling_table, split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.plan import plan_ring
-from hilbert_lib.ring.tables import scaling_table, split_table
+from hilbert_lib.ring.plan.plan import plan_ring
 
 
 def plan(words):

@@ -2,8 +2,8 @@
 
 import json
 
-from hilbert_lib import committed
-from hilbert_lib.committed import newest_run
+from hilbert_lib.lab import committed
+from hilbert_lib.lab.committed import newest_run
 
 
 def test_the_newest_run_is_taken_of_the_ring_on_the_most_gpus_no_failed_one_and_none_of_a_longer_name(tmp_path):

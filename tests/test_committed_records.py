@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 
-from hilbert_lib.committed import MACHINES
-from hilbert_lib.figures import record as drawing
-from hilbert_lib.records import REPORTS, read_records
-from hilbert_lib.suite.manifest import read_manifest
+from hilbert_lib.lab.committed import MACHINES
+from hilbert_lib.lab.figures import record as drawing
+from hilbert_lib.lab.records import REPORTS, read_records
+from hilbert_lib.lab.suite.manifest import read_manifest
 
 RUNS = sorted({file.parent for file in REPORTS.glob(f"{MACHINES}/*/*/*.json*")})
 

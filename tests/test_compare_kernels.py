@@ -23,49 +23,49 @@ def script():
 def version(tmp_path):
     folder = tmp_path / "other"
     folder.mkdir()
-    (folder / "hopper.py").write_text("mark = 'of the version'\n")
+    (folder / "forward.py").write_text("mark = 'of the version'\n")
     return folder
 
 
 def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, version):
-    ours = script.package.hopper, script.package.hopper_backward
+    ours = script.package.forward, script.package.backward
     with script.in_place(version):
-        assert script.package.hopper.mark == "of the version"
-        assert script.package.hopper_backward is ours[1]  # it has none of its own
-    assert (script.package.hopper, script.package.hopper_backward) == ours
+        assert script.package.forward.mark == "of the version"
+        assert script.package.backward is ours[1]  # it has none of its own
+    assert (script.package.forward, script.package.backward) == ours
 
 
 def test_a_version_may_have_steps_and_configurations_of_its_own(script, tmp_path):
-    ours, launch = script.OURS["hopper_steps"], script.package.launch
-    (tmp_path / "hopper_steps.py").write_text("mark = 'of the version'\n")
-    (tmp_path / "hopper.py").write_text(
-        "from hilbert_lib.attention.triton.hopper_steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
+    ours, launch = script.OURS["steps"], script.launch
+    (tmp_path / "steps.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "forward.py").write_text(
+        "from hilbert_lib.attention.triton.hopper.steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
     )
     forward, backward = launch.HOPPER_FORWARD, launch.HOPPER_BACKWARD
     with script.in_place(tmp_path):
-        assert script.package.hopper.mark == "of the version"
+        assert script.package.forward.mark == "of the version"
         assert launch.HOPPER_FORWARD == {64: "another"}
         assert launch.HOPPER_BACKWARD is backward
     assert launch.HOPPER_FORWARD is forward
-    assert sys.modules["hilbert_lib.attention.triton.hopper_steps"] is ours
+    assert sys.modules["hilbert_lib.attention.triton.hopper.steps"] is ours
 
 
 def test_a_version_may_divide_branches_otherwise(script, tmp_path):
-    ours = script.package.launch.division
+    ours = script.launch.division
     (tmp_path / "division.py").write_text("mark = 'of the version'\n")
     with script.in_place(tmp_path):
-        assert script.package.launch.division.mark == "of the version"
-    assert script.package.launch.division is ours
+        assert script.launch.division.mark == "of the version"
+    assert script.launch.division is ours
 
 
 def test_each_side_computes_the_reference_work_with_its_own_kernels(script, version, monkeypatch):
-    seen, original = [], script.package.launch.forward
+    seen, original = [], script.launch.forward
 
     def forward(*arguments):
-        seen.append(hasattr(script.package.hopper, "mark"))
+        seen.append(hasattr(script.package.forward, "mark"))
         return original(*arguments)
 
-    monkeypatch.setattr(script.package.launch, "forward", forward)
+    monkeypatch.setattr(script.launch, "forward", forward)
     records = script.run_sides(script.pairs([version], **SHAPE), device="cpu")
     assert [record["a"]["parameters"]["direction"] for record in records] == ["forward", "backward"] * 2
     assert all(record["output_difference"] == 0 for record in records)
@@ -74,7 +74,7 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
     assert records[0]["b"]["name"] == "triton"
     assert True in seen
     assert False in seen
-    (version / "hopper.py").write_text("mark = 'another'\n")
+    (version / "forward.py").write_text("mark = 'another'\n")
     theirs, _ = next(script.pairs([version], **SHAPE))
     assert theirs.name != records[0]["a"]["name"]
     backward = script.pairs([version], **SHAPE | {"directions": ("backward",)})
@@ -102,7 +102,7 @@ def test_a_version_that_hangs_is_named_and_its_processes_end(version):
         return done.stdout
 
     assert said(60) == ""
-    (version / "hopper.py").write_text("import time\n\ntime.sleep(600)\n")
+    (version / "forward.py").write_text("import time\n\ntime.sleep(600)\n")
     assert said(1) == f"{version}: a call did not end within 1.0 seconds\n"
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version,
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     for folder, told in (
         (version, "compute capability 9.0"),
-        (tmp_path, "must hold one of hopper_steps.py, hopper.py, hopper_backward.py, division.py"),
+        (tmp_path, "must hold one of steps.py, forward.py, backward.py, division.py"),
     ):
         done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, env=env)
         assert done.returncode != 0

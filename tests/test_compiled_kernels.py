@@ -12,7 +12,7 @@ import pytest
 import torch
 from held_operands import held_operands
 
-from hilbert_lib.attention.backends import TRITON_SHARED_BYTES
+from hilbert_lib.attention.backends.registry import TRITON_SHARED_BYTES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 ARCHITECTURES = (80, 90, 100)
@@ -183,7 +183,7 @@ def test_those_for_rows_compile_and_move_sixteen_bytes_at_a_time(architecture):
 
 @pytest.mark.parametrize(("dtype", "rate", "columns"), [(torch.bfloat16, 6, 64), (torch.float32, 1, 32)])
 def test_a_descriptor_is_what_triton_makes_and_of_the_tensor_that_it_is_asked_of(dtype, rate, columns):
-    from hilbert_lib.attention.triton import hopper_tiles
+    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
 
     for x in torch.zeros(2, 2, 41, 3, 64, dtype=dtype):  # the second has the first one's shape
         made = hopper_tiles.descriptor(x, rate, 64, columns)
@@ -195,7 +195,7 @@ def test_a_descriptor_is_what_triton_makes_and_of_the_tensor_that_it_is_asked_of
 
 
 def test_a_stride_of_which_no_row_is_taken_may_be_anything():
-    from hilbert_lib.attention.triton import hopper_tiles
+    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
 
     x = torch.zeros(2, 32 * 64 + 1, dtype=torch.bfloat16)[:, :-1].unflatten(1, (32, 1, 64))[:1]
     assert x.is_contiguous()

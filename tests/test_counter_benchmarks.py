@@ -8,17 +8,17 @@ import pandas as pd
 import pytest
 import torch
 
-from hilbert_lib import counter_benchmarks as benchmarks
-from hilbert_lib.figures import kernels as figures
-from hilbert_lib.figures import redraw, show
-from hilbert_lib.hardware import NO_GPU
-from hilbert_lib.kernel_benchmarks import committed_records, records_to_draw
-from hilbert_lib.ledger.kernels import gained_and_counted
-from hilbert_lib.locality.counters import METRICS
-from hilbert_lib.locality.l2 import Gpu
-from hilbert_lib.locality.predicted import QUANTITIES
-from hilbert_lib.paired import run_sides
-from hilbert_lib.records import compare_runs, read_records
+from hilbert_lib.lab.cache.counters import METRICS
+from hilbert_lib.lab.cache.l2 import Gpu
+from hilbert_lib.lab.cache.predicted import QUANTITIES
+from hilbert_lib.lab.figures import kernels as figures
+from hilbert_lib.lab.figures import redraw, show
+from hilbert_lib.lab.ledger.kernels import gained_and_counted
+from hilbert_lib.lab.pairs import run_sides
+from hilbert_lib.lab.records import compare_runs, read_records
+from hilbert_lib.lab.sweeps import counters as benchmarks
+from hilbert_lib.lab.sweeps.kernels import committed_records, records_to_draw
+from hilbert_lib.machine import NO_GPU
 
 CPU, GPU = torch.device("cpu"), Gpu("small", 2**16, 4)
 SIZES = {"lengths": [32], "heads": 2, "dilations": [1, 4], "row_bytes": [32, 64], "keys": 4}
@@ -70,7 +70,7 @@ def test_a_gather_copies_the_rows_of_the_branch_head_by_head():
 def test_every_work_is_recorded_with_what_was_counted_and_predicted(counting, tmp_path):
     records = benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES)
     function, arguments, kernel = counting[0]
-    assert function == "hilbert_lib.counter_benchmarks:calls"
+    assert function == "hilbert_lib.lab.sweeps.counters:calls"
     assert json.loads(json.dumps(arguments)) == {"kernel": "decoding", **SIZES}
     assert kernel == "regex:^decode_kernel"
     works = list(benchmarks.works("decoding", **SIZES))

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from hilbert_lib.locality import counters
-from hilbert_lib.locality.counters import METRICS, count_calls, count_launches, found_percent, parse_counters
+from hilbert_lib.lab.cache import counters
+from hilbert_lib.lab.cache.counters import METRICS, count_calls, count_launches, found_percent, parse_counters
 
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 VALUES = {name: f"{10**n:,}" for n, name in enumerate(METRICS)}
@@ -118,7 +118,7 @@ def test_calls_are_made_in_a_child_that_ncu_watches_from_the_second_time_on(ncu)
     given = arguments.read_text()
     assert "'--cache-control', 'all'" in given
     assert "'--profile-from-start', 'off'" in given
-    assert given.endswith("""'-m', 'hilbert_lib.locality.counters', 'tests.somewhere:calls', '{"n": 2}']""")
+    assert given.endswith("""'-m', 'hilbert_lib.lab.cache.counters', 'tests.somewhere:calls', '{"n": 2}']""")
     with pytest.raises(ValueError, match="function must be \"module:name\", got 'calls'"):
         count_calls("calls", {}, kernel="f")
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_lib import curves
-from hilbert_lib.curves import curve_coordinates, curve_index, raster_index
+from hilbert_lib.curves import coordinates as curves
+from hilbert_lib.curves.coordinates import curve_coordinates, curve_index, raster_index
 
-curves_triton = pytest.importorskip("hilbert_lib.curves_triton", reason="triton has no build for this platform")
+curves_triton = pytest.importorskip("hilbert_lib.curves.kernels", reason="triton has no build for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLANES = [(1, 1), (2, 1), (1, 50), (50, 1), (3, 3), (8, 8), (13, 21), (21, 13), (17, 17), (32, 32), (2, 97), (41, 3)]

@@ -9,7 +9,7 @@ from allpairspy import AllPairs
 from cases import BRANCHES, ORDERINGS, TOLERANCE, stored
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention import reference
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 

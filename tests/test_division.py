@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention.triton import division, schedule
+from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton.hopper import division
 
 REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from tiny_notebooks import LOADS, make_run
 
-from hilbert_lib.cli import main
-from hilbert_lib.committed import MACHINES, newest_run
-from hilbert_lib.ledger.evidence import evidence_pages, write_evidence
-from hilbert_lib.records import REPORTS, RESULTS
-from hilbert_lib.suite.points import read_notebook
-from hilbert_lib.suite.report import write_report
+from hilbert_lib.cli.main import main
+from hilbert_lib.lab.committed import MACHINES, newest_run
+from hilbert_lib.lab.ledger.evidence import evidence_pages, write_evidence
+from hilbert_lib.lab.records import REPORTS, RESULTS
+from hilbert_lib.lab.suite.points import read_notebook
+from hilbert_lib.lab.suite.report import write_report
 
 RECORDS = ("05_backend_selection", "06_kernel_benchmarks", "07_ring_attention", "08_where_a_curve_pays")
 README = "# Ours\n\n<!-- from the records: by a command -->\nold\n<!-- end of the records -->\n\nKept.\n"

@@ -14,19 +14,19 @@ from ipywidgets import Dropdown, Image, IntSlider, Label
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from hilbert_lib.curves import KINDS, curve_coordinates
-from hilbert_lib.figures import explore as exploring
-from hilbert_lib.figures.curves import GRIDS, draw_walk
-from hilbert_lib.figures.explore import DRAWING, explore
-from hilbert_lib.figures.locality import draw_reading
-from hilbert_lib.figures.patterns import draw_query
-from hilbert_lib.figures.record import STYLE, in_256_colours
-from hilbert_lib.figures.ring import draw_plan
-from hilbert_lib.locality.sweeps import compared_orderings, count_units
+from hilbert_lib.curves.coordinates import KINDS, curve_coordinates
+from hilbert_lib.lab.cache.sweeps import compared_orderings, count_units
+from hilbert_lib.lab.figures import explore as exploring
+from hilbert_lib.lab.figures.curves import GRIDS, draw_walk
+from hilbert_lib.lab.figures.explore import DRAWING, explore
+from hilbert_lib.lab.figures.locality import draw_reading
+from hilbert_lib.lab.figures.patterns import draw_query
+from hilbert_lib.lab.figures.record import STYLE, in_256_colours
+from hilbert_lib.lab.figures.ring import draw_plan
+from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.balance import shard_lengths_for
-from hilbert_lib.ring.plan import TRANSPORTS, plan_ring
-from hilbert_lib.ring.tables import spanning_pattern
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.plan import TRANSPORTS, plan_ring
 
 PATTERN = DilatedPattern((8, 16, 48), (1, 2, 4))
 SIZES = {"batch": 2, "heads": 16, "kv_heads": 8, "head_dim": 64, "dtype": torch.bfloat16}

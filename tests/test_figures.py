@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from hilbert_lib.attention.tables import mixing, multiplicities
-from hilbert_lib.curves import curve_coordinates
-from hilbert_lib.figures import redraw, show
-from hilbert_lib.figures.curves import draw_paths, path_table
-from hilbert_lib.figures.patterns import draw_errors, draw_mixing, draw_pattern, draw_work
-from hilbert_lib.figures.record import in_256_colours
-from hilbert_lib.figures.seeds import draw_key_sets
+from hilbert_lib.curves.coordinates import curve_coordinates
+from hilbert_lib.lab.figures import redraw, show
+from hilbert_lib.lab.figures.curves import draw_paths, path_table
+from hilbert_lib.lab.figures.patterns import draw_errors, draw_mixing, draw_pattern, draw_work
+from hilbert_lib.lab.figures.record import in_256_colours
+from hilbert_lib.lab.figures.seeds import draw_key_sets
+from hilbert_lib.lab.patterns import mixing, multiplicities
+from hilbert_lib.lab.seeds import key_set_table
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.seeds import key_set_table
 
 
 def panels(figure):
@@ -104,7 +104,7 @@ def test_options_that_cannot_be_saved_leave_no_files(tmp_path):
 
 def test_one_bad_recipe_is_named_and_the_others_are_redrawn(tmp_path):
     show(draw_work, WORK, output_dir=str(tmp_path), name="m")
-    (tmp_path / "a.json").write_text('{"draw": "hilbert_lib.figures.patt')
+    (tmp_path / "a.json").write_text('{"draw": "hilbert_lib.lab.figures.patt')
     (tmp_path / "b.json").write_text('{"draw": "elsewhere.figures:draw", "options": {}}')
     (tmp_path / "manifest.json").write_text('{"status": "ok"}')
     (tmp_path / "z.json").write_text((tmp_path / "m.json").read_text())  # without its table

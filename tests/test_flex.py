@@ -6,7 +6,7 @@ import torch
 from cases import expected
 
 from hilbert_lib import DilatedPattern, dilated_attention
-from hilbert_lib.attention import flex
+from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.call import Call, working_dtype
 
 

@@ -8,13 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_lib.locality.grid import (
-    block_compactness,
-    block_map,
-    grid_orderings,
-    neighbour_distance,
-    step_distance,
-)
+from hilbert_lib.lab.cache.grid import block_compactness, block_map, grid_orderings, neighbour_distance, step_distance
 from hilbert_lib.ordering import Ordering
 
 SHAPES = [(5, 7), (8, 8), (1, 9), (3, 4, 5)]

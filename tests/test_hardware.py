@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib import get_gpu_info, hardware
-from hilbert_lib.hardware import NO_GPU, gpu_info
+from hilbert_lib import get_gpu_info
+from hilbert_lib import machine as hardware
+from hilbert_lib.machine import NO_GPU, gpu_info
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}

@@ -9,22 +9,24 @@ import torch
 from matplotlib.colors import same_color
 from matplotlib.container import BarContainer, ErrorbarContainer
 
-from hilbert_lib import DilatedPattern, Ordering, committed, dilated_attention, paired
-from hilbert_lib import kernel_benchmarks as benchmarks
-from hilbert_lib.attention import reference
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.baselines import BASELINES
-from hilbert_lib.bench import Case, compare_paired
-from hilbert_lib.claims import claim_pairs, claim_table
 from hilbert_lib.environment import kernel_mode
-from hilbert_lib.exact_rows import exact_gradients, exact_out, sampled_positions
-from hilbert_lib.figures import kernels as figures
-from hilbert_lib.figures import redraw, show
-from hilbert_lib.graph_benchmarks import pair_table
-from hilbert_lib.paired import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
-from hilbert_lib.records import REPORTS, RESULTS, append_records, read_records
-from hilbert_lib.workload import Workload
+from hilbert_lib.lab import committed
+from hilbert_lib.lab import pairs as paired
+from hilbert_lib.lab.baselines import BASELINES
+from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
+from hilbert_lib.lab.figures import kernels as figures
+from hilbert_lib.lab.figures import redraw, show
+from hilbert_lib.lab.ledger.claims import claim_pairs, claim_table
+from hilbert_lib.lab.pairs import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
+from hilbert_lib.lab.records import REPORTS, RESULTS, append_records, read_records
+from hilbert_lib.lab.sweeps import kernels as benchmarks
+from hilbert_lib.lab.sweeps.graphs import pair_table
+from hilbert_lib.lab.timing import Case, compare_paired
+from hilbert_lib.lab.workload import Workload
 
 PATTERNS = [
     DilatedPattern((8, 24), (1, 3)),

@@ -7,7 +7,7 @@ import torch
 from cases import TOLERANCE
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention import reference
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")

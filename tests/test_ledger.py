@@ -15,12 +15,12 @@ import yaml
 from made_up import answered_by, comparison
 from matplotlib.collections import PathCollection
 
-from hilbert_lib import selection
-from hilbert_lib.figures import verdict
-from hilbert_lib.kernel_benchmarks import committed_records
-from hilbert_lib.ledger import kernels
-from hilbert_lib.ledger.advice import advice, short_answer
-from hilbert_lib.ledger.claim import (
+from hilbert_lib.lab import selection
+from hilbert_lib.lab.figures import verdict
+from hilbert_lib.lab.guarded.cases import attention_points, measure_attention
+from hilbert_lib.lab.ledger import kernels
+from hilbert_lib.lab.ledger.advice import advice, short_answer
+from hilbert_lib.lab.ledger.claim import (
     HOLDS,
     HOLDS_NOT,
     ROOT,
@@ -31,10 +31,10 @@ from hilbert_lib.ledger.claim import (
     ratio_cases,
     read_ledger,
 )
-from hilbert_lib.paired import run_sides
+from hilbert_lib.lab.pairs import run_sides
+from hilbert_lib.lab.records import REPORTS, read_records
+from hilbert_lib.lab.sweeps.kernels import committed_records
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.records import REPORTS, read_records
-from hilbert_lib.safety.benchmarks import attention_points, measure_attention
 
 COUNTS = {"K": 11, "C": 9, "M": 4, "R": 7, "B": 10, "S": 2}  # the documents' claims, by kind
 

@@ -7,7 +7,7 @@ from cases import BRANCHES, LAYOUTS, SHAPES, check
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import merge as merging
-from hilbert_lib.attention import strided
+from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES

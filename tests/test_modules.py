@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.samples import text_tokens
+from hilbert_lib.lab.samples import text_tokens
 
 DENSE = DilatedPattern((64,), (1,))  # one segment for every length here: dense attention
 DILATED = DilatedPattern((4, 12), (1, 3))

@@ -6,15 +6,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hilbert_lib.attention.neighbourhood import (
-    exact_dk_dv,
-    exact_dq,
-    exact_out,
-    neighbourhood_attention,
-    neighbourhood_mask,
-)
-from hilbert_lib.locality.neighbourhood import block_shares, count_blocks, count_exchange, neighbourhood_orderings
-from hilbert_lib.neighbourhood import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
+from hilbert_lib.attention.grid import exact_dk_dv, exact_dq, exact_out, neighbourhood_attention, neighbourhood_mask
+from hilbert_lib.grid import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
+from hilbert_lib.lab.cache.neighbourhood import block_shares, count_blocks, count_exchange, neighbourhood_orderings
 from hilbert_lib.ordering import Ordering
 
 CASES = [((16, 16), 5), ((16, 16), 9), ((13, 10), 4), ((24, 20), 7), ((9, 9), 9), ((1, 30), 1)]

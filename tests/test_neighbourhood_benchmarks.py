@@ -5,14 +5,14 @@ import pandas as pd
 import pytest
 import torch
 
-from hilbert_lib import neighbourhood_benchmarks as benchmarks
-from hilbert_lib.figures import neighbourhood as figures
-from hilbert_lib.figures import show
-from hilbert_lib.locality import neighbourhood as predictions
-from hilbert_lib.neighbourhood import Neighbourhood
-from hilbert_lib.neighbourhood_benchmarks import GridWorkload
+from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.lab.cache import neighbourhood as predictions
+from hilbert_lib.lab.figures import neighbourhood as figures
+from hilbert_lib.lab.figures import show
+from hilbert_lib.lab.pairs import ratio_table, run_sides, side_table
+from hilbert_lib.lab.sweeps import grids as benchmarks
+from hilbert_lib.lab.sweeps.grids import GridWorkload
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.paired import ratio_table, run_sides, side_table
 
 CPU = torch.device("cpu")
 

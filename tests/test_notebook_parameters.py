@@ -6,9 +6,9 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.locality.sweeps import count_units
-from hilbert_lib.ring.tables import spanning_pattern, split_table
-from hilbert_lib.suite.parameters import check_value, read_parameter_file, read_parameters
+from hilbert_lib.lab.cache.sweeps import count_units
+from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file, read_parameters
+from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern, split_table
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from tiny_notebooks import write_notebook
 
-from hilbert_lib.suite.parameters import read_parameters
+from hilbert_lib.lab.suite.parameters import read_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

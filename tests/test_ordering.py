@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilbert_lib import ordering_tables
-from hilbert_lib.curves import KINDS
+from hilbert_lib.curves.coordinates import KINDS
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ordering_tables import ordering_cache_info
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering
-from hilbert_lib.attention import reference
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")

@@ -7,14 +7,14 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from hilbert_lib import counter_benchmarks as benchmarks
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.triton import decode, launch
-from hilbert_lib.locality import predicted
-from hilbert_lib.locality.cache import Storage
-from hilbert_lib.locality.l2 import Gpu
-from hilbert_lib.locality.predicted import attention_reads, gather_reads, model_errors
-from hilbert_lib.locality.sweeps import compared_orderings
+from hilbert_lib.lab.cache import predicted
+from hilbert_lib.lab.cache.cache import Storage
+from hilbert_lib.lab.cache.l2 import Gpu
+from hilbert_lib.lab.cache.predicted import attention_reads, gather_reads, model_errors
+from hilbert_lib.lab.cache.sweeps import compared_orderings
+from hilbert_lib.lab.sweeps import counters as benchmarks
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 import hilbert_lib
 from hilbert_lib import DilatedPattern, Ordering, RingDilatedAttention, dilated_attention
-from hilbert_lib.cli import main
+from hilbert_lib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^\.venv/bin/hilbert ((?:list|run|sweep).*?)(?:  +#.*)?$", README, re.M)
 SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", README.split("## From the documents' names")[1], re.M)
-HELP = re.findall(r"Example: hilbert ((?:run|sweep).*)$", (ROOT / "hilbert_lib/cli.py").read_text(), re.M)
+HELP = re.findall(r"Example: hilbert ((?:run|sweep).*)$", (ROOT / "hilbert_lib/cli/main.py").read_text(), re.M)
 
 
 def test_the_library_examples_run_and_an_ordering_changes_nothing():

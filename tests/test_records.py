@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_machine import FakeMachine
 
-from hilbert_lib import records
-from hilbert_lib.bench import compare_paired, measure
-from hilbert_lib.records import RESULTS, append_records, compare_runs, last_record, read_records
+from hilbert_lib.lab import records
+from hilbert_lib.lab.records import RESULTS, append_records, compare_runs, last_record, read_records
+from hilbert_lib.lab.timing import compare_paired, measure
 
 
 @pytest.fixture

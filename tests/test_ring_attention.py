@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from cases import BRANCHES
 
+from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import exchange
 from hilbert_lib.ring.attention import _layout
-from hilbert_lib.ring.workers import run_ranks
+from hilbert_lib.ring.rank import exchange
 
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from own_processes import mark, marked_processes, wait_for
 
-from hilbert_lib.ring import workers
-from hilbert_lib.ring.worker_main import beat_file
-from hilbert_lib.ring.workers import RankError, _fault, _Supervisor, run_ranks
+from hilbert_lib.launch import workers
+from hilbert_lib.launch.worker_main import beat_file
+from hilbert_lib.launch.workers import RankError, _fault, _Supervisor, run_ranks
 
 BEGAN = "HILBERT_TEST_BEGAN"
 PATIENCE = 20  # seconds, for a busy machine; what hangs in these tests hangs for ten minutes
@@ -160,7 +160,7 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
     program = """
-        from hilbert_lib.ring.workers import run_ranks
+        from hilbert_lib.launch.workers import run_ranks
         run_ranks("faulty_ranks:all_hang", 2, backend="gloo")
     """
     process = subprocess.Popen(
@@ -180,7 +180,7 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
 def test_under_a_plain_torchrun_a_stalled_rank_ends_all_within_the_timeout_of_the_group(tmp_path):
     (tmp_path / "arguments.json").write_text('{"fault": "stalls"}')
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "hilbert_lib.ring.worker_main", "faulty_ranks:last_rank_breaks"]
+    command += ["-m", "hilbert_lib.launch.worker_main", "faulty_ranks:last_rank_breaks"]
     command += ["--stall-seconds=3", "--backend=gloo"]
     command += [f"--arguments={tmp_path / 'arguments.json'}", f"--results={tmp_path / 'results'}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import header, module, passes
+from hilbert_lib.ring import agreement as header
+from hilbert_lib.ring import module
 from hilbert_lib.ring.module import RingDilatedAttention
+from hilbert_lib.ring.rank import passes
 from hilbert_lib.ring.shards import gather, shard
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, DilatedPattern
-from hilbert_lib.ring.balance import shard_lengths_for
-from hilbert_lib.ring.plan import plan_ring
-from hilbert_lib.ring.rows import Rows
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.plan import plan_ring
+from hilbert_lib.ring.plan.rows import Rows
 
 GATHERING = ("all_gather", "ring")
 MB = 10**6

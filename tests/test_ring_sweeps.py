@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from hilbert_lib.figures import ring_speed
-from hilbert_lib.ring import benchmarks, sweeps
-from hilbert_lib.ring.benchmarks import DENSE_RING, GATHERED, VALIDATED, Work, run_works
-from hilbert_lib.ring.tables import spanning_pattern
+from hilbert_lib.lab.figures import ring_speed
+from hilbert_lib.lab.sweeps import ring as benchmarks
+from hilbert_lib.lab.sweeps import ring_works as sweeps
+from hilbert_lib.lab.sweeps.ring import DENSE_RING, GATHERED, VALIDATED, Work, run_works
+from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
 

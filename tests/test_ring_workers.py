@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib.ring.workers import RankError, run_ranks
+from hilbert_lib.launch.workers import RankError, run_ranks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", README, re.S | re.M)
@@ -47,7 +47,7 @@ def test_what_rank_0_prints_is_seen_while_it_runs(tmp_path, monkeypatch):
 
 
 def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, monkeypatch):
-    call = "from hilbert_lib.ring.workers import run_ranks\nrun_ranks('without_guard:attend', 1, backend='gloo')\n"
+    call = "from hilbert_lib.launch.workers import run_ranks\nrun_ranks('without_guard:attend', 1, backend='gloo')\n"
     (tmp_path / "without_guard.py").write_text(f"{call}\ndef attend(arguments):\n    return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RankError, match=r"rank 0 failed: RuntimeError: run_ranks was called while a rank imports"):
@@ -91,7 +91,7 @@ def job(tmp_path, monkeypatch):
         "bin/srun": SRUN,
         "bin/scontrol": "echo localhost",
         ".venv/bin/torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-        ".venv/bin/hilbert": f'exec {sys.executable} -c "from hilbert_lib.cli import main; main()" "$@" --dry-run',
+        ".venv/bin/hilbert": f'exec {sys.executable} -c "from hilbert_lib.cli.main import main; main()" "$@" --dry-run',
     }
     for name, text in commands.items():
         path = tmp_path / name

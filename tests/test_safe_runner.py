@@ -16,17 +16,20 @@ import pytest
 import torch
 from own_processes import child_with, marked_processes, start_python, wait_for
 
-from hilbert_lib import DilatedPattern, committed
-from hilbert_lib.figures.safety import draw_memory
-from hilbert_lib.records import RESULTS, append_lines, read_records
-from hilbert_lib.safety import benchmarks, isolated, watch
-from hilbert_lib.safety.benchmarks import Benchmark
-from hilbert_lib.safety.config import LONGEST_SECONDS, SafetyConfig
-from hilbert_lib.safety.estimate import MemoryEstimate
-from hilbert_lib.safety.isolated import MARK, run_isolated
-from hilbert_lib.safety.memory import GB, Memory
-from hilbert_lib.safety.runner import SafeBenchmarkRunner
-from hilbert_lib.safety.watch import Watcher
+from hilbert_lib import DilatedPattern
+from hilbert_lib.lab import committed
+from hilbert_lib.lab.figures.safety import draw_memory
+from hilbert_lib.lab.guarded import cases as benchmarks
+from hilbert_lib.lab.guarded.cases import Benchmark
+from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
+from hilbert_lib.lab.records import RESULTS, append_lines, read_records
+from hilbert_lib.launch import isolated
+from hilbert_lib.launch.isolated import MARK, run_isolated
+from hilbert_lib.limits import watch
+from hilbert_lib.limits.config import LONGEST_SECONDS, SafetyConfig
+from hilbert_lib.limits.estimate import MemoryEstimate
+from hilbert_lib.limits.memory import GB, Memory
+from hilbert_lib.limits.watch import Watcher
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -177,7 +180,7 @@ def test_a_process_is_ended_when_its_watcher_says_so():
 
 def test_a_runner_caps_the_host_memory_of_a_side_at_what_its_limits_leave(runner, monkeypatch):
     for room, status in ((GB // 2, "out of memory"), (2 * GB, "ok")):
-        monkeypatch.setattr("hilbert_lib.safety.runner.host_memory", lambda room=room: Memory("host", 2**40, room))
+        monkeypatch.setattr("hilbert_lib.lab.guarded.runner.host_memory", lambda room=room: Memory("host", 2**40, room))
         (line,) = runner().run([point("takes a GB")], retry_failed=True)
         assert line["outcomes"]["takes a GB"]["status"] == status
 
@@ -218,7 +221,7 @@ def test_a_comparison_that_a_limit_of_the_machine_cost_is_measured_again(runner,
         gpu.degrees = 60
         return ending
 
-    monkeypatch.setattr("hilbert_lib.safety.runner.run_isolated", cool_down)
+    monkeypatch.setattr("hilbert_lib.lab.guarded.runner.run_isolated", cool_down)
     (line,) = runner().run([point("good", "waits")])
     assert [attempt["status"] for attempt in line["attempts"]] == ["over a limit", "ok", "ok"]
     assert {outcome["status"] for outcome in line["outcomes"].values()} == {"ok"}
@@ -321,7 +324,7 @@ def test_lines_that_are_no_points_are_skipped_with_a_warning_and_the_others_foun
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr("hilbert_lib.safety.runner.run_isolated", lambda *_, **__: begun.append("a process"))
+    monkeypatch.setattr("hilbert_lib.lab.guarded.runner.run_isolated", lambda *_, **__: begun.append("a process"))
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "points.jsonl", tmp_path):
         with pytest.raises(OSError, match=str(path.parent)):
@@ -432,7 +435,7 @@ def test_without_sessions_of_processes_nothing_is_started(monkeypatch):
 
 def test_an_interrupted_point_is_measured_again(runner, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("hilbert_lib.safety.runner.run_isolated", raise_interrupt)
+        patched.setattr("hilbert_lib.lab.guarded.runner.run_isolated", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             runner().run([point("good")])
     (line,) = runner().run([point("good")])
@@ -444,7 +447,7 @@ def test_what_was_measured_outlives_an_interrupted_retry_and_a_lack_of_memory(ru
     benchmark = Benchmark(FAULTY.target, estimate=lambda point, side: MemoryEstimate({}, needs.get(side, 0), 0, 0))
     (first,) = runner(benchmark).run([point("good", "aborts")])
     with monkeypatch.context() as patched:
-        patched.setattr("hilbert_lib.safety.runner.run_isolated", raise_interrupt)
+        patched.setattr("hilbert_lib.lab.guarded.runner.run_isolated", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             runner(benchmark).run([point("good", "aborts")], retry_failed=True)
     kept = read_records(runner().path)[-1]
@@ -468,7 +471,7 @@ def raise_interrupt(*_arguments, **_options):
 @pytest.mark.parametrize("changed", ["code_hash", "hardware", "kernel_mode", "packages"])
 def test_other_code_hardware_or_packages_measure_again(runner, monkeypatch, changed):
     facts = {"code_hash": "0", "hardware": "0", "kernel_mode": "0", "packages": {"flash-attn-4": "0"}}
-    monkeypatch.setattr("hilbert_lib.safety.runner.environment", lambda: facts)
+    monkeypatch.setattr("hilbert_lib.lab.guarded.runner.environment", lambda: facts)
     seen = []
     for _ in range(2):
         runner().run([point("good")], on_point=lambda line, reused: seen.append(reused))
@@ -500,9 +503,9 @@ def test_a_full_disk_under_the_file_loses_nothing_that_was_measured(runner):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, number):
     program = """
-        from hilbert_lib.safety.benchmarks import Benchmark
-        from hilbert_lib.safety.config import SafetyConfig
-        from hilbert_lib.safety.runner import SafeBenchmarkRunner
+        from hilbert_lib.lab.guarded.cases import Benchmark
+        from hilbert_lib.limits.config import SafetyConfig
+        from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
 
         points = [{"length": 8, "sides": ["good"]}, {"length": 8, "sides": ["good", "early", "hangs and says so"]}]
         config = SafetyConfig(max_seconds=60)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from own_processes import marked_processes, start_python, wait_for
 
-from hilbert_lib.records import read_records
-from hilbert_lib.safety.benchmarks import Benchmark
-from hilbert_lib.safety.config import SafetyConfig
-from hilbert_lib.safety.estimate import MemoryEstimate
-from hilbert_lib.safety.isolated import MARK
-from hilbert_lib.safety.memory import GB
-from hilbert_lib.safety.runner import SafeBenchmarkRunner
-from hilbert_lib.safety.watch import _Gpu
+from hilbert_lib.lab.guarded.cases import Benchmark
+from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
+from hilbert_lib.lab.records import read_records
+from hilbert_lib.launch.isolated import MARK
+from hilbert_lib.limits.config import SafetyConfig
+from hilbert_lib.limits.estimate import MemoryEstimate
+from hilbert_lib.limits.memory import GB
+from hilbert_lib.limits.watch import _Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -88,8 +88,8 @@ def test_what_this_process_keeps_for_later_is_given_to_a_points_process(gpu):
 
 def test_a_runner_that_is_interrupted_keeps_its_records_and_gives_the_gpus_memory_back(gpu, tmp_path):
     program = """
-        from hilbert_lib.safety.benchmarks import Benchmark
-        from hilbert_lib.safety.runner import SafeBenchmarkRunner
+        from hilbert_lib.lab.guarded.cases import Benchmark
+        from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
 
         runner = SafeBenchmarkRunner("points.jsonl", benchmark=Benchmark("gpu_sides:measure"), device="cuda:0")
         runner.run([{"sides": ["good"]}, {"sides": ["holds and waits"]}])

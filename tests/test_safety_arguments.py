@@ -12,11 +12,11 @@ from hilbert_lib import (
     Watcher,
     estimate_memory,
 )
-from hilbert_lib.graph_benchmarks import graph_gains
-from hilbert_lib.memory_benchmarks import pool_comparison
-from hilbert_lib.safety.benchmarks import attention_points
-from hilbert_lib.safety.isolated import run_isolated
-from hilbert_lib.safety.memory import measure_peak
+from hilbert_lib.lab.guarded.cases import attention_points
+from hilbert_lib.lab.sweeps.graphs import graph_gains
+from hilbert_lib.lab.sweeps.memory import pool_comparison
+from hilbert_lib.launch.isolated import run_isolated
+from hilbert_lib.limits.memory import measure_peak
 
 PATTERN = DilatedPattern((4, 8), (1, 2))
 POINTS = {"lengths": [8], "backends": ["eager"]}
@@ -118,6 +118,6 @@ def test_a_wrong_argument_is_refused(call, words):
 
 
 def test_a_direction_of_no_sweep_is_refused(monkeypatch):
-    monkeypatch.setattr("hilbert_lib.memory_benchmarks.require_cuda", lambda device: None)
+    monkeypatch.setattr("hilbert_lib.lab.sweeps.memory.require_cuda", lambda device: None)
     with pytest.raises(ValueError, match="direction must be forward or training, got 'backward'"):
         on_cpu(pool_comparison, [[8]], direction="backward")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hilbert_lib.safety.config import PREFIX, SafetyConfig
+from hilbert_lib.limits.config import PREFIX, SafetyConfig
 
 
 @pytest.fixture

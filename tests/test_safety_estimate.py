@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention import packages, strided
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends import packages, strided
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.records import REPORTS, read_records
-from hilbert_lib.safety import benchmarks, estimate, memory
-from hilbert_lib.safety.estimate import MemoryEstimate, estimate_memory
-from hilbert_lib.safety.memory import measure_peak
+from hilbert_lib.lab.guarded import cases as benchmarks
+from hilbert_lib.lab.records import REPORTS, read_records
+from hilbert_lib.limits import estimate, memory
+from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
+from hilbert_lib.limits.memory import measure_peak
 
 MB = 2**20
 ALIGNED = DilatedPattern((256, 512, 1024), (1, 2, 4))

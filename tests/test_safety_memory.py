@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from hilbert_lib.safety import memory
-from hilbert_lib.safety.benchmarks import Benchmark
-from hilbert_lib.safety.config import SafetyConfig
-from hilbert_lib.safety.memory import GB, Memory, MemorySafetyChecker, gpu_memory, host_memory, measure_peak
-from hilbert_lib.safety.runner import SafeBenchmarkRunner
+from hilbert_lib.lab.guarded.cases import Benchmark
+from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
+from hilbert_lib.limits import memory
+from hilbert_lib.limits.config import SafetyConfig
+from hilbert_lib.limits.memory import GB, Memory, MemorySafetyChecker, gpu_memory, host_memory, measure_peak
 
 CONFIG = SafetyConfig(max_memory_share=0.8, min_free_gpu_gb=2, min_free_host_gb=3)
 

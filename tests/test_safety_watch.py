@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from hilbert_lib.safety import watch
-from hilbert_lib.safety.config import SafetyConfig
-from hilbert_lib.safety.memory import GB, Memory
-from hilbert_lib.safety.watch import LimitReachedError, Watcher
+from hilbert_lib.limits import watch
+from hilbert_lib.limits.config import SafetyConfig
+from hilbert_lib.limits.memory import GB, Memory
+from hilbert_lib.limits.watch import LimitReachedError, Watcher
 
 SHORT = SafetyConfig(max_seconds=0.3)
 LONG_SLEEP = 30.0

@@ -15,22 +15,27 @@ import torch
 import hilbert_lib
 
 PROGRAM = Path(__file__).parent / "sanitized.py"
-KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton"
+KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton" / "hopper"  # the warp-specialised ones
 WARP_SPECIALISED = ("hopper", "divided")  # families of calls that need compute capability 9.0
 FOUND = 99  # the sanitizer's exit status where it found something
 TIMEOUT = 900.0  # seconds, for one run
 # What each family of calls has to launch.
 FAMILIES = {
-    "plain": {"forward.forward_kernel", "backward.delta_kernel", "backward.dq_kernel", "backward.dkv_kernel"},
-    "hopper": {"hopper.forward_kernel", "hopper_backward.backward_kernel"},
-    "divided": {
-        *("hopper.forward_kernel", "hopper_backward.backward_kernel"),
-        *("forward.forward_kernel", "backward.dq_kernel", "backward.dkv_kernel"),
+    "plain": {
+        "triton.forward.forward_kernel",
+        "triton.backward.delta_kernel",
+        "triton.backward.dq_kernel",
+        "triton.backward.dkv_kernel",
     },
-    "decoding": {"decode.decode_kernel", "decode.merge_kernel"},
-    "merging": {"merge.merge_kernel", "merge.sum_kernel"},
-    "by_row": {"rows.merge_kernel", "rows.add_kernel"},
-    "curve": {"curves_triton.decode_kernel", "curves_triton.encode_kernel"},
+    "hopper": {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"},
+    "divided": {
+        *("hopper.forward.forward_kernel", "hopper.backward.backward_kernel"),
+        *("triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"),
+    },
+    "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
+    "merging": {"triton.merge.merge_kernel", "triton.merge.sum_kernel"},
+    "by_row": {"triton.rows.merge_kernel", "triton.rows.add_kernel"},
+    "curve": {"curves.kernels.decode_kernel", "curves.kernels.encode_kernel"},
 }
 RACE = """\
 ========= Error: Race reported between Read access at forward_kernel+0x90 in hopper.py:34
@@ -76,10 +81,10 @@ def sanitizer() -> str:
 
 
 def launched(said: str) -> set[str]:
-    """The kernels that the program names when it is through, as module and function."""
+    """The kernels that the program names when it is through, as folder, module and function."""
     names = re.findall(r"^ready:(.*)$", said, re.MULTILINE)
     assert len(names) == 1, f"the program did not end well: {said[-3000:]}"
-    return {".".join(name.split(".")[-2:]) for name in names[0].split()}
+    return {".".join(name.split(".")[-3:]) for name in names[0].split()}
 
 
 def errors(said: str) -> int:
@@ -100,7 +105,7 @@ def races(said: str) -> list[set[str]]:
 def places_of(names: dict[str, set[str]]) -> set[str]:
     """Lines of the warp-specialised kernels, as file and line: of calls of an attribute on one of the names."""
     lines = set()
-    for path in KERNELS.glob("hopper*.py"):
+    for path in KERNELS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
                 inside = {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
@@ -114,7 +119,7 @@ def hand_over_lines() -> set[str]:
     Four warps store a byte for each of the others, and a barrier of all of them comes before it is read.
     """
     lines = set()
-    for path in KERNELS.glob("hopper*.py"):
+    for path in KERNELS.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             names = [n for n in ast.walk(function) if getattr(n, "attr", None) == "warp_specialize"]
             if isinstance(function, ast.FunctionDef) and names:
@@ -192,7 +197,9 @@ def test_every_access_of_every_race_is_read():
 def test_errors_are_counted_and_a_program_that_stops_early_fails():
     assert errors("========= ERROR SUMMARY: 1 error\n") == 1
     assert errors("========= ERROR SUMMARY: 0 errors\n") == 0
-    assert launched("\nready: hilbert_lib.attention.triton.hopper.forward_kernel\n") == {"hopper.forward_kernel"}
+    assert launched("\nready: hilbert_lib.attention.triton.hopper.forward.forward_kernel\n") == {
+        "hopper.forward.forward_kernel"
+    }
     with pytest.raises(AssertionError, match="did not end well"):
         launched("Traceback\n========= ERROR SUMMARY: 0 errors\n")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hilbert_lib.curves import curve_coordinates
-from hilbert_lib.samples import sample_image, text_qkv, text_tokens
-from hilbert_lib.seeds import key_set_table, seed_kernels_compared, seed_key_sets
+from hilbert_lib.curves.coordinates import curve_coordinates
+from hilbert_lib.lab.samples import sample_image, text_qkv, text_tokens
+from hilbert_lib.lab.seeds import key_set_table, seed_kernels_compared, seed_key_sets
 
 
 def key_sets(length, w, r):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hilbert_lib import DilatedPattern, explain_backend, selection
-from hilbert_lib.attention import remembered
-from hilbert_lib.cli import main
-from hilbert_lib.figures.backends import draw_choice, draw_ordering
-from hilbert_lib.paired import ratio_table, run_sides
-from hilbert_lib.records import RESULTS, read_records
-from hilbert_lib.safety.estimate import MemoryEstimate
-from hilbert_lib.workload import Workload
+from hilbert_lib import DilatedPattern, explain_backend
+from hilbert_lib.attention import measured_rules as remembered
+from hilbert_lib.cli.main import main
+from hilbert_lib.lab import selection
+from hilbert_lib.lab.figures.backends import draw_choice, draw_ordering
+from hilbert_lib.lab.pairs import ratio_table, run_sides
+from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.limits.estimate import MemoryEstimate
 
 CPU = torch.device("cpu")
 PATTERN = DilatedPattern((8, 32), (1, 4))

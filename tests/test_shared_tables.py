@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from hilbert_lib import ordering_tables
-from hilbert_lib.attention import flex
-from hilbert_lib.attention.neighbourhood import neighbourhood_mask
+from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.grid import neighbourhood_mask
 from hilbert_lib.attention.triton import decode, schedule
+from hilbert_lib.graph_cache import cached_for_graphs, made_to_share
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.shared_tables import cached_for_graphs, made_to_share
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CASES = [(CUDA, True, True), (CUDA, False, False), (CPU, True, False)]
@@ -121,7 +121,7 @@ import threading, time
 from types import SimpleNamespace
 import torch
 from contextlib import nullcontext
-from hilbert_lib.shared_tables import made_to_share
+from hilbert_lib.graph_cache import made_to_share
 stream = SimpleNamespace(synchronize=lambda: None)
 torch.cuda.device = torch.cuda.stream = lambda _: nullcontext()
 torch.cuda.current_stream, torch.cuda.is_current_stream_capturing = lambda: stream, lambda: False

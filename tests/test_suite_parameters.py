@@ -5,14 +5,8 @@ import json
 import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
-from hilbert_lib.suite.parameters import check_value, parse_value, read_parameter_file
-from hilbert_lib.suite.points import (
-    find_notebooks,
-    make_grid,
-    make_points,
-    read_notebook,
-    take_shard,
-)
+from hilbert_lib.lab.suite.parameters import check_value, parse_value, read_parameter_file
+from hilbert_lib.lab.suite.points import find_notebooks, make_grid, make_points, read_notebook, take_shard
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from tiny_notebooks import LOADS, make_run
 
-from hilbert_lib.suite.html import markdown_html, write_html
-from hilbert_lib.suite.report import find_runs, write_report
+from hilbert_lib.lab.suite.html import markdown_html, write_html
+from hilbert_lib.lab.suite.report import find_runs, write_report
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -16,8 +16,8 @@ import pytest
 from tiny_notebooks import write_notebook
 
 from hilbert_lib.environment import environment
-from hilbert_lib.suite.batch import run_points
-from hilbert_lib.suite.manifest import (
+from hilbert_lib.lab.suite.batch import run_points
+from hilbert_lib.lab.suite.manifest import (
     close_abandoned,
     end_manifest,
     put_in_place,
@@ -25,8 +25,8 @@ from hilbert_lib.suite.manifest import (
     run_id,
     start_manifest,
 )
-from hilbert_lib.suite.points import Point, read_notebook
-from hilbert_lib.suite.run import Interrupted, interruptible, run_point
+from hilbert_lib.lab.suite.points import Point, read_notebook
+from hilbert_lib.lab.suite.run import Interrupted, interruptible, run_point
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len}')"
 DIE = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -265,7 +265,7 @@ def test_sigterm_ends_the_command_with_143_and_keeps_what_is_finished(tmp_path):
     show = "import os, pathlib\npathlib.Path(output_dir, 'set').write_text(os.environ.get('TRITON_INTERPRET', ''))"
     write_notebook(tmp_path, "00_ok", show)
     write_notebook(tmp_path, "01_slow", stop_by("SIGTERM", tmp_path))
-    hilbert = [sys.executable, "-c", "from hilbert_lib.cli import main; main()"]
+    hilbert = [sys.executable, "-c", "from hilbert_lib.cli.main import main; main()"]
     command = [*hilbert, "run", "--notebooks", tmp_path, "--out", tmp_path / "out"]
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)

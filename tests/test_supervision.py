@@ -12,8 +12,9 @@ import psutil
 import pytest
 from own_processes import child_with, marked_processes, wait_for
 
-from hilbert_lib.safety import interrupted, isolated
-from hilbert_lib.safety.isolated import MARK, run_isolated
+from hilbert_lib.lab.guarded import interrupted
+from hilbert_lib.launch import isolated
+from hilbert_lib.launch.isolated import MARK, run_isolated
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

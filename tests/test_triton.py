@@ -11,12 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
-from hilbert_lib.attention import reference
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from hilbert_lib.attention.triton import division, schedule  # noqa: E402
+from hilbert_lib.attention.triton import schedule  # noqa: E402
+from hilbert_lib.attention.triton.hopper import division  # noqa: E402
 from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

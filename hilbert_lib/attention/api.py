@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import Explanation, choose, choose_ordering, explain
 from hilbert_lib.checks import boolean, integer, number, positive

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention import packages
-from hilbert_lib.attention.backends import BACKENDS, WITHOUT_BUILD
+from hilbert_lib.attention.backends import packages
+from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.remembered import MEASURED, device_name, pattern_key, remembered_rules
+from hilbert_lib.attention.measured_rules import MEASURED, device_name, pattern_key, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, ORDERING_RULES, OrderingRule, Rule
-from hilbert_lib.hardware import get_gpu_info
+from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.ordering import Ordering
 
 

@@ -13,23 +13,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import (
-    _needs_gradient,
-    _validated,
-    dilated_attention,
-)
-from hilbert_lib.attention.backends import BACKENDS
+from hilbert_lib.attention.api import _needs_gradient, _validated, dilated_attention
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import passes
-from hilbert_lib.ring.balance import check_weights
-from hilbert_lib.ring.blocks import Request
-from hilbert_lib.ring.header import Agreement, resolved
-from hilbert_lib.ring.layout import Layout, layout_of
-from hilbert_lib.ring.passes import Job
-from hilbert_lib.ring.plan import check_memory_limit, check_transport, plan_ring
+from hilbert_lib.ring.agreement import Agreement, resolved
+from hilbert_lib.ring.plan.balance import check_weights
+from hilbert_lib.ring.plan.plan import check_memory_limit, check_transport, plan_ring
+from hilbert_lib.ring.rank import passes
+from hilbert_lib.ring.rank.blocks import Request
+from hilbert_lib.ring.rank.layout import Layout, layout_of
+from hilbert_lib.ring.rank.passes import Job
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 _untraced: Callable | None = None  # `_attend`, which torch.compile leaves alone

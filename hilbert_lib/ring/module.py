@@ -12,10 +12,10 @@ from hilbert_lib.attention.api import check_backend, check_dropout, check_scale
 from hilbert_lib.checks import boolean
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.ring.agreement import check_group
 from hilbert_lib.ring.attention import checked_spec, ring_dilated_attention
-from hilbert_lib.ring.balance import check_weights
-from hilbert_lib.ring.header import check_group
-from hilbert_lib.ring.plan import check_memory_limit, check_transport
+from hilbert_lib.ring.plan.balance import check_weights
+from hilbert_lib.ring.plan.plan import check_memory_limit, check_transport
 
 
 class RingDilatedAttention(nn.Module):

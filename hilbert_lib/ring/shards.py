@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.checks import integer
-from hilbert_lib.ring.balance import shard_lengths_for
-from hilbert_lib.ring.header import resolved
+from hilbert_lib.ring.agreement import resolved
+from hilbert_lib.ring.plan.balance import shard_lengths_for
 
 
 def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:

@@ -7,15 +7,16 @@ import torch
 import triton
 from torch import Tensor
 
-from hilbert_lib.attention.backends import TRITON_POSITIONS
+from hilbert_lib.attention.backends.registry import TRITON_POSITIONS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton import decode, division, schedule
+from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
+from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start, start
-from hilbert_lib.hardware import get_gpu_info
+from hilbert_lib.machine import get_gpu_info
 
 
 @dataclass(frozen=True)
@@ -279,19 +280,19 @@ def _forward_on_hopper(
     *,
     first: bool,
 ) -> Start:
-    # Writes out and lse; unless it is the first, goes on from them. flag is that of `hopper.forward_kernel`, or None
+    # Writes out and lse; unless it is the first, goes on from them. flag is that of `hopper/forward.py`, or None
     # where no tile can be cut off.
-    from hilbert_lib.attention.triton import hopper, hopper_tiles  # only where it runs: the interpreter knows no Gluon
+    from hilbert_lib.attention.triton.hopper import forward, tiles  # only where it runs: the interpreter knows no Gluon
 
     columns = _columns(q)
     config = HOPPER_FORWARD[columns]
     branches = _branches(call, one)
-    descriptors = [hopper_tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
+    descriptors = [tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = _launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    named = _known(hopper.forward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
+    named = _known(forward.forward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
     named |= {"N_BRANCHES": len(branches), "MASKED": flag is not None, "maxnreg": config.maxnreg}
-    return Start(hopper.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
+    return Start(forward.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
 
 def _backward_on_hopper(
@@ -311,7 +312,7 @@ def _backward_on_hopper(
 ) -> Start:
     # Writes dk and dv; unless it is the first, adds to them. It adds dq, without its scale, to sums in an order that
     # varies. Without sums the bits are always the same.
-    from hilbert_lib.attention.triton import hopper_backward, hopper_tiles
+    from hilbert_lib.attention.triton.hopper import backward, tiles
 
     columns = _columns(q)
     config = HOPPER_BACKWARD[columns]
@@ -319,14 +320,14 @@ def _backward_on_hopper(
     part = (config.block_m, columns // 2)  # of one group of warps
     descriptors = []
     for _, r in branches:
-        descriptors += [hopper_tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
-        descriptors.append(descriptors[-1] if sums is None else hopper_tiles.descriptor(sums, r, *part))
+        descriptors += [tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
+        descriptors.append(descriptors[-1] if sums is None else tiles.descriptor(sums, r, *part))
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = _launch(q, k, v, call, one, config, rows="keys", first=first, last=True)
     tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
-    named = _known(hopper_backward.backward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
+    named = _known(backward.backward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
     named |= {"N_BRANCHES": len(branches), "CUT": tables.cut, "WITH_DQ": sums is not None}
-    return Start(hopper_backward.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
+    return Start(backward.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
 
 
 def _known(kernel, shared: dict) -> dict:

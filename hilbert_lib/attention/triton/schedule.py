@@ -13,8 +13,8 @@ from math import ceil, lcm
 import torch
 from torch import Tensor
 
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.shared_tables import cached_for_graphs
 
 LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
 TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each program that a large GPU runs at a time

@@ -1,0 +1,180 @@
+"""FlexAttention, compiled, on tokens in residue-major order: a mask of blocks says what the pattern lets attend.
+
+FlexAttention differentiates itself, from its own forward; the `backward` that every backend has therefore runs the
+forward once more, and looks at out and lse only where they hold more than the call, as in a ring.
+"""
+
+from collections.abc import Callable
+from math import lcm
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from hilbert_lib.attention.backends.flex_compiled import compiled_flex_attention
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
+# For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
+# 128 x 128 scores, takes a forward of the reference work four times as long (notebook 06, commits 76aff87, 2ba1c29).
+FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse of dilated attention; shapes as in `reference.forward`."""
+    return attend(q, k, v, call)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; on CUDA alone.
+
+    Of a part the whole is out = sum of w own_out over the parts, w = exp(own_lse - lse). With dout it gives own_out the
+    gradient w dout, and own_lse the gradient w rowsum(dout * (own_out - out)).
+    """
+    # The operator that calls this runs below autograd, which has to record the forward here.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        own = attend(*leaves, call)
+        if not call.is_part:
+            return torch.autograd.grad(own[0], leaves, dout)
+        with torch.no_grad():
+            grads = _gradients_of_part(dout, out, lse, *own)
+        return torch.autograd.grad(own, leaves, grads)
+
+
+def _gradients_of_part(
+    dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    nothing = own_lse == -torch.inf  # -inf minus -inf is NaN
+    weighted = (own_lse - lse).exp().masked_fill(nothing, 0.0).transpose(1, 2)[..., None] * dout
+    towards = (weighted * (own_out.to(lse.dtype) - out)).sum(-1)
+    return weighted.to(own_out.dtype), towards.transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse, as `forward`; on CUDA differentiable by autograd, through FlexAttention's own backward.
+
+    Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
+    """
+    orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
+    heads, kv_heads = q.shape[2], k.shape[2]
+    count = block_mask = None
+    if q.shape[1] == k.shape[1]:
+        count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
+    # Otherwise it is a block of a ring: one branch of rate 1, in whose one segment every query sees every key.
+
+    def add_log_count(score, b, h, query, key):
+        return score + count(h, query, key).log()
+
+    once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
+    run = compiled_flex_attention if q.is_cuda else flex_attention
+    out, more = run(
+        *(
+            _Permuted.apply(x, order.perm, order.inverse).transpose(1, 2)
+            for x, order in zip((q, k, v), orders, strict=True)
+        ),
+        score_mod=None if once else add_log_count,
+        block_mask=block_mask,
+        scale=call.scale,
+        enable_gqa=heads != kv_heads,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
+    )
+    lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
+    return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
+
+
+def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
+    """The layout in which FlexAttention takes tokens: rows of one residue modulo every rate lie side by side.
+
+    >>> residue_order(DilatedPattern((4, 8), (1, 2)), 6).perm.tolist()
+    [0, 2, 4, 1, 3, 5]
+    """
+    return Ordering.residue(length, lcm(*pattern.dilation_rates))
+
+
+@cached_for_graphs(maxsize=32)
+@torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
+def _masks(
+    pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
+    # How many branches a query finds a key through, of slots in `residue_order`, as FlexAttention traces it; and the
+    # mask of blocks of FLEX_BLOCK, found without a table of length squared: in a full one every pair attends.
+    position = residue_order(pattern, length).to(device).perm.int()
+    # Cut to the length, which changes nothing below it: a rate of 2^32 and more is none in 32 bits.
+    branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
+    used = [tuple(min(_offset(pattern, i, g, kv_heads), length) for i in range(len(branches))) for g in range(kv_heads)]
+    offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
+
+    def count(h, query, key):
+        at_query, at_key = position[query], position[key]
+        total = 0.0
+        for i, (w, r) in enumerate(branches):
+            # Rows outside of the branch are in segments that meet none.
+            query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
+            key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
+            total = total + (query_segment == key_segment).float()
+        return total
+
+    def attends(b, h, query, key):
+        found = count(h, query, key) > 0.0
+        return found & (position[key] <= position[query]) if is_causal else found
+
+    lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
+    per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
+    partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
+    mask = BlockMask.from_kv_blocks(
+        partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+    )
+    return count, mask
+
+
+def _offset(pattern: DilatedPattern, branch: int, kv_head: int, kv_heads: int) -> int:
+    return pattern.offset(branch, kv_head, kv_heads) if branch in pattern.head_branches(kv_head, kv_heads) else -1
+
+
+def _block_lists(
+    position: Tensor, branches: list[tuple[int, int]], offsets: tuple[int, ...], is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # For one head: how many blocks each block of queries sees in part, which, how many it sees whole, and which.
+    length, device = len(position), position.device
+    blocks = -(-length // FLEX_BLOCK)
+    block = torch.arange(length, device=device) // FLEX_BLOCK
+    some = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+    full = some.clone()
+    for (w, r), offset in zip(branches, offsets, strict=True):
+        inside = position % w % r == offset
+        holds = torch.zeros(blocks, -(-length // w), device=device)  # whether a block has rows of a segment
+        holds[block[inside], position[inside] // w] = 1.0
+        meets = holds @ holds.T > 0.0
+        whole = (block[~inside].bincount(minlength=blocks) == 0) & (holds.sum(1) == 1.0)
+        some |= meets
+        full |= meets & whole[:, None] & whole
+    if is_causal:
+        first = position.new_full((blocks,), length).scatter_reduce(0, block, position, "amin")
+        last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
+        some &= first <= last[:, None]
+        full &= last <= first[:, None]
+    listed = []
+    for mask in (some & ~full, full):
+        listed += [mask.sum(1).int(), mask.byte().argsort(dim=1, descending=True, stable=True).int()]
+    return tuple(listed)
+
+
+class _Permuted(torch.autograd.Function):
+    # A gather both ways: the gradient of index_select would add row by row.
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.index_select(1, ctx.inverse), None, None

@@ -1,0 +1,308 @@
+"""Dilated attention by dense kernels over zero-copy views: few launches, of many heads each.
+
+The rows of one residue in all whole segments of a branch are `x[:, :whole].unflatten(1, (segments, w))[:, :, o::r]`,
+a view of shape (batch, segments, rows, heads, head_dim). Heads that share an offset are a slice of it, and so is one
+member of every group of query heads. Heads whose offsets follow each other are a view too: the next one is the stride
+of a head and that of a position further. Of the two ways that with fewer views is taken: 16 heads at rate 16 are one
+view. Dense kernels take four dimensions, so batch and segments are folded into one where the strides allow it;
+otherwise the shorter of batch and heads is looped over. Nothing is copied on the way in.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends.dense import Eager, Kernel, Problem
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.dropout import keep_mask
+from hilbert_lib.attention.merge import Part, merge
+from hilbert_lib.environment import kernel_mode
+from hilbert_lib.pattern import rows_in_segment
+
+# What dense kernels on CUDA take as batch, or as heads, at most: a grid has no more blocks along its second dimension.
+# Kernels on a CPU are given no more either, so that a call falls into the same steps everywhere.
+MOST_SEQUENCES = 2**16 - 1
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """Output and lse of dilated attention; shapes as in `reference.forward`.
+
+    Where `_merges_at_once`, every kernel's result is kept until one Triton kernel merges them: beside out and lse,
+    memory for sum(1 / rate) more of both over the branches. Elsewhere each is merged at once into a float32 out.
+    """
+    if _merges_at_once(q, kernel):
+        from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
+
+        parts = []
+        for step in steps(call, [q], [k, v]):
+            out, lse = kernel.forward(*step.queries, *step.keys, step.problem)
+            parts.append(step.query_part(out.to(q.dtype), lse))
+        return merge_parts(parts, q)
+    dtype = working_dtype(q.dtype)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
+    for step in steps(call, [q, out, lse], [k, v]):
+        qs, outs, lses = step.queries
+        merged, merged_lse = merge(outs, lses[..., 0], *kernel.forward(qs, *step.keys, step.problem))
+        outs.copy_(merged)
+        lses[..., 0].copy_(merged_lse)
+    return out.to(q.dtype), lse[..., 0].transpose(1, 2)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, kernel: Kernel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed.
+
+    Where `_merges_at_once`, the summands of all branches are kept until one Triton kernel a gradient sums them:
+    memory for sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere they are summed one by one
+    into float32.
+    """
+    # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
+    query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
+    if _merges_at_once(q, kernel):
+        from hilbert_lib.attention.triton.merge import sum_parts
+
+        parts = [], [], []
+        for step in steps(call, query_side, [k, v]):
+            dq, dk, dv = (x.to(q.dtype) for x in _gradients(kernel, step))
+            for some, part in zip(parts, (step.query_part(dq), step.key_part(dk), step.key_part(dv)), strict=True):
+                some.append(part)
+        return tuple(sum_parts(some, x) for some, x in zip(parts, (q, k, v), strict=True))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    for step in steps(call, [*query_side, dq], [k, v, dk, dv]):
+        for total, part in zip((step.queries[4], *step.keys[2:]), _gradients(kernel, step), strict=True):
+            total += part
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out, lse = step.queries[:4]
+    return kernel.backward(dout, q, *step.keys[:2], out, lse[..., 0], step.problem)
+
+
+def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
+    # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
+    if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return False
+    return kernel_mode() == "compiled"
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Equal segments of some heads of one branch; every segment is a dense attention of its own."""
+
+    branch: int
+    segment_length: int
+    rate: int
+    kv_heads: slice
+    shift: int  # positions from the first row of one head to that of the next: 1, or 0 where they share an offset
+    segments: int
+    start: int  # position at which the first segment begins
+    first_query: int  # first row of q, counted from there
+    queries: int  # rows of q in a segment
+    first_key: int
+    keys: int
+
+    def view(self, x: Tensor, start: int, first: int, rows: int) -> Tensor:
+        """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); start: row of the first segment."""
+        if self.segments == 1:
+            begin = start + first  # start is negative where q begins inside the segment
+            seen = x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
+        else:
+            whole = x[:, start : start + self.segments * self.segment_length]
+            seen = whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
+        if self.shift == 0:
+            return seen
+        strides = list(seen.stride())
+        strides[3] += self.shift * x.stride(1)
+        return seen.as_strided(seen.shape, strides)
+
+    def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
+        """(segments, rows) int64."""
+        starts = self.start + torch.arange(self.segments, device=device)[:, None] * self.segment_length
+        return starts + first + torch.arange(rows, device=device) * self.rate
+
+
+def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
+    first, end = call.first_query, call.first_query + queries
+    is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
+    for branch, (w, r) in enumerate(call.pattern.branches):
+        # Whole segments with all their queries are one block, of as many as kernels take; what is cut is one each.
+        whole = range(-(-first // w), max(-(-first // w), end // w))
+        cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
+        runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
+        groups = call.pattern.offset_heads(branch, kv_heads)
+        for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
+            start = segment * w
+            rows_of = partial(_rows, rate=r, keys=min(w, keys - start), first=first - start, end=min(w, end - start))
+            for heads, offset, shift in _views(groups, kv_heads, rows_of, is_masked):
+                key_rows, before, rows = rows_of(offset)
+                at = offset + before * r
+                yield _Block(branch, w, r, heads, shift, segments, start, at, rows, offset, key_rows)
+
+
+def _rows(offset: int, rate: int, keys: int, first: int, end: int) -> tuple[int, int, int]:
+    """Rows of one offset in a segment: of its keys, of the positions before the first query, of its queries."""
+    before = rows_in_segment(first, rate, offset)
+    return rows_in_segment(keys, rate, offset), before, rows_in_segment(end, rate, offset) - before
+
+
+def _views(
+    groups: dict[int, slice], kv_heads: int, rows_of: Callable[[int], tuple[int, int, int]], is_masked: bool
+) -> list[tuple[slice, int, int]]:
+    # Heads that one view holds, the offset of the first of them, and how far on the next one's is: by offsets, or by
+    # runs of heads at one distance whose offsets follow each other and have as many rows, in whichever way is shorter.
+    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items() if rows_of(offset)[2] > 0}
+    ways = [[(groups[offset], offset, 0) for offset in heads_of]]
+    offset_of = {head: offset for offset, heads in heads_of.items() for head in heads}
+    if len(heads_of) > 1 and not is_masked:  # a mask is of one offset
+        for distance in {1, max(map(len, heads_of.values()))}:
+            runs: dict[int, list[int]] = {}  # by their last heads
+            for head in sorted(offset_of):
+                before, offset = head - distance, offset_of[head]
+                follows = offset_of.get(before) == offset - 1 and rows_of(offset - 1) == rows_of(offset)
+                runs[head] = [*(runs.pop(before) if follows else ()), head]
+            ways.append(
+                [(slice(run[0], run[-1] + 1, distance), offset_of[run[0]], int(len(run) > 1)) for run in runs.values()]
+            )
+    return min(ways, key=len)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dense attention, with (batch, heads, rows, ...) views of the tensors on either side."""
+
+    problem: Problem
+    queries: list[Tensor]
+    keys: list[Tensor]
+    block: "_Block"
+    fold: "_Fold"
+    query_row: int  # row of q at which the first segment has its first query, of the first head
+    query_heads: range
+    kv_heads: range
+
+    def query_part(self, *results: Tensor) -> Part:
+        """Results of the kernel with a row for each query."""
+        return self._part(results, self.query_row, self.query_heads)
+
+    def key_part(self, *results: Tensor) -> Part:
+        """Results of the kernel with a row for each key."""
+        return self._part(results, self.block.start + self.block.first_key, self.kv_heads)
+
+    def _part(self, results: tuple[Tensor, ...], start: int, heads: range) -> Part:
+        block = self.block
+        batch, heads = self.fold.sequences_and_heads(heads)
+        tensors = tuple(self.fold.unfolded(x, block.segments) for x in results)
+        start += (self.fold.head or 0) * block.shift
+        return Part(tensors, batch, heads, start, block.segment_length, block.rate, block.shift)
+
+
+def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
+    """The dense attentions that one call falls into, each over views.
+
+    Args:
+        call: the request.
+        query_side: q and what has its rows, (batch, queries, heads, ...).
+        key_side: k, v and what has their rows, (batch, keys, kv_heads, ...).
+    """
+    batch, queries, heads, _ = query_side[0].shape
+    _, keys, kv_heads, _ = key_side[0].shape
+    group = heads // kv_heads
+    members = [x.unflatten(2, (kv_heads, group)) for x in query_side]
+    for block in _blocks(call, queries, keys, kv_heads):
+        start = block.start - call.first_query
+        key_views = [block.view(x, block.start, block.first_key, block.keys) for x in key_side]
+        for member in range(group):
+            query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
+            kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0])
+            for fold in _folds([*query_views, *key_views]):
+                yield Step(
+                    Problem(
+                        call.scale,
+                        call.is_causal,
+                        causal_shift=(block.first_query - block.first_key) // block.rate,
+                        allowed=None if allowed is None else fold.of_mask(allowed),
+                        kept=None if kept is None else fold.of_mask(kept),
+                    ),
+                    [fold.of_rows(x) for x in query_views],
+                    [fold.of_rows(x) for x in key_views],
+                    block,
+                    fold,
+                    start + block.first_query,
+                    range(heads)[member::group][block.kv_heads],
+                    range(kv_heads)[block.kv_heads],
+                )
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """How five dimensions become four: all at once, one sequence of the batch, or one head."""
+
+    sequence: int | None = None
+    head: int | None = None
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """(batch, segments, rows, heads, d) -> (batch, heads, rows, d) for a dense kernel."""
+        if self.head is not None:
+            return x[:, :, :, self.head]  # the segments stand where heads do
+        return (x.flatten(0, 1) if self.sequence is None else x[self.sequence]).transpose(1, 2)
+
+    def of_mask(self, mask: Tensor) -> Tensor:
+        """(batch, segments, heads, queries, keys), likewise."""
+        if self.head is not None:
+            return mask[:, :, self.head]
+        return mask.flatten(0, 1) if self.sequence is None else mask[self.sequence]
+
+    def unfolded(self, x: Tensor, segments: int) -> Tensor:
+        """(batch, heads, rows, ...), as a dense kernel returns it -> (batch, segments, rows, heads, ...)."""
+        if self.head is not None:
+            return x[:, :, :, None]
+        return x.transpose(1, 2).unflatten(0, (-1, segments))
+
+    def sequences_and_heads(self, heads: range) -> tuple[slice, slice]:
+        """Of all sequences and some heads, those that are in the four dimensions."""
+        if self.head is not None:
+            heads = heads[self.head : self.head + 1]
+        batch = slice(None) if self.sequence is None else slice(self.sequence, self.sequence + 1)
+        return batch, slice(heads.start, heads.stop, heads.step)
+
+
+def _folds(views: list[Tensor]) -> list[_Fold]:
+    batch, segments, _, heads, _ = views[0].shape
+    fits = batch * segments <= MOST_SEQUENCES and all(x.stride(0) == segments * x.stride(1) for x in views)
+    if batch == 1 or segments == 1 or fits:
+        return [_Fold()]
+    if batch <= heads:
+        return [_Fold(sequence=b) for b in range(batch)]
+    return [_Fold(head=h) for h in range(heads)]
+
+
+def _masks(
+    call: Call, block: _Block, batch: int, kv_heads: int, group: int, member: int, q: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    # The dropout factor and the keys that padding allows, (batch, segments, heads, queries, keys), where asked for.
+    if call.dropout_p == 0.0 and call.key_padding_mask is None:
+        return None, None
+    device = q.device
+    head = torch.arange(kv_heads, device=device)[block.kv_heads] * group + member
+    key = block.positions(block.first_key, block.keys, device)
+    kept = allowed = None
+    if call.key_padding_mask is not None:
+        # Expanded last: `~` writes out whatever it is given.
+        allowed = (~call.key_padding_mask[:, key])[:, :, None, None].expand(-1, -1, len(head), block.queries, -1)
+    if call.dropout_p > 0.0:
+        query = block.positions(block.first_query, block.queries, device)
+        kept = keep_mask(
+            call.seed,
+            call.dropout_p,
+            batch=torch.arange(batch, device=device)[:, None, None, None, None],
+            head=head[:, None, None],
+            branch=block.branch,
+            queries=query[:, None, :, None],
+            keys=key[:, None, None, :],
+        ).to(working_dtype(q.dtype)) / (1.0 - call.dropout_p)
+    return kept, allowed

@@ -1,0 +1,8 @@
+"""The warp-specialised kernels of Hopper.
+
+division   which branches a launch takes, and what of them comes through descriptors
+tiles      tiles of dilated rows, and their descriptors
+steps      the steps that both consumer groups share
+forward    the forward's kernel
+backward   the backward's kernel
+"""

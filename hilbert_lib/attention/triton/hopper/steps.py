@@ -1,0 +1,270 @@
+"""What the warp-specialised forward does with a block of keys, in two ways, by what registers allow.
+
+At head_dim 128 a program has a multiprocessor for itself: the scores of a block are computed beside the product of the
+block before with its v (`step`). At 64 there are two programs, each of which has too few registers for that: a block is
+taken in two halves whose products are waited for (`halves`), while the other program's warps compute.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from hilbert_lib.attention.triton.hopper.tiles import (
+    FIRST_BARRIER,
+    GROUP_ROWS,
+    LOG2_E,
+    arrive,
+    arrive_behind,
+    product_layout,
+    shared_layout,
+)
+
+# Bits by which scores may pass the maximum that they are taken off: what came before is scaled only where a row grows
+# by more, which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those
+# below 1; but the largest of a row, once exactly 1, is rounded too.
+SLACK = gl.constexpr(8.0)
+
+
+@gluon.jit
+def k_free(block, STAGES: gl.constexpr):
+    """Number of the barrier at which the groups say that they need a tile of k no more."""
+    return FIRST_BARRIER + block % STAGES
+
+
+@gluon.jit
+def v_free(block, STAGES: gl.constexpr):
+    """The same of v."""
+    return FIRST_BARRIER + STAGES + block % STAGES
+
+
+@gluon.constexpr_function
+def in_halves(columns):
+    """Whether blocks of keys are taken by `halves`; otherwise by `step`."""
+    return columns == 64
+
+
+@gluon.constexpr_function
+def keys_at_once(columns, block_n):
+    """Keys of a block whose scores a group holds at a time."""
+    return block_n // 2 if in_halves(columns) else block_n
+
+
+@gluon.jit
+def nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What is summed over blocks of keys, before the first: products with v, sums of weights, and the maximum."""
+    KEYS: gl.constexpr = keys_at_once(BLOCK_D, BLOCK_N)
+    SCORES: gl.constexpr = product_layout(KEYS)
+    acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
+    total = _partial_sums(gl.zeros([GROUP_ROWS, KEYS], gl.float32, SCORES))
+    return acc, total, gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def pass_over(block, k_full, v_full, STAGES: gl.constexpr):
+    """Let a block of keys go that this group does not see."""
+    mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
+    arrive(k_free(block, STAGES))
+    mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
+    arrive(v_free(block, STAGES))
+
+
+@gluon.jit
+def halves(
+    acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, left,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """A block of keys, of which the group sees the first `left`, half after half.
+
+    With MASKED a row sees the first `seen` of them; without, that is not looked at.
+    """
+    HALF: gl.constexpr = BLOCK_N // 2
+    acc, total, m = _half(
+        0, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
+        BLOCK_D, BLOCK_N, STAGES, MASKED,
+    )  # fmt: skip
+    if left > HALF:
+        acc, total, m = _half(
+            1, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
+            BLOCK_D, BLOCK_N, STAGES, MASKED,
+        )  # fmt: skip
+    arrive(k_free(block, STAGES))
+    arrive(v_free(block, STAGES))
+    return acc, total, m
+
+
+@gluon.jit
+def _half(
+    NUMBER: gl.constexpr, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax and product with v of half a block, each waited for."""
+    HALF: gl.constexpr = BLOCK_N // 2
+    stage = block % STAGES
+    if NUMBER == 0:
+        mbarrier.wait(k_full.index(stage), block // STAGES & 1)
+    k_rows = _tile(k_tiles, stage, BLOCK_D, BLOCK_N).slice(NUMBER * HALF, HALF, 0)
+    zeros = gl.zeros([GROUP_ROWS, HALF], gl.float32, product_layout(HALF))
+    score_token = warpgroup_mma(q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[score_token])
+    if MASKED:
+        scores = masked(scores, seen - NUMBER * HALF)
+    weights, decay, m, total = softmax(scores, m, total, scale, True)
+    acc = _scaled_if_any(acc, decay)
+    if NUMBER == 0:
+        mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+    v_rows = _tile(v_tiles, stage, BLOCK_D, BLOCK_N).slice(NUMBER * HALF, HALF, 0)
+    value_token = warpgroup_mma(as_operand(weights, q_tile.dtype, BLOCK_D), v_rows, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[value_token]), total, m
+
+
+@gluon.jit
+def step(
+    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, queries,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of a block of keys, beside the product of the block before with its v.
+
+    WHOLE says that no block of the tile is cut off. It holds the wait for that product behind the softmax, 8 % less
+    time than without (the compiler then puts it before or behind), and scales what came before only where a row needs
+    it, 2 to 3 % less; where blocks are cut off both take more time (reports/HISTORY.md).
+    """
+    score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
+    value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+    scores = warpgroup_mma_wait(1, deps=[score_token])
+    if not WHOLE:
+        arrive(k_free(block, STAGES))
+    if MASKED:
+        scores = masked(scores, seen)
+    new_weights, decay, m, total = softmax(scores, m, total, scale, WHOLE)
+    if WHOLE:
+        arrive_behind(k_free(block, STAGES), total, queries)
+    acc = warpgroup_mma_wait(0, deps=[value_token])
+    arrive(v_free(block - 1, STAGES))
+    if WHOLE:
+        acc = _scaled_if_any(acc, decay)
+    else:
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, total, m, as_operand(new_weights, q_tile.dtype, BLOCK_D)
+
+
+@gluon.jit
+def first_scores(
+    q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Of the first block, alone; from then on the product with v of a block runs beside the scores of the next."""
+    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)])
+    arrive(k_free(0, STAGES))
+    return scores
+
+
+@gluon.jit
+def _scores(
+    q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    stage = block % STAGES
+    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
+    k_tile = _tile(k_tiles, stage, BLOCK_D, BLOCK_N)
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def values(
+    weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The product of a block's weights with its v, under way, added to acc."""
+    stage = block % STAGES
+    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+    return warpgroup_mma(weights, _tile(v_tiles, stage, BLOCK_D, BLOCK_N), acc, is_async=True)
+
+
+@gluon.jit
+def _tile(tiles, stage, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The tile of a stage as (keys, dims), which the copy engine wrote in five dimensions."""
+    return tiles.index(stage)._reinterpret(tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Weights rounded, where the product with v takes them from."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, product_layout(BLOCK_D), 2))
+
+
+@gluon.jit
+def seen_keys(n, key, r, query, CAUSAL: gl.constexpr):
+    """How many keys of a segment each query sees: of n, at positions key, key + r, ..."""
+    seen = gl.zeros_like(query) + n
+    if CAUSAL:
+        seen = gl.minimum(seen, (query - key + r) // r)
+    return seen
+
+
+@gluon.jit
+def masked(scores, seen):
+    """-inf where a column is not below the row's number of keys."""
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    return gl.where(column[None, :] < seen[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def softmax(scores, m, total, scale, LAZY: gl.constexpr):
+    """Weights, decay of what came before, the new maximum (scaled, to base 2) and the partial sums.
+
+    LAZY leaves the maximum of a row that grows by no more than SLACK as it is, so that what came before stays too.
+    """
+    largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
+    if LAZY:
+        largest = gl.where(largest - m > SLACK, largest, m)  # m + SLACK would round where m is large
+    finite = gl.where(largest == float("-inf"), 0.0, largest)
+    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
+    # Both are rounded already: exactly 1 where they are equal. Rounding here would add up, once a block of keys.
+    decay = gl.exp2(m - finite)
+    own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
+    return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
+
+
+@gluon.jit
+def _partial_sums(weights):
+    """(rows, 4): what each of the four threads of a row holds, summed without a word between them."""
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([rows, columns // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scaled_if_any(acc, decay):
+    """acc times the decay of its rows; a warp in which all are 1 goes past the products.
+
+    A thread holds two rows, two elements of each in turn. The decision is a warp's own: Gluon's `if` would need one of
+    the whole group.
+    """
+    ELEMENTS: gl.constexpr = acc.shape[1] // 2  # of a thread
+    factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return gl.inline_asm_elementwise(
+        _scaled_if_any_asm(ELEMENTS),
+        _constraints(ELEMENTS),
+        [acc, factor],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=ELEMENTS,
+    )
+
+
+@gluon.constexpr_function
+def _constraints(n):
+    # Results take the registers of acc, since they are written before the last factor is read.
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.constexpr_function
+def _scaled_if_any_asm(n):
+    # Results and acc are $0 to $n-1; acc's own numbers follow, and then the factors.
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"""{{
+        .reg .pred one, other;
+        setp.neu.f32 one, ${2 * n}, 0f3F800000; setp.neu.f32 other, ${2 * n + 2}, 0f3F800000;
+        or.pred one, one, other; vote.sync.any.pred one, one, 0xffffffff;
+        @!one bra same;
+        {products}
+        same:
+    }}"""

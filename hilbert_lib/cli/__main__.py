@@ -1,0 +1,5 @@
+"""`python -m hilbert_lib.cli`: the command where the package is not installed."""
+
+from hilbert_lib.cli.main import main
+
+main(prog_name="hilbert")

@@ -1,0 +1,231 @@
+"""`hilbert bench`: measure attention and its backends on this machine."""
+
+# papermill and the drawing of figures take half a second to import: each command imports what it needs, so that --help
+# does not wait for them.
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from hilbert_lib.cli.options import Numbers, usage_errors
+
+
+def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
+    """A list that commas separate."""
+    return [name.strip() for name in value.split(",")]
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this machine without taking it down.
+
+    `attention` runs each point in a process of its own, under limits of memory and time; one that fails is recorded
+    with its cause, and costs no other. `backends` leaves out what would not fit into memory.
+
+    \b
+    Example: hilbert bench attention --lengths 1k:64k --backends all
+    """
+
+
+@bench.command()
+@click.option(
+    "--lengths", type=Numbers(), default="1k:16k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000."
+)
+@click.option(
+    "--backends",
+    callback=names,
+    default="all",
+    show_default=True,
+    help="Names, as triton,cudnn,sdpa; the first is compared with.",
+)
+@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
+@click.option("--dtype", help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.")
+@click.option("--segment-lengths", type=Numbers(), default="2k:32k", show_default=True, help="w of each branch.")
+@click.option("--dilation-rates", type=Numbers(), default="1:16", show_default=True, help="r of each branch.")
+@click.option(
+    "--direction", "directions", callback=names, default="forward", show_default=True, help="forward,backward"
+)
+@click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
+@click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
+@click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
+@click.option(
+    "--json",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("reports/local/bench_attention.jsonl"),
+    show_default=True,
+    help="File that the points are added to, and found in again.",
+)
+@click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be tried, and what not and why.")
+def attention(
+    path: Path, memory_share: float | None, timeout: float | None, retry_failed: bool, dry_run: bool, **asked
+):
+    """Time dilated attention by length, every backend in turn with the first.
+
+    A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
+    recorded. A second run measures what is missing, and what met a limit of the machine. The table shows the median
+    time and the interquartile range in ms, how many times faster than the first backend a backend is, with the 95 %
+    interval, and its relative error against float64. A side whose process failed beside the others is timed alone,
+    without a ratio, and says so; --retry-failed tries it again. The exit status is 1 if anything failed. The limits are
+    those of SafetyConfig, which HILBERT_SAFETY_... variables set too.
+
+    \b
+    Example: hilbert bench attention --lengths 1k:1m --backends all --json out.jsonl
+    Two backends, both ways:  hilbert bench attention --backends triton,cudnn --direction forward,backward
+    One branch, no dilation:  hilbert bench attention --segment-lengths 4k --dilation-rates 1 --lengths 4k
+    Half of the memory:       hilbert bench attention --lengths 1m --memory-share 0.5 --dry-run
+    """
+    from hilbert_lib.lab.guarded.cases import outcome_table
+    from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner, is_failure
+    from hilbert_lib.lab.suite.run import Interrupted, interruptible
+    from hilbert_lib.limits.config import SafetyConfig
+
+    with usage_errors():
+        config = SafetyConfig.load(max_memory_share=memory_share, max_seconds=timeout)
+        points = _points(**asked)
+        runner = SafeBenchmarkRunner(path, config=config, device=points[0]["device"])
+    if dry_run:
+        for point in points:
+            refused, tried = runner.why_not(point), runner.would_try(point, retry_failed=retry_failed)
+            for side in point["sides"]:
+                reason = "would be tried" if side in tried else f"stands in {path}"
+                reason = "{status}: {cause}".format(**refused[side]) if side in refused else reason
+                click.echo(f"{_name(point)}  {side}  {reason}")
+        click.echo(f"{len(points)} points")
+        return
+    lines = []
+    try:
+        with interruptible():
+            _run_with_progress(runner, points, lines, retry_failed)
+    except Interrupted as stop:
+        is_kept = path.exists() and path.stat().st_size
+        told = f"what was measured stands in {path}" if is_kept else "nothing was measured"
+        click.echo(f"{stop}: {told}", err=True)
+        sys.exit(stop.exit_status)
+    except OSError as error:
+        _show(outcome_table(lines))
+        raise click.ClickException(f"the results cannot be written: {error}") from error
+    _show(outcome_table(lines))
+    click.echo(f"the records: {path}")
+    sys.exit(any(is_failure(outcome) for line in lines for outcome in line["outcomes"].values()))
+
+
+@bench.command("backends")
+@click.option("--lengths", type=Numbers(), default="4k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000.")
+@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Of the whole batch.")
+@click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
+    help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.",
+)
+@click.option("--segment-lengths", type=Numbers(), default="1k:4k", show_default=True, help="w of each branch.")
+@click.option("--dilation-rates", type=Numbers(), default="1:4", show_default=True, help="r of each branch.")
+@click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
+@click.option("--gradient", is_flag=True, help="Time forward and backward together.")
+def backends(
+    lengths: list[int],
+    dtype: str | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    causal: bool,
+    gradient: bool,
+    **sizes: int,
+):
+    """Time the backends that can serve, and remember their order: "auto" goes by it from then on.
+
+    One measurement speaks for one shape class: lengths and heads up to the next power of two; pattern, head size,
+    dtype, causality and direction as given. It is kept in the user's cache folder for this machine and these versions.
+
+    \b
+    Example: hilbert bench backends --lengths 1k:64k --head-dim 128 --causal
+    """
+    from hilbert_lib.attention.measured_rules import folder
+    from hilbert_lib.environment import check_gpu
+    from hilbert_lib.lab.selection import measured_times, remember_times
+    from hilbert_lib.lab.workload import Workload
+    from hilbert_lib.limits.config import SafetyConfig
+    from hilbert_lib.limits.memory import device_or_default
+    from hilbert_lib.pattern import DilatedPattern
+
+    with usage_errors():
+        check_gpu()
+        SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
+        device = device_or_default(None)
+        pattern = DilatedPattern(segment_lengths, dilation_rates)
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    for length in lengths:
+        work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
+        try:
+            times, medians = measured_times(work, gradient=gradient)
+        except (RuntimeError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        fastest = min(times.values())
+        click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
+        try:
+            click.echo(f"kept in {remember_times(work, times, medians, gradient=gradient)}")
+        except OSError as error:
+            told = f"measured, but not kept: {folder()}: {error.strerror or error}"
+            raise click.ClickException(told) from error
+
+
+def _points(
+    lengths: list[int],
+    backends: list[str],
+    dtype: str | None,
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    directions: list[str],
+    causal: bool,
+    **sizes: int,
+) -> list[dict]:
+    from hilbert_lib.attention.backends.registry import BACKENDS
+    from hilbert_lib.environment import check_gpu
+    from hilbert_lib.lab.guarded.cases import attention_points
+    from hilbert_lib.limits.memory import device_or_default
+    from hilbert_lib.pattern import DilatedPattern
+
+    check_gpu()
+    device = device_or_default(None)
+    return attention_points(
+        DilatedPattern(segment_lengths, dilation_rates),
+        lengths=lengths,
+        backends=list(BACKENDS) if backends == ["all"] else backends,
+        directions=directions,
+        dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+        is_causal=causal,
+        device=device,
+        **sizes,
+    )
+
+
+def _run_with_progress(runner, points: list[dict], lines: list[dict], retry_failed: bool) -> None:
+    from hilbert_lib.lab.suite.batch import progress_bar
+
+    with progress_bar() as progress:
+        task = progress.add_task("", total=len(points))
+
+        def show(line: dict, reused: bool) -> None:
+            lines.append(line)
+            counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
+            found = ", ".join(f"{count} {status}" for status, count in counts.items())
+            progress.console.print(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
+            progress.advance(task)
+
+        runner.run(points, retry_failed=retry_failed, on_point=show)
+
+
+def _name(point: dict) -> str:
+    return f"{point['direction']} {point['length']}"
+
+
+def _show(table) -> None:
+    left_out = table[table.status == "cannot serve"].groupby(["backend", "cause"], sort=False).size()
+    shown = table[table.status != "cannot serve"].drop(columns=["peak_bytes", "paired"])
+    if len(shown):
+        click.echo(shown.to_string(index=False, na_rep="", float_format="{:.3g}".format))
+    for backend, cause in left_out.index:
+        click.echo(f"{backend} is left out: {cause}")

@@ -1,0 +1,292 @@
+"""The `hilbert` command."""
+
+# The package itself imports torch. papermill and the drawing of figures take another half second: each command imports
+# what it needs of the suite, so that --help does not wait for it.
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import click
+
+from hilbert_lib.cli.bench import bench
+from hilbert_lib.cli.claims import claims
+from hilbert_lib.cli.options import disk_errors, out_option, usage_errors
+from hilbert_lib.cli.plan import plan
+
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXISTING_PATH = click.Path(exists=True, path_type=Path)
+
+
+def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    for name, times in Counter(name for name, _ in pairs).items():
+        if "=" in name:
+            raise click.UsageError(f"-p takes two words, as -p {name.replace('=', ' ', 1)}; got {name!r}")
+        if times > 1:
+            raise click.UsageError(f"-p {name} is given more than once; several values: hilbert sweep -p {name} A,B")
+    return dict(pairs)
+
+
+parameters_option = click.option(
+    "-p",
+    "texts",
+    nargs=2,
+    multiple=True,
+    callback=_texts,
+    metavar="NAME VALUE",
+    help="Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
+    "'1,2;1,2,4'.",
+)
+notebooks_option = click.option(
+    "--notebooks",
+    "folder",
+    type=EXISTING_FOLDER,
+    help="Folder of the notebooks, by default those of this checkout.",
+)
+
+
+def running_options(command: Callable) -> Callable:
+    """The options that `run` and `sweep` share."""
+    options = [
+        parameters_option,
+        click.option(
+            "-f",
+            "source",
+            type=EXISTING_PATH,
+            help="Flat YAML file of parameters, or a folder of such files, NAME.yaml for the notebook of that name; "
+            "-p goes before it.",
+        ),
+        out_option(help="Folder of the runs."),
+        notebooks_option,
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=3600,
+            show_default=True,
+            help="Seconds for one notebook.",
+        ),
+        click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
+        click.option("--dry-run", is_flag=True, help="Only show the points, finished or not, and how many."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hilbert-lib")
+def main() -> None:
+    """Run the notebooks, build their reports, compare their records, look at this machine.
+
+    \b
+    All of them, with a report to read:  hilbert run
+    What there is to turn:               hilbert list
+    """
+    # Whoever calls a command has no use for the line of the library that warned.
+    usual = warnings.formatwarning
+    click.get_current_context().call_on_close(lambda: setattr(warnings, "formatwarning", usual))
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+
+
+main.add_command(bench)
+main.add_command(claims)
+main.add_command(plan)
+
+
+@main.command("list")
+@notebooks_option
+def list_notebooks(folder: Path | None) -> None:
+    """Show every notebook, its title and its parameters.
+
+    A parameter stands with its type, default and meaning; `hilbert run NAME -p PARAMETER VALUE` sets it.
+
+    \b
+    Example: hilbert list
+    """
+    from hilbert_lib.lab.suite.points import OUTPUT_DIR
+
+    for notebook in _notebooks(folder):
+        click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
+        settable = [each for each in notebook.parameters.values() if each.name != OUTPUT_DIR]
+        declared = [f"{each.name}: {each.annotation} = {each.default!r}" for each in settable]
+        width = max(map(len, declared), default=0)
+        for text, each in zip(declared, settable, strict=True):
+            click.echo(f"    {text:<{width}}  {each.meaning}".rstrip())
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@running_options
+def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
+    """Run notebooks, all of them without a NAME, and build their report.
+
+    What is finished is reused, so that a call which was cut short goes on where it was. The last line is the path
+    of the report's index page; the exit status is 1 if a notebook failed. Where there is no git repository,
+    HILBERT_COMMIT and HILBERT_DIRTY (0 or 1) in the environment say which code runs.
+
+    \b
+    Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
+    Example: hilbert run -f notebooks/configs/h200 --out reports/h200
+    """
+    from hilbert_lib.lab.suite.points import make_points
+    from hilbert_lib.lab.suite.report import write_report
+
+    notebooks = _notebooks(folder, names)
+    with usage_errors():
+        points = make_points(notebooks, texts, *_values(source, folder))
+    run_folder, status = _run_points(points, len(points), **how)
+    if run_folder:
+        with disk_errors():
+            click.echo(str(write_report(run_folder)))
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--shard", metavar="I/N", default="1/1", help="Only every N-th point from the I-th on; I from 1 to N.")
+@running_options
+def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
+    """Run one notebook at every combination of the values given.
+
+    A point that fails does not end the others. Give each job of a scheduler's array its --shard; when all
+    are done, `hilbert report` builds the pages.
+
+    \b
+    Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
+    """
+    from hilbert_lib.lab.suite.points import make_grid, take_shard
+
+    (notebook,) = _notebooks(folder, [name])
+    with usage_errors():
+        values, own = _values(source, folder)
+        points = make_grid(notebook, texts, values | own.get(notebook.name, {}))
+        share = take_shard(points, shard)
+    run_folder, status = _run_points(share, len(points), **how)
+    if run_folder:
+        click.echo(f"the pages: hilbert report {run_folder}")
+    sys.exit(status)
+
+
+@main.command()
+@click.argument("folder", type=EXISTING_FOLDER, default=Path("reports/local"))
+@click.option("--redraw", is_flag=True, help="First draw the figure files again from their tables.")
+def report(folder: Path, redraw: bool) -> None:
+    """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
+
+    Where FOLDER holds the committed machines' folders (reports), its index page and README.md lead through their
+    newest runs, and the numbers in the README.md above it are written anew from their records. A redrawn figure
+    changes as a file and on the index page; a notebook keeps the figures of its run.
+
+    \b
+    Example: hilbert report reports/local --redraw
+    Example: hilbert report reports
+    """
+    from hilbert_lib.lab.figures import redraw as redraw_figures
+    from hilbert_lib.lab.ledger.evidence import write_evidence
+    from hilbert_lib.lab.suite.report import find_runs, write_report
+
+    with usage_errors():
+        runs = find_runs(folder)
+    with disk_errors():
+        if redraw:
+            click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
+        for each in runs:
+            click.echo(str(write_report(each, rebuild=True)))
+        with usage_errors():
+            for path in write_evidence(folder):
+                click.echo(os.path.relpath(path))
+
+
+@main.command()
+@click.argument("a", type=EXISTING_FOLDER)
+@click.argument("b", type=EXISTING_FOLDER)
+def compare(a: Path, b: Path) -> None:
+    """Set the measurements of two runs side by side: the ratio of medians A / B, with its interval.
+
+    Above 1, B is the faster one. Runs on different hardware are refused.
+
+    \b
+    Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
+    """
+    from hilbert_lib.lab.records import compare_runs
+
+    with usage_errors():
+        table = compare_runs(a, b)
+    click.echo(table.to_string(index=False, float_format="{:.4g}".format))
+
+
+@main.command()
+@out_option(help="Folder of the runs.")
+def doctor(out: Path) -> None:
+    """Look whether this machine can run the suite, and say in one line what mends what is broken.
+
+    Python, packages, the GPU, the notebooks' kernel, the folder of the reports and its disk. The exit
+    status is 1 if anything is broken.
+
+    \b
+    Example: hilbert doctor
+    """
+    from hilbert_lib.lab.suite.doctor import examine
+
+    with usage_errors():
+        findings = list(examine(out))
+    for finding in findings:
+        click.echo(f"{'BROKEN' if finding.fix else 'ok':<7} {finding.subject:<9} {finding.found}")
+        if finding.fix:
+            click.echo(f"{'':<17} fix: {finding.fix}")
+    sys.exit(any(finding.fix for finding in findings))
+
+
+def _notebooks(folder: Path | None, names: Iterable[str] = ()) -> list:
+    from hilbert_lib.lab.suite.points import find_notebooks, notebooks_folder
+
+    with usage_errors():
+        return find_notebooks(folder or notebooks_folder(), names)
+
+
+def _values(source: Path | None, folder: Path | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """The values for every notebook of the call, and those for one notebook alone."""
+    from hilbert_lib.lab.suite.parameters import read_parameter_file
+    from hilbert_lib.lab.suite.points import notebooks_folder, read_parameter_folder
+
+    if source is None:
+        return {}, {}
+    if source.is_dir():
+        return {}, read_parameter_folder(source, folder or notebooks_folder())
+    return read_parameter_file(source), {}
+
+
+def _run_points(
+    points: list, of: int, *, out: Path, timeout: float, force: bool, dry_run: bool
+) -> tuple[Path | None, int]:
+    """Run the points, or only list them; the run's folder (None for a list) and the exit status."""
+    from hilbert_lib.environment import environment, prepare_kernels
+    from hilbert_lib.lab.suite.batch import run_points
+    from hilbert_lib.lab.suite.manifest import run_id
+    from hilbert_lib.lab.suite.run import Interrupted
+
+    if dry_run:
+        for point in points:
+            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
+            click.echo(f"{point.name}  {changes or 'with its defaults'}")
+        click.echo(f"{len(points)} of {of} to run")
+        return None, 0
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
+    with usage_errors():
+        prepare_kernels()
+        facts = environment()
+    run_folder = out / run_id(facts)
+    try:
+        with disk_errors():
+            outcomes = run_points(points, run_folder, facts, timeout=timeout, force=force)
+    except Interrupted as stop:
+        click.echo(f"{stop}: what is finished stands in {run_folder}", err=True)
+        sys.exit(stop.exit_status)
+    counts = Counter(outcomes.values())
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return run_folder, 1 if failed else 0

@@ -1,0 +1,1 @@
+"""Coordinates along space-filling curves (coordinates); on a GPU by kernels of our own (kernels)."""

@@ -1,0 +1,1 @@
+"""The laboratory: measures, draws and reports. Nothing that a user calls imports it."""

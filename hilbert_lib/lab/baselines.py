@@ -1,0 +1,211 @@
+"""Other people's ways to dilated attention, restated: what the fused kernels are measured against.
+
+Each computes the function of `dilated_attention`, exactly. "torchscale" and "fkodom" go through the steps of those
+packages in eager mode; where a package computes something else, the restatement keeps the steps and corrects that.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
+from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.pattern import DilatedPattern, rows_in_segment
+
+# Without cuDNN: over strided segments it ended in an illegal memory access on an H200 (torch 2.11).
+DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One way to compute dilated attention without this library's kernels.
+
+    Attributes:
+        name: its key in `BASELINES`.
+        note: what it does, in a line.
+        refusal: gives the reason why it cannot serve q and a call, or "" where it can.
+        run: the output (batch, seq, heads, head_dim) of q, k, v and a call; differentiable.
+    """
+
+    name: str
+    note: str
+    refusal: Callable[[Tensor, Call], str]
+    run: Callable[[Tensor, Tensor, Tensor, Call], Tensor]
+
+
+class _Torchscale(torch.autograd.Function):
+    # The package holds the branches' weights constant in its backward, which is not the gradient of its output. Here
+    # each branch's backward gets the merged out and lse.
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kernel = Flash if q.is_cuda else CpuFlash
+        outs, lses = [], []
+        for branch in range(len(call.pattern.branches)):
+            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            lse = torch.full(q.shape[:3], -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
+            for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
+                qs, ks, vs = rows.of_queries(q), rows.of_keys(k), rows.of_keys(v)
+                part, part_lse = kernel.forward(qs, ks, vs, Problem(call.scale, call.is_causal))
+                out.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part))
+                lse.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part_lse))
+            outs.append(out)
+            lses.append(lse)
+        stacked = torch.stack(lses)
+        lse = stacked.logsumexp(0)
+        weights = torch.where(stacked == -torch.inf, 0.0, (stacked - lse).exp())
+        out = sum(part * weight.to(part.dtype)[..., None] for part, weight in zip(outs, weights, strict=True))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.kernel = call, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        call = ctx.call
+        totals = [torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+        for branch in range(len(call.pattern.branches)):
+            for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
+                parts = ctx.kernel.backward(
+                    rows.of_queries(dout),
+                    rows.of_queries(q),
+                    rows.of_keys(k),
+                    rows.of_keys(v),
+                    rows.of_queries(out),
+                    rows.of_queries(lse),
+                    Problem(call.scale, call.is_causal),
+                )
+                indices = rows.queries, rows.keys, rows.keys
+                for total, index, part in zip(totals, indices, parts, strict=True):
+                    total.flatten(1, 2).index_add_(1, index, rows.flat(part).to(total.dtype))
+        return *(total.to(q.dtype) for total in totals), None
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of some segments and heads of a branch, as indices into (seq * heads) and (seq * kv_heads) rows."""
+
+    shape: tuple[int, int, int]  # segments, rows, heads
+    queries: Tensor
+    keys: Tensor
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """(batch, seq, heads, ...) -> a copy of its rows, (batch * segments, heads, rows, ...)."""
+        return self._gathered(x, self.queries)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return self._gathered(x, self.keys)
+
+    def _gathered(self, x: Tensor, index: Tensor) -> Tensor:
+        rows = x.flatten(1, 2).index_select(1, index).unflatten(1, self.shape)
+        return rows.flatten(0, 1).transpose(1, 2)
+
+    def flat(self, part: Tensor) -> Tensor:
+        """(batch * segments, heads, rows, ...) -> (batch, rows of the indices, ...)."""
+        return part.transpose(1, 2).unflatten(0, (-1, self.shape[0])).flatten(1, 3)
+
+
+@lru_cache(maxsize=64)
+def _gathers(
+    pattern: DilatedPattern, branch: int, length: int, heads: int, kv_heads: int, device: torch.device
+) -> list[_Rows]:
+    # One for all heads of the whole segments, and of the tail; more where r does not divide their length, so that
+    # heads have a row more or less.
+    w, r = pattern.branches[branch]
+    gathers = []
+    for start, segments, size in _stretches(length, w):
+        by_rows: dict[int, list[tuple[int, int, int]]] = {}
+        for g in pattern.branch_heads(branch, kv_heads):
+            offset = pattern.offset(branch, g, kv_heads)
+            own = [(h, g, offset) for h in range(g * heads // kv_heads, (g + 1) * heads // kv_heads)]
+            by_rows.setdefault(rows_in_segment(size, r, offset), []).extend(own)
+        by_rows.pop(0, None)
+        for rows, members in by_rows.items():
+            head, kv_head, offset = torch.tensor(members, device=device).T
+            position = start + torch.arange(segments, device=device)[:, None, None] * w + offset
+            position = position + torch.arange(rows, device=device)[:, None] * r
+            indices = (position * heads + head).flatten(), (position * kv_heads + kv_head).flatten()
+            gathers.append(_Rows((segments, rows, len(members)), *indices))
+    return gathers
+
+
+def _stretches(length: int, w: int) -> Iterator[tuple[int, int, int]]:
+    # First position, segments and their length: the whole segments, and the tail.
+    whole, tail = divmod(length, w)
+    if whole:
+        yield 0, whole, w
+    if tail:
+        yield whole * w, 1, tail
+
+
+def _fkodom(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    kv_heads = k.shape[2]
+    group = q.shape[2] // kv_heads
+    out = torch.zeros_like(q)
+    for branch, (w, r) in enumerate(call.pattern.branches):
+        ((o, own),) = call.pattern.offset_heads(branch, kv_heads).items()
+        heads = slice(own.start * group, own.stop * group)
+        for start, segments, size in _stretches(q.shape[1], w):
+            if o >= size:
+                continue
+
+            def view(x, heads, start=start, shape=(segments, size), o=o, r=r):
+                return x[:, start : start + shape[0] * shape[1], heads].unflatten(1, shape)[:, :, o::r]
+
+            qs, ks, vs = (view(x, some).flatten(0, 1).transpose(1, 2) for x, some in ((q, heads), (k, own), (v, own)))
+            with sdpa_kernel(DENSE):
+                part = scaled_dot_product_attention(
+                    qs, ks, vs, is_causal=call.is_causal, scale=call.scale, enable_gqa=group > 1
+                )
+            view(out, heads).copy_(part.transpose(1, 2).unflatten(0, (-1, segments)))
+    return out
+
+
+def _eager_refusal(q: Tensor, call: Call) -> str:
+    if call.inverse is not None:
+        return "no kv_ordering: it takes k and v in sequence order"
+    return BACKENDS["flash" if q.is_cuda else "sdpa"].refusal(q, call)
+
+
+def _fkodom_refusal(q: Tensor, call: Call) -> str:
+    if call.pattern.mixing != "head_groups" or call.pattern.offsets not in ("branch", "zero"):
+        rules = f"mixing {call.pattern.mixing!r}, offsets {call.pattern.offsets!r}"
+        return f"serves mixing 'head_groups' with one offset a branch ('branch' or 'zero'), got {rules}"
+    return _eager_refusal(q, call)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    return flex.attend(q, k, v, call)[0]
+
+
+def _flex_refusal(q: Tensor, call: Call) -> str:
+    if not q.is_cuda and q.requires_grad and torch.is_grad_enabled():
+        return f"FlexAttention has no backward on {q.device.type}"
+    return _eager_refusal(q, call) or (BACKENDS["flex"].refusal(q, call) if q.is_cuda else "")
+
+
+BASELINES = {
+    baseline.name: baseline
+    for baseline in (
+        Baseline(
+            "flex",
+            "FlexAttention under autograd: unlike the backend, its backward runs no second forward",
+            _flex_refusal,
+            _flex,
+        ),
+        Baseline(
+            "torchscale",
+            "a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse",
+            _eager_refusal,
+            _Torchscale.apply,
+        ),
+        Baseline("fkodom", "one group of heads a branch: slices, dense attention, zeros", _fkodom_refusal, _fkodom),
+    )
+}

@@ -1,0 +1,244 @@
+"""What the hardware should count in one launch: sectors that the L1s ask of L2, what L2 finds, bytes from memory.
+
+The model joins exact counts of what a kernel's loops load, as `cache` gives them, with the LRU cache of `lru` for L2.
+It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 bytes go. What 8 threads of such a copy ask
+for at once, a quarter of a warp, is one request: of two sectors that memory brings together both miss in L2 where one
+quarter asks for both, and the second is found where another one does. L1 joins other loads of one tile, or of one warp.
+The model knows nothing of the launch's own instructions, of registers that spill to memory, of writes
+that take room in L2, or of two programs on one multiprocessor that find each other's indices in L1.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib.lab.cache.cache import FETCH_BYTES, SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
+from hilbert_lib.lab.cache.l2 import Gpu
+from hilbert_lib.lab.cache.lru import Trace, kernel_trace, lru_hit_rates
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a quarter of a warp
+INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64
+# Quantities that are predicted and counted, and whether their error is in points rather than relative.
+QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": False}
+CASE = ("kernel", "layout", "length", "dilation", "row_bytes")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one launch should read, with empty caches before it.
+
+    Attributes:
+        l1_sectors: sectors of 32 bytes that L2 sends to the L1s.
+        l2_found_percent: the share of them that was in L2 already.
+        dram_read_bytes: from memory.
+    """
+
+    l1_sectors: int
+    l2_found_percent: float
+    dram_read_bytes: int
+
+
+@dataclass(frozen=True)
+class _Reads:
+    # Of one kind of rows: sectors asked for, those of them that L2 has to fetch, and what it fetches with them.
+    sectors: int
+    missed: float
+    fetched_bytes: int
+
+
+def attention_reads(
+    storage: Storage,
+    pattern: DilatedPattern,
+    *,
+    tile_queries: int | None,
+    tile_keys: int,
+    table_sectors: int,
+    gpu: Gpu,
+) -> Predicted:
+    """The reads of the fused forward, or of its decoding with one query, through a table of slots.
+
+    Args:
+        storage: where the rows of k and v lie; q, in the order of the sequence, has as many heads and rows as wide.
+        pattern: one branch in which all heads have one offset. For decoding, whose programs split the keys, the
+            segment is the tokens of one program.
+        tile_queries: queries of a program, programs a segment as many as that takes; None for decoding: one program a
+            segment, and one query in all.
+        tile_keys: keys of a step.
+        table_sectors: sectors that each program reads of tables that tell it its work.
+        gpu: its L2, and how many programs run at once: one on each multiprocessor.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ValueError: if a row is not whole sectors.
+
+    >>> storage = Storage(Ordering.linear(64), row_bytes=32)
+    >>> launch = {"tile_queries": 8, "tile_keys": 16, "table_sectors": 4, "gpu": Gpu("small", 2**20, 1)}
+    >>> attention_reads(storage, DilatedPattern((64,), (4,)), **launch)
+    Predicted(l1_sectors=104, l2_found_percent=42.31, dram_read_bytes=3584)
+    """
+    _check_sectors(storage)
+    rows = branch_rows(storage, pattern, tile_keys=tile_keys, key_order="position")
+    _, keys = rows.segments.unique_consecutive(return_counts=True)
+    programs = torch.ones_like(keys) if tile_queries is None else -(-keys // tile_queries)
+    everyone, heads = int(programs.sum()) * storage.heads, storage.heads
+    row_sectors = storage.row_bytes // SECTOR_BYTES
+    kv_sectors = 2 * int((programs * keys).sum()) * heads * row_sectors
+    if tile_queries is None and storage.row_bytes % FETCH_BYTES == 0:  # every fetch is of one row, which is read once
+        hit_rate, kv_bytes = 0.0, kv_sectors * SECTOR_BYTES
+    else:
+        hit_rate, kv_bytes = _hits(storage, pattern, tile_queries, tile_keys, gpu)
+
+    # Of the table, each program asks once for every sector of a tile's slots; lanes that share one are joined.
+    index, a_segment = INDEX_BYTES * rows.positions, int(rows.tiles.max()) + 1
+    tiles, _ = tile_requests(index, rows.segments * a_segment + rows.tiles, INDEX_BYTES, SECTOR_BYTES)
+    sectors = tiles.bincount()
+    index_sectors = int((sectors * programs[torch.arange(len(sectors), device="cpu") // a_segment]).sum()) * heads
+    # A token of q has the rows of all heads, which are asked for one head after the other.
+    tokens = rows.positions if tile_queries is not None else rows.positions[:1]
+    token_bytes = heads * storage.row_bytes
+    q_sectors = row_sectors * (everyone if tile_queries is None else len(tokens) * heads)
+    parts = [
+        _Reads(kv_sectors, kv_sectors * (1 - hit_rate), kv_bytes),
+        _once(index, INDEX_BYTES, index_sectors, FETCH_BYTES),
+        _once(tokens * token_bytes, token_bytes, q_sectors, storage.row_bytes),
+        _Reads(table_sectors * everyone, table_sectors, table_sectors * FETCH_BYTES),
+    ]
+    return _predicted(parts)
+
+
+def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Predicted:
+    """The reads of a kernel that copies the rows of k of a branch, a warp a row, in the order of the branch.
+
+    Each warp reads its row, and for its number the sector that holds it.
+
+    Args:
+        storage, pattern, gpu: as in `attention_reads`.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ValueError: if a row is not whole sectors.
+
+    >>> storage = Storage(Ordering.linear(64), row_bytes=32)
+    >>> gather_reads(storage, DilatedPattern((64,), (4,)), gpu=Gpu("small", 2**20, 1))
+    Predicted(l1_sectors=32, l2_found_percent=43.75, dram_read_bytes=1152)
+    """
+    _check_sectors(storage)
+    positions = branch_rows(storage, pattern, key_order="position").positions
+    rows, size = len(positions) * storage.heads, storage.row_bytes
+    found, fetched = 0.0, size * rows  # where every fetch is of one row
+    if size % FETCH_BYTES:
+        units = torch.cat([storage.addresses(positions, head) for head in range(storage.heads)]) // FETCH_BYTES
+        result = lru_hit_rates(Trace(units, torch.ones_like(units), FETCH_BYTES), [gpu.l2_bytes]).iloc[0]
+        found, fetched = float(result.hit_rate), int(result.memory_bytes)
+    sectors = rows * size // SECTOR_BYTES
+    numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # one stretch of memory
+    parts = [
+        _Reads(sectors, sectors * (1 - found), fetched),
+        _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES),
+    ]
+    return _predicted(parts)
+
+
+def model_errors(table: pd.DataFrame) -> pd.DataFrame:
+    """How far the model is from what was counted, by kernel and quantity.
+
+    Args:
+        table: the columns of `CASE`, and each of `QUANTITIES` as counted and, with the prefix predicted_, as predicted.
+
+    Returns:
+        kernel, quantity, unit ("%" of what was counted, or "points"), cases, median and worst (absolute), above_10
+        (cases further off than 10) and worst_case.
+
+    >>> rows = {"kernel": "f", "layout": ["linear", "hilbert"], "length": 64, "dilation": 4, "row_bytes": 32}
+    >>> rows |= {"l1_sectors": [100, 100], "predicted_l1_sectors": [102, 80]}
+    >>> rows |= {f"{p}{name}": 50 for name in ("l2_found_percent", "dram_read_bytes") for p in ("", "predicted_")}
+    >>> model_errors(pd.DataFrame(rows)).iloc[0].worst_case
+    'hilbert, 64 tokens, dilation 4, 32 B'
+    """
+    found = []
+    for kernel, cases in table.groupby("kernel", sort=False):
+        for quantity, in_points in QUANTITIES.items():
+            error = (cases[f"predicted_{quantity}"] - cases[quantity]).abs()
+            error = (error if in_points else 100 * error / cases[quantity]).dropna()
+            if error.empty:  # this GPU does not count it
+                continue
+            worst = cases.loc[error.idxmax()]
+            found.append(
+                {
+                    "kernel": kernel,
+                    "quantity": quantity,
+                    "unit": "points" if in_points else "%",
+                    "cases": len(error),
+                    "median": float(error.median()),
+                    "worst": float(error.max()),
+                    "above_10": int((error > 10).sum()),
+                    "worst_case": f"{worst.layout}, {worst.length} tokens, dilation {worst.dilation}, "
+                    f"{worst.row_bytes} B",
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def _check_sectors(storage: Storage) -> None:
+    if storage.row_bytes % SECTOR_BYTES:
+        raise ValueError(f"row_bytes must be a multiple of {SECTOR_BYTES}, got {storage.row_bytes}")
+
+
+def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> _Reads:
+    # Rows that stay in L2 once they are there, so that only the first reads miss; together: bytes asked for at once. A
+    # sector that a miss brings along for a later read is found by it.
+    fetches = _touched(addresses, row_bytes, FETCH_BYTES)
+    missed = fetches * max(1, min(together, FETCH_BYTES) // SECTOR_BYTES)
+    return _Reads(sectors, min(missed, _touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
+
+
+def _touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
+    # Of different rows, aligned to their size.
+    if row_bytes % unit_bytes == 0:
+        return len(addresses) * (row_bytes // unit_bytes)
+    return units_touched(addresses, row_bytes, unit_bytes)
+
+
+def _hits(
+    storage: Storage, pattern: DilatedPattern, tile_queries: int | None, tile_keys: int, gpu: Gpu
+) -> tuple[float, int]:
+    # Hit rate in L2 of the reads of k and v, and bytes fetched for them.
+    size = storage.row_bytes
+    if size % FETCH_BYTES:
+        return _simulated(storage, pattern, tile_queries, tile_keys, gpu, FETCH_BYTES)
+    # Rows of whole fetches: an ordering only gives them other names, and a row is one unit.
+    linear = Storage(Ordering.linear(storage.length), size, storage.heads, storage.layout)
+    return _simulated(linear, pattern, tile_queries, tile_keys, gpu, size)
+
+
+@lru_cache(maxsize=64)
+def _simulated(
+    storage: Storage, pattern: DilatedPattern, tile_queries: int | None, tile_keys: int, gpu: Gpu, unit_bytes: int
+) -> tuple[float, int]:
+    trace = kernel_trace(
+        storage,
+        pattern,
+        unit_bytes=unit_bytes,
+        tile_queries=storage.length if tile_queries is None else tile_queries,
+        tile_keys=tile_keys,
+        concurrent=gpu.multiprocessors,
+        key_order="position",
+        joined_keys=JOINED_BYTES // storage.row_bytes if storage.row_bytes < unit_bytes else None,
+    )
+    result = lru_hit_rates(trace, [gpu.l2_bytes]).iloc[0]
+    return float(result.hit_rate if trace.sectors is None else result.sector_hit_rate), int(result.memory_bytes)
+
+
+def _predicted(parts: list[_Reads]) -> Predicted:
+    sectors = sum(part.sectors for part in parts)
+    found = 100 * (1 - sum(part.missed for part in parts) / sectors)
+    return Predicted(sectors, round(float(found), 2), sum(part.fetched_bytes for part in parts))

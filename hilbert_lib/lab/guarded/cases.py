@@ -1,0 +1,303 @@
+"""What an isolated process can measure: attention, side by side. A point is plain JSON; its sides are backends."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib import checks
+from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
+from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.environment import environment, kernel_mode
+from hilbert_lib.lab.committed import newest_run
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
+from hilbert_lib.lab.records import read_records
+from hilbert_lib.lab.timing import Case, compare_paired, measure
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
+from hilbert_lib.limits.memory import measure_peak
+from hilbert_lib.pattern import DilatedPattern, check_pattern
+
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
+SWEEP = "attention"
+POINTS = "points.jsonl"  # the file of notebook 04
+SAMPLES, LEAST_SAMPLES, SECONDS = 20, 5, 2.0  # of a side; slow calls take fewer samples, to stay near so many seconds
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `SafeBenchmarkRunner` runs: one function in a process of its own, and what is known before it is tried.
+
+    Attributes:
+        target: "module:function". It is called with a point whose "sides" are those to measure together, the first one
+            beside each other, and yields a record of `bench` (a dictionary) as soon as it has one.
+        refusal: of a point and one of its sides: why it cannot serve, or "". It is asked first, and raises ValueError
+            for what is no point.
+        inputs: of a point: bytes of what its sides are given. Where these do not fit, no side is estimated.
+        estimate: of a point and one of its sides: the memory that it takes.
+    """
+
+    target: str
+    refusal: Callable[[dict, str], str] = lambda point, side: ""
+    inputs: Callable[[dict], int] = lambda point: 0
+    estimate: Callable[[dict, str], MemoryEstimate] = lambda point, side: MemoryEstimate({}, 0, 0, 0)
+
+
+def attention_points(
+    pattern: DilatedPattern,
+    *,
+    lengths: Sequence[int],
+    backends: Sequence[str],
+    directions: Sequence[str] = ("forward",),
+    heads: int = 8,
+    head_dim: int = 64,
+    dtype: str = "float32",
+    is_causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[dict]:
+    """Points of the attention benchmark: one for each length and direction, with all backends as its sides.
+
+    Args:
+        pattern: which keys a query sees.
+        lengths: tokens.
+        backends: names of backends; the others are compared with the first.
+        directions: of "forward" and "backward"; in the backward's time there is no forward.
+        heads, head_dim: of q, k and v; one sequence.
+        dtype: name of a floating torch dtype.
+        is_causal: whether keys after the query are excluded.
+        device: where to compute.
+
+    Returns:
+        The points, by direction and then by length as they are given.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> points = attention_points(DilatedPattern((4,), (1,)), lengths=[8, 16], backends=["eager"])
+    >>> [point["length"] for point in points]
+    [8, 16]
+    """
+    check_pattern(pattern)
+    for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
+        if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
+            raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
+    checks.boolean("is_causal", is_causal)
+    heads = checks.integer("heads", heads, least=1)
+    pattern.check_heads(heads)
+    head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
+    lengths = checks.integers("lengths", lengths, least=1)
+    if max(lengths) * heads * head_dim * getattr(torch, dtype).itemsize >= 2**63:
+        got = f"{max(lengths)} for {heads} heads of size {head_dim}"
+        raise ValueError(f"lengths must be such that q has less than 2^63 bytes, got {got}")
+    shared = {
+        "pattern": asdict(pattern),
+        "heads": heads,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "is_causal": is_causal,
+        "device": str(checks.device(device)),
+        "sides": list(dict.fromkeys(backends)),
+    }
+    return [{**shared, "length": length, "direction": direction} for direction, length in product(directions, lengths)]
+
+
+def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
+    """The sides of a point, ready to be timed.
+
+    Args:
+        point: one of `attention_points`.
+
+    Yields:
+        A side with its error; bytes of a call at its highest point, its inputs apart; about the seconds of a call.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> [case.name for case, peak, seconds in attention_cases(point)]
+    ['eager']
+    """
+    work = _work(point)
+    parameters = {"sweep": SWEEP, "direction": point["direction"], **work.parameters}
+    backward = point["direction"] == "backward"
+    flop, moved = work.flop_and_bytes[2:] if backward else work.flop_and_bytes[:2]
+    for name in point["sides"]:
+        run = _backward(work, name) if backward else _forward(work, name)
+        error = work.error(run())  # this call compiles, and keeps its tables
+        began = []  # when the call did: `measure_peak` collects garbage before it
+        peak = measure_peak(lambda began=began, run=run: (began.append(time.perf_counter()), run()), work.device)
+        seconds = time.perf_counter() - began[0]
+        yield Case(name, run, parameters, error, flop, moved), peak, seconds
+
+
+def measure_attention(point: dict) -> Iterator[dict]:
+    """Time the sides of a point in turn, the first beside each other; or the only one alone.
+
+    Args:
+        point: one of `attention_points`.
+
+    Yields:
+        Records as `records.append_records` writes them, with peak_bytes of each side.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> [record["kind"] for record in measure_attention(point)]
+    ['measurement']
+    """
+    how = {"device": point["device"], "warmup": 2}
+    if torch.device(point["device"]).type == "cuda":
+        how["min_sample_ms"] = MIN_SAMPLE_MS
+    cases = attention_cases(point)
+    first, first_peak, first_seconds = next(cases)
+    if len(point["sides"]) == 1:
+        measured = measure(first, repetitions=_samples(first_seconds), **how)
+        yield {**Recorded(measured, (first_peak,), None).record(), "environment": environment()}
+    for other, peak, seconds in cases:
+        measured = compare_paired(first, other, repetitions=_samples(first_seconds + seconds), **how)
+        yield {**Recorded(measured, (first_peak, peak), None).record(), "environment": environment()}
+
+
+def attention_refusal(point: dict, side: str) -> str:
+    """Why a backend cannot serve a point, or why its time would mean nothing; "" where it can.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["flash"])
+    >>> attention_refusal(point, "flash")
+    'needs a CUDA device, got cpu'
+    """
+    work = _work(point)
+    if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
+        return "its kernels are interpreted here: their times mean nothing"
+    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))  # stands in for q without its memory
+    q = one.requires_grad_(point["direction"] == "backward").expand(1, work.length, work.heads, work.head_dim)
+    return BACKENDS[side].refusal(q, work.call)
+
+
+def attention_estimate(point: dict, side: str) -> MemoryEstimate:
+    """What memory one side of a point takes, as `estimate_memory` predicts it, with what lies beside it in its process.
+
+    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
+    >>> attention_estimate(point, "eager").inputs  # q, k, v and a gradient of the output in float32
+    512
+    """
+    estimate = estimate_memory(
+        DilatedPattern(**point["pattern"]),
+        length=point["length"],
+        heads=point["heads"],
+        head_dim=point["head_dim"],
+        dtype=getattr(torch, point["dtype"]),
+        backend=side,
+        direction=point["direction"],
+        is_causal=point["is_causal"],
+        device=point["device"],
+    )
+    items, beside = estimate.items, {}
+    if point["direction"] == "forward":
+        beside["dout, drawn and not read"] = items["out"]
+    elif side != point["sides"][0]:
+        beside["out and lse of the first side"] = items["out"] + items["lse"]
+    return replace(estimate, items={**beside, **items}, inputs=estimate.inputs + sum(beside.values()))
+
+
+ATTENTION = Benchmark(
+    "hilbert_lib.lab.guarded.cases:measure_attention",
+    attention_refusal,
+    lambda point: _work(point).input_bytes,
+    attention_estimate,
+)
+
+
+def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
+    """Every side of every point once, with its speed or what became of it.
+
+    Args:
+        lines: of `SafeBenchmarkRunner.run`, or of its file, where the last line of a point holds.
+
+    Returns:
+        length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
+        ratio (time of the first backend over its own: above 1 it is faster) with its interval low to high, error,
+        peak_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
+    """
+    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
+    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=[*columns, "error", "peak_bytes", "cause"])
+
+
+def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
+    """The memory that is predicted of every side that can serve, beside what it took or what became of it.
+
+    Args:
+        lines: as in `outcome_table`.
+
+    Returns:
+        length, direction, backend, status, peak_bytes and predicted_bytes of a call, its inputs apart; peak_bytes is
+        NaN where nothing was measured. A side that was tried was predicted to fit.
+    """
+    rows = [
+        {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
+        for point, row in _outcomes(lines)
+        if row["status"] != "cannot serve"
+    ]
+    columns = ["length", "direction", "backend", "status", "peak_bytes", "predicted_bytes"]
+    return pd.DataFrame(rows, columns=columns).astype({"peak_bytes": float})
+
+
+def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
+    """Every side of every point once: the point, and what is known of the side."""
+    for line in {line["key"]: line for line in lines}.values():
+        point, records = line["point"], line["records"]
+        speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
+        pairs = [record for record in records if "a" in record]
+        ratios = ratio_table(pairs, SWEEP).set_index("b") if pairs else pd.DataFrame()
+        for side, outcome in line["outcomes"].items():
+            row = {"length": point["length"], "direction": point["direction"], "backend": side}
+            row |= {name: outcome[name] for name in ("status", "paired")}
+            if side in speeds.index:
+                speed = speeds.loc[side]
+                row |= {"median_ms": speed.median_ms, "iqr_ms": speed.high_ms - speed.low_ms}
+                row |= {"error": speed.error, "peak_bytes": speed.peak_bytes}
+            if side in ratios.index:
+                row |= ratios.loc[side, ["ratio", "low", "high"]].to_dict()
+            yield point, {**row, "cause": outcome["cause"]}
+
+
+def committed_lines() -> list[dict]:
+    """The points of the newest run of notebook 04 that is committed for an H200; empty where there is none.
+
+    >>> {line["kind"] for line in committed_lines()} <= {"point"}
+    True
+    """
+    run = newest_run("04_safe_benchmarking", POINTS)
+    return read_records(run / POINTS) if run else []
+
+
+def _work(point: dict) -> Workload:
+    if not point.keys() >= set(POINT_KEYS):
+        raise ValueError(f"points must have {', '.join(POINT_KEYS)}, as attention_points gives them; got {point!r}")
+    for side in point["sides"]:
+        if side not in BACKENDS:
+            raise ValueError(f"points must have sides of {', '.join(BACKENDS)}; got {side!r}")
+    sizes = {name: point[name] for name in ("length", "heads", "head_dim", "is_causal", "dtype")}
+    return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
+
+
+def _forward(work: Workload, name: str) -> Callable[[], Results]:
+    def run() -> Results:
+        with torch.no_grad():
+            return (_attend(work, name, work.tensors[:3]),)
+
+    return run
+
+
+def _backward(work: Workload, name: str) -> Callable[[], Results]:
+    out = _attend(work, name, work.leaves)
+    return lambda: torch.autograd.grad(out, work.leaves, work.tensors[3], retain_graph=True)
+
+
+def _attend(work: Workload, name: str, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return dilated_attention(*qkv, work.pattern, is_causal=work.is_causal, backend=name)
+
+
+def _samples(took: float) -> int:
+    return max(LEAST_SAMPLES, min(SAMPLES, int(SECONDS / (2 * took))))  # a pair's sample follows an untimed call

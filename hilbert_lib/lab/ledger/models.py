@@ -1,0 +1,141 @@
+"""Cases that are computed anywhere: cache lines, hit rates, memory, dense kernels on reordered keys."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pandas as pd
+import torch
+
+from hilbert_lib.lab.cache import sweeps
+from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
+from hilbert_lib.lab.cache.l2 import hit_rates
+from hilbert_lib.lab.ledger.claim import counted
+from hilbert_lib.lab.pairs import relative_difference
+from hilbert_lib.limits.estimate import estimate_memory
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+LENGTH, SEGMENT, HEADS = 4096, 1024, 8
+DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
+CACHE_KIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+PAGE_BYTES = 4096
+
+
+def units_saved(
+    *, unit: str, counts: str = "touched", key_order: str = "storage", least_dilation: int = 1
+) -> pd.DataFrame:
+    """The share of units that storage along the Hilbert curve saves against linear storage.
+
+    Args:
+        unit: "sector", "fetch" or "line".
+        counts: "touched", different units; or "requested", summed over a kernel's tiles.
+        key_order: as in `locality.cache.branch_rows`.
+        least_dilation: the smallest r.
+
+    Returns:
+        layout, row_bytes, dilation and the value.
+    """
+    savings = sweeps.saving_against_linear(_counts(key_order, None), counts)
+    shown = savings[(savings.ordering == "hilbert") & (savings.unit == unit) & (savings.dilation >= least_dilation)]
+    return counted(shown[["layout", "row_bytes", "dilation"]], shown.saving)
+
+
+def hit_rate_gained(*, dilation: int) -> pd.DataFrame:
+    """Percentage points of hit rate that the Hilbert order gains over linear, in an exact LRU cache of each size.
+
+    Args:
+        dilation: r of one segment over the whole sequence.
+    """
+    capacities = [1024 * kib for kib in CACHE_KIB]
+    pattern = DilatedPattern((LENGTH,), (dilation,))
+    table = hit_rates(pattern, length=LENGTH, row_bytes=ROW_BYTES, capacities=capacities, concurrent=1)
+    rates = table.pivot(index=["row_bytes", "capacity_bytes"], columns="ordering", values="hit_rate")
+    gain = (100 * (rates.hilbert - rates.linear)).rename("value").reset_index()
+    return counted(gain.assign(cache_kib=gain.pop("capacity_bytes") // 1024))
+
+
+def saved_by_restarting() -> pd.DataFrame:
+    """The share of lines that a Hilbert curve which restarts in every segment saves against one over the sequence."""
+    case = ["layout", "row_bytes", "dilation"]
+    once, restarted = (
+        counts[(counts.ordering == "hilbert") & (counts.unit == "line")].set_index(case).touched
+        for counts in (_counts("storage", None), _counts("storage", SEGMENT))
+    )
+    return counted((1 - restarted / once).rename("value").reset_index())
+
+
+def stride_regularity() -> pd.DataFrame:
+    """The share of the commonest distance from a row to the next, Hilbert over linear, keys read in sequence order."""
+    cases = []
+    for rate in DILATIONS:
+        orderings = {kind: Ordering(kind, LENGTH) for kind in ("linear", "hilbert")}
+        table = sweeps.walk_regularity(orderings, DilatedPattern((SEGMENT,), (rate,)), row_bytes=LINE_BYTES)
+        shares = table.set_index("ordering").commonest_share
+        cases.append({"dilation": rate, "value": shares["hilbert"] / shares["linear"]})
+    return counted(pd.DataFrame(cases))
+
+
+def lines_shared_by_branches() -> pd.DataFrame:
+    """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage."""
+    cases = []
+    for layout in LAYOUTS:
+        for size in ROW_BYTES:
+            shares = [_shared(Storage(Ordering(kind, LENGTH), size, HEADS, layout)) for kind in ("hilbert", "linear")]
+            cases.append({"layout": layout, "row_bytes": size, "value": shares[0] - shares[1]})
+    return counted(pd.DataFrame(cases))
+
+
+def plain_kernel_on_reordered_keys() -> pd.DataFrame:
+    """How far a dense kernel's output moves where k and v are reordered along the Hilbert curve and it is not told."""
+    length = 256
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 32, generator=generator, dtype=torch.float64) for _ in range(3))
+    order, attend = Ordering.from_curve("hilbert", length), torch.nn.functional.scaled_dot_product_attention
+    cases = []
+    for is_causal in (False, True):
+        outs = [attend(q, *both, is_causal=is_causal) for both in ((order.apply(k, 2), order.apply(v, 2)), (k, v))]
+        cases.append({"is_causal": is_causal, "value": relative_difference(outs[:1], outs[1:])})
+    return counted(pd.DataFrame(cases))
+
+
+def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[str]) -> pd.DataFrame:
+    """GiB at the highest point of a forward in float32, inputs included, and one segment's over that of many.
+
+    Args:
+        length: tokens. segment_length: of the many. backends: names.
+
+    Returns:
+        what ("GiB" or "one segment over many"), backend and the value.
+    """
+    how = {"length": length, "heads": 8, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
+    cases = []
+    for backend in backends:
+        one, many = (
+            estimate_memory(DilatedPattern((w,), (1,)), backend=backend, **how) for w in (length, segment_length)
+        )
+        cases.append({"what": "GiB", "backend": backend, "value": many.total_gb})
+        cases.append({"what": "one segment over many", "backend": backend, "value": one.peak / many.peak})
+    return counted(pd.DataFrame(cases))
+
+
+@cache
+def _counts(key_order: str, chunk: int | None) -> pd.DataFrame:
+    return sweeps.count_units(
+        length=LENGTH,
+        segment_length=SEGMENT,
+        dilation_rates=DILATIONS,
+        row_bytes=ROW_BYTES,
+        page_bytes=PAGE_BYTES,
+        heads=HEADS,
+        key_order=key_order,
+        chunk=chunk,
+    )
+
+
+def _shared(storage: Storage) -> float:
+    pattern = DilatedPattern((SEGMENT, 2 * SEGMENT), (2, 4), offsets="zero")
+    touched = []
+    for head in (0, 1):
+        rows = branch_rows(storage, pattern, branch=head, head=head)
+        touched.append(row_units(storage.addresses(rows.positions, head), storage.row_bytes, LINE_BYTES)[0].unique())
+    return torch.isin(touched[0], touched[1]).double().mean().item()

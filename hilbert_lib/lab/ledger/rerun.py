@@ -1,0 +1,119 @@
+"""Measuring a claim again: by its tests, its notebook, its own pairs, or by computing it."""
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hilbert_lib.environment import environment
+from hilbert_lib.lab.committed import TELLING, newest_run
+from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
+from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs, time_again
+from hilbert_lib.lab.records import RESULTS
+from hilbert_lib.lab.suite.manifest import run_id
+
+PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], "pytest": ["-m", "pytest"]}
+
+
+def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None = None) -> str:
+    """The command line, from the root of the checkout, that measures a claim again.
+
+    Args:
+        claim: an entry of the ledger.
+        out: folder of the runs.
+        gpus: how many there are; by default as many as the largest of the notebook's configurations is for.
+
+    Raises:
+        ValueError: for a claim that cannot be tested, or not on so few GPUs.
+
+    >>> from hilbert_lib.lab.ledger.claim import read_ledger
+    >>> command(read_ledger()["B3"])
+    'pytest tests/test_hardware.py::test_every_architecture_has_its_name_and_dtypes'
+    """
+    if claim.tests:
+        return shlex.join(["pytest", *claim.tests])
+    if not claim.measure:
+        raise ValueError(f"{claim.id} cannot be measured: {claim.untested}")
+    if claim.id in CLAIMS or not claim.record:
+        return f"hilbert claims --rerun {claim.id}"
+    words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
+    configs = {_gpus_of(path): path for path in ROOT.glob(f"notebooks/configs/{TELLING}/{claim.record}.yaml")}
+    fitting = [count for count in configs if gpus is None or count <= gpus]
+    if configs and not fitting:
+        raise ValueError(f"{claim.id} needs {min(configs)} GPUs, and torch sees {gpus}")
+    if fitting:
+        words += ["-f", configs[max(fitting)].relative_to(ROOT).as_posix()]
+    for name, value in claim.only.items():
+        words += ["-p", name, (",".join(map(str, value)) or "[]") if isinstance(value, list) else str(value).lower()]
+    return shlex.join(words)
+
+
+def _gpus_of(config: Path) -> int:
+    return int(config.parent.name.partition("x")[2] or 1)
+
+
+def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
+    """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself.
+
+    Args:
+        claim, out, segment_length: as in `rerun`.
+
+    Raises:
+        ValueError: as `rerun`.
+
+    >>> from hilbert_lib.lab.ledger.claim import read_ledger
+    >>> dry_run(read_ledger()["K10"], out="reports/local")[0]
+    'dense | dilated: pair=dense and dilated, length=8192, heads=12, head_dim=64, branches=2048:1 4096:2 8192:4'
+    """
+    if claim.id not in CLAIMS:
+        return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
+    shown = ("pair", "length", "heads", "head_dim", "dilation", "branches")
+    lines = []
+    for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
+        facts = {name: pair[1].parameters[name] for name in shown if name in pair[1].parameters}
+        lines.append(f"{' | '.join(side.name for side in pair)}: {', '.join(f'{k}={v}' for k, v in facts.items())}")
+    return lines
+
+
+def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
+    """Measure a claim again and say what this measurement answers.
+
+    Args:
+        claim: an entry of the ledger.
+        out: folder of the runs; what is timed stays there.
+        segment_length: as in `claims.claim_pairs`.
+
+    Returns:
+        The answer, from the new records alone.
+
+    Raises:
+        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, the
+            notebook left no record of the claim, or none of its pairs has room.
+        ValueError: as `command`; or for a segment_length that does not fit.
+    """
+    if claim.record and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{claim.id} is measured on a CUDA device, and torch sees none here; --dry-run shows what would run"
+        )
+    line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
+    folder = out / run_id(environment()) / f"claims_{claim.id}"
+    if claim.id in CLAIMS:
+        (folder / RESULTS).unlink(missing_ok=True)
+        if not time_again([claim.id], segment_length=segment_length, output_dir=str(folder)):
+            raise RuntimeError(f"{claim.id} was not measured again: nothing of it has room on this GPU")
+        return answer(claim, folder)
+    if not claim.record and not claim.tests:
+        return answer(claim)
+    program, *words = shlex.split(line)
+    started = time.time()
+    if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
+        raise RuntimeError(f"{claim.id} was not measured again, because this failed: {line}")
+    if not claim.record:
+        return answer(claim)
+    run = newest_run(claim.record, claim.file, [out])
+    if run is None or (run / claim.file).stat().st_mtime < started:  # an older run's is no answer
+        raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
+    return answer(claim, run)

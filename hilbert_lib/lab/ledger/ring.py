@@ -1,0 +1,144 @@
+"""Cases of several ranks: bytes and memory as planned anywhere, times and overlap from the record of several GPUs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hilbert_lib.lab.ledger.claim import counted
+from hilbert_lib.lab.sweeps.ring_tables import scaling_table, spanning_pattern, split_table
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.plan import plan_ring
+
+SIZES = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
+FIRST_SEGMENT = 2048
+
+
+def memory_by_ranks(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
+    """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p).
+
+    Args:
+        tokens: in the sequence. ranks: how many share it.
+    """
+    table = scaling_table([(tokens, p) for p in ranks], first_segment=FIRST_SEGMENT, **SIZES)
+    together = table.memory_forward * table.ranks
+    is_fewest = table.ranks == min(ranks)
+    fewest = together[is_fewest].set_axis(table.what[is_fewest])
+    return counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
+
+
+def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
+    """What gathering all rows at once takes, over passing them round the ring: bytes sent, and memory of a rank.
+
+    Args:
+        tokens: in the sequence. ranks: how many share it.
+    """
+    pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
+    for p in ranks:
+        lengths = shard_lengths_for(tokens, p)
+        plans = [plan_ring(pattern, lengths, transport=name, **SIZES) for name in ("all_gather", "ring")]
+        for what, name in (("bytes sent", "sent_forward"), ("memory", "memory_forward")):
+            gathered, passed = (max(getattr(cost, name) for cost in plan.ranks) for plan in plans)
+            cases.append({"what": what, "ranks": p, "value": gathered / passed})
+    return counted(pd.DataFrame(cases))
+
+
+def split_rows(*, tokens: int, ranks: int, kinds: Sequence[str]) -> pd.DataFrame:
+    """(position, KV head) rows that a rank lacks where an order is laid over the sequence, and where over each shard.
+
+    Args:
+        tokens: in the sequence. ranks: equal shards. kinds: of orders.
+
+    Returns:
+        kind, before, after.
+    """
+    return split_table(spanning_pattern(tokens, FIRST_SEGMENT), tokens, ranks, kinds, kv_heads=4)
+
+
+def kept_by_order_of_shards(**sizes) -> pd.DataFrame:
+    """Rows that a rank lacks where the sequence was ordered before the split, over those where each shard is.
+
+    Args:
+        **sizes: as `split_rows`.
+    """
+    rows = split_rows(**sizes)
+    return counted(rows[["kind"]], rows.before / rows.after)
+
+
+def saved_by_order(**sizes) -> pd.DataFrame:
+    """The share of the rows sent that an order saves, laid over the sequence or over each shard.
+
+    Args:
+        **sizes: as `split_rows`.
+    """
+    rows = split_rows(**sizes)
+    linear = rows.after  # an order of a shard moves no row between ranks: they lack what they lack in sequence order
+    parts = [rows[["kind"]].assign(laid_over=over, value=1 - rows[column] / linear) for over, column in
+             (("the sequence", "before"), ("each shard", "after"))]  # fmt: skip
+    return counted(pd.concat(parts, ignore_index=True))
+
+
+def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
+    """Time of the last rank over that of the first to finish, if its speed is all that counts.
+
+    Args:
+        tokens: in the sequence. speeds: relative speeds of the ranks, one list a case.
+    """
+    pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
+    for weights in speeds:
+        shared = {"pattern": pattern, "kv_heads": SIZES["kv_heads"], "is_causal": True}
+        lengths = shard_lengths_for(tokens, len(weights), weights=weights, **shared)
+        plan = plan_ring(pattern, lengths, is_causal=True, weights=weights, **SIZES)
+        times = [cost.flop_forward / speed for cost, speed in zip(plan.ranks, weights, strict=True)]
+        cases.append({"speeds": " : ".join(f"{each:g}" for each in weights), "value": max(times) / min(times)})
+    return counted(pd.DataFrame(cases))
+
+
+def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
+    """The share of a forward's exchange that ran under other kernels, and a rank's speed over that of one rank alone.
+
+    Args:
+        records: of notebook 07.
+
+    Returns:
+        what ("hidden" or "scaling"), sweep, ranks, tokens (in all) and the value; the interval of a speed is that of
+        the quartiles of both times.
+    """
+    auto = [record for record in records if record["side"] == "auto" and record["sweep"] in ("weak", "strong")]
+    alone = {(one["sweep"], one["tokens"]): _together(one) for one in auto if one["ranks"] == 1}
+    cases = []
+    for record in auto:
+        ranks, case = record["ranks"], {name: record[name] for name in ("sweep", "ranks", "tokens")}
+        if ranks == 1:
+            continue
+        hidden = record["hidden_forward"]
+        cases.append({"what": "hidden", **case, "value": hidden, "low": hidden, "high": hidden})
+        weak = record["sweep"] == "weak"
+        times = _together(record)
+        ideal = alone[record["sweep"], record["tokens"] // (ranks if weak else 1)] / (1 if weak else ranks)
+        speed = {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
+        cases.append({"what": "scaling", **case, **speed})
+    return pd.DataFrame(cases)
+
+
+def _together(record: dict) -> np.ndarray:
+    # Quartiles of the time of a forward and its backward.
+    samples = np.add(record["forward_samples_ms"], record["backward_samples_ms"])
+    return np.quantile(samples, [0.25, 0.5, 0.75])
+
+
+def longest(records: Sequence[dict], *, both: int, forward: int) -> pd.DataFrame:
+    """Tokens of the longest sequence that ran and was held against float64 rows, over those asked for.
+
+    Args:
+        records: of notebook 07.
+        both: tokens asked for, forward and backward. forward: likewise, forward alone.
+    """
+    checked = [record for record in records if record["out_error"] is not None]
+    reached = {"forward and backward": [r["tokens"] for r in checked if r["backward"]]}
+    reached["forward"] = [r["tokens"] for r in checked]
+    asked = {"forward and backward": both, "forward": forward}
+    return counted(
+        pd.DataFrame({"what": what, "asked": asked[what], "value": max(reached[what]) / asked[what]} for what in asked)
+    )

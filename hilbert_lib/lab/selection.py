@@ -1,0 +1,338 @@
+"""Choosing a backend by measurement: each candidate beside what "auto" takes, and what the choice is worth."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain_backend
+from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.choice import rule_for
+from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
+from hilbert_lib.checks import boolean
+from hilbert_lib.environment import kernel_mode
+from hilbert_lib.lab.pairs import Results, Side, of_sweep, ratio_table, run_sides
+from hilbert_lib.lab.workload import Workload
+from hilbert_lib.limits.estimate import estimate_memory
+from hilbert_lib.limits.memory import GB, MemorySafetyChecker
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
+FORWARD, BOTH = "forward", "forward and backward"
+
+
+def candidates(work: Workload, *, gradient: bool) -> list[str]:
+    """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
+    q = _stand_in(work, gradient=gradient)
+    names = [name for name, backend in BACKENDS.items() if not backend.refusal(q, work.call)]
+    passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
+    return [name for name in names if name not in passed_over]
+
+
+def chosen(work: Workload, *, gradient: bool) -> str:
+    """What "auto" takes for this work."""
+    q = _stand_in(work, gradient=gradient)
+    return explain_backend(q, q, q, work.pattern, is_causal=work.is_causal).chosen
+
+
+def works(
+    patterns: Mapping[str, DilatedPattern],
+    *,
+    lengths: Sequence[int],
+    heads: int,
+    head_dims: Sequence[int],
+    dtype: str,
+    device: torch.device,
+) -> Iterator[tuple[str, Workload]]:
+    """A grid of works, causal and not, each with the name of its pattern."""
+    for length, (name, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
+        yield name, Workload(pattern, length, heads, head_dim, device, is_causal, dtype=dtype)
+
+
+def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> Iterator[tuple[Side, Side]]:
+    """Each candidate beside what "auto" takes, on the same work: the forward, then forward and backward as one.
+
+    Args:
+        grid: of `works`.
+        names: what to compare with; by default all of `candidates`. Those that cannot serve are left out.
+
+    Yields:
+        (candidate, automatic choice).
+
+    Raises:
+        ValueError: for a name that no backend has.
+    """
+    for name in names:
+        if name not in BACKENDS:
+            raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {name!r}")
+    for label, work in grid:  # not `product`, which would keep the tensors of all works
+        for gradient in (False, True):
+            yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
+
+
+def orderings(
+    *, lengths: Sequence[int], rates: Sequence[int], row_bytes: Sequence[int], queries: int, heads: int, device: str
+) -> Iterator[tuple[Side, Side]]:
+    """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
+
+    The first partner stores k and v itself, in its time; the second finds them stored, as the later calls on one cache
+    do. k and v lie heads first, where an order can matter.
+
+    Args:
+        lengths: keys. rates: dilation rates of the one branch. row_bytes: bytes of one head's row, in bfloat16.
+        queries: rows of q near the end of the sequence; 0 is all of it, in segments of 2048 keys.
+        heads: heads.
+        device: where to compute.
+
+    Yields:
+        ("in sequence order", "stored by the call"), ("in sequence order", "stored before").
+    """
+    for length, rate, size in product(lengths, rates, row_bytes):
+        segment = length if queries else min(length, 2048 * rate)
+        asked = ((length - queries) // rate * rate, queries) if queries else None
+        pattern = DilatedPattern((segment,), (rate,), offsets="zero")
+        work = Workload(pattern, length, heads, size // 2, torch.device(device), queries=asked, heads_first=True)
+        base = _ordering_side(work, "in sequence order", None, stored=False)
+        order = Ordering.residue(length, rate)
+        yield base, _ordering_side(work, "stored by the call", order, stored=False)
+        yield base, _ordering_side(work, "stored before", order, stored=True)
+
+
+def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
+    """What the automatic choice was worth, work by work, in calls that follow each other.
+
+    Such a call takes the device's time or the host's to queue it, whichever is longer.
+
+    Args:
+        records: of `run_sides` on `pairs`.
+        on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
+
+    Returns:
+        direction and the parameters of a work, automatic (its choice), best, worst, over_best (its time over the best
+        one's: 1 where it chose the best), over_worst (the worst one's time over its own), and for each backend its time
+        over the automatic choice's (NaN where it cannot serve).
+    """
+    ratios = ratio_table(records, SWEEP)
+    ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
+    work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
+    rows = []
+    for key, group in ratios.groupby(work, sort=False):
+        times = {group.b.iloc[0]: 1.0, **dict(zip(group.a, group.ratio, strict=True))}
+        best, worst = min(times, key=times.get), max(times, key=times.get)
+        summary = {"automatic": group.b.iloc[0], "best": best, "worst": worst}
+        summary |= {"over_best": 1 / times[best], "over_worst": times[worst]}
+        rows.append({**dict(zip(work, key, strict=True)), **summary, **times})
+    return pd.DataFrame(rows)
+
+
+def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
+    """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
+
+    Args:
+        choices: `choice_table`.
+
+    Returns:
+        A row for each backend that serves a work, in the order of `BACKENDS`: backend, served (how many works; only one
+        that serves them all could be fixed), fastest (in how many of them), slower (geometric mean of its time over the
+        automatic choice's, on those), worst (the largest of these ratios).
+    """
+    rows = []
+    for name in (name for name in BACKENDS if name in choices):
+        ratios = choices[name].dropna().astype(float)
+        mean = float(ratios.pow(1 / len(ratios)).prod())
+        counts = {"served": len(ratios), "fastest": int((choices.best == name).sum())}
+        rows.append({"backend": name, **counts, "slower": mean, "worst": float(ratios.max())})
+    return pd.DataFrame(rows)
+
+
+def ordering_table(records: list[dict]) -> pd.DataFrame:
+    """After how many calls on the same k and v the copy that stores them in another order is repaid.
+
+    Args:
+        records: of `run_sides` on `orderings`.
+
+    Returns:
+        length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
+        (over that of a call that finds them stored), repaid (calls; inf where reading is no faster).
+    """
+    ratios = ratio_table(records, ORDERING_SWEEP)
+    rows = ["length", "dilation", "row_bytes", "queries"]
+    table = ratios.pivot(index=rows, columns="b", values="ratio").reset_index().rename_axis(columns=None)
+    table = table.rename(columns={"stored by the call": "one_call", "stored before": "later"})
+    saved, storing = 1 - 1 / table.later, 1 / table.one_call - 1 / table.later
+    table["repaid"] = (storing / saved).where(saved > 0, float("inf"))
+    return table
+
+
+def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Time all candidates on a work.
+
+    Args:
+        work: what to compute.
+        gradient: whether to time the forward alone, or forward and backward.
+
+    Returns:
+        Each candidate's time over that of the automatic choice, as `choice_table` takes them, the fastest first; and
+        the milliseconds of a call by each. One that would not fit into memory, as `estimate_memory` predicts it, is not
+        timed.
+
+    Raises:
+        RuntimeError: if nothing could be timed.
+    """
+    names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
+    # Where the choice itself does not fit, nothing can stand beside it.
+    sides = _beside_choice("", work, gradient, names) if chosen(work, gradient=gradient) in names else ()
+    records = run_sides(sides, device=work.device, seconds=1.0, on_cpu=True)
+    if not records:
+        raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
+    times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
+    medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
+    return dict(sorted(times.items(), key=itemgetter(1))), medians
+
+
+def remember_times(work: Workload, times: dict[str, float], medians: dict[str, float], *, gradient: bool) -> Path:
+    """Keep what `measured_times` found of a work; "auto" goes by its order from then on.
+
+    Returns:
+        The file that keeps it.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
+    order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
+    return remember(shape_class(work, gradient=gradient), order, medians)
+
+
+def _ratio(record: dict, *, on_device: bool = False) -> float:
+    sides = record["a"], record["b"]
+    waits_for_host = any((side.get("host_ms") or 0.0) > side["median_ms"] for side in sides)
+    return sides[0]["call_ms"] / sides[1]["call_ms"] if waits_for_host and not on_device else record["ratio"]
+
+
+def _fits(work: Workload, name: str, gradient: bool) -> bool:
+    checker = MemorySafetyChecker(device=work.device)
+    if not checker.check_memory_available(work.input_bytes / GB)[0]:
+        return False  # an estimate takes the longer, the longer the sequence is
+    sizes = {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
+    how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
+    directions = ("forward", "backward") if gradient else ("forward",)
+    needs = [estimate_memory(work.pattern, **sizes, **how, direction=each).total_gb for each in directions]
+    return checker.check_memory_available(max(needs))[0]
+
+
+def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
+    """The class of calls that a measurement of this work speaks for."""
+    sizes = work.length, work.heads, work.head_dim
+    return ShapeClass(device_name(work.device), work.dtype, *sizes, work.is_causal, gradient, work.pattern)
+
+
+def select_attention_backend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, benchmark_backends: bool = False, **options
+) -> str:
+    """The name of the backend that `dilated_attention` would run for the same arguments.
+
+    Args:
+        q, k, v, pattern: as `dilated_attention` takes them.
+        benchmark_backends: whether to time the candidates first, where this machine has not done so for calls of this
+            class, and to remember what came out; where that cannot be written, a warning says so, and it holds for this
+            call alone. It takes seconds, and random tensors of the size of q; k and v are timed with as many heads as
+            q.
+        **options: as `explain_backend` takes them.
+
+    Returns:
+        The name.
+
+    Raises:
+        TypeError, ValueError: as `dilated_attention`; also where benchmark_backends is asked of a call with dropout, a
+            key_padding_mask or a query_start, for which no measurement is kept, or with a backend, which leaves nothing
+            to choose.
+        RuntimeError: where it is asked for and no two backends serve the call within memory.
+
+    >>> q = torch.ones(1, 8, 2, 4)
+    >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
+    'sdpa'
+    """
+    boolean("benchmark_backends", benchmark_backends)
+    explain = partial(explain_backend, q, k, v, pattern, **options)
+    explanation = explain()
+    if benchmark_backends:
+        special = [name for name in ("key_padding_mask", "query_start") if options.get(name) is not None]
+        special += ["dropout_p"] if options.get("dropout_p", 0.0) > 0.0 else []
+        special += ["backend"] if options.get("backend", "auto") != "auto" else []
+        if special:
+            raise ValueError(f"benchmark_backends must be False where {special[0]} is given, got True")
+        if not explanation.is_measured and q.numel():
+            gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            work = _like(q, pattern, options.get("is_causal", False))
+            times, medians = measured_times(work, gradient=gradient)
+            try:
+                remember_times(work, times, medians, gradient=gradient)
+            except OSError as error:
+                warnings.warn(f"measured, but not kept: {folder()}: {error.strerror or error}", stacklevel=2)
+                return next((name for name in times if explain(backend=name).chosen), explanation.chosen)
+            explanation = explain()
+    if not explanation.chosen:
+        name = options["backend"]
+        raise ValueError(f"backend={name!r} {explanation.reasons[name]}; see explain_backend")
+    return explanation.chosen
+
+
+def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
+    # The sequences of a batch count as heads; autocast decides in which dtype a call will run.
+    batch, length, heads, head_dim = q.shape
+    dtype = str(autocast_dtype(q)).removeprefix("torch.")
+    return Workload(pattern, length, batch * heads, head_dim, q.device, is_causal, dtype=dtype)
+
+
+def _beside_choice(label: str, work: Workload, gradient: bool, names: Sequence[str]) -> Iterator[tuple[Side, Side]]:
+    q, base = _stand_in(work, gradient=gradient), chosen(work, gradient=gradient)
+    for name in names:
+        if name != base and not BACKENDS[name].refusal(q, work.call):
+            yield _side(label, work, name, gradient), _side(label, work, base, gradient)
+
+
+def _side(label: str, work: Workload, name: str, gradient: bool) -> Side:
+    flop_forward, bytes_forward, flop_backward, bytes_backward = work.flop_and_bytes
+    direction = BOTH if gradient else FORWARD
+    parameters = {"sweep": SWEEP, "pattern": label, "direction": direction, **work.parameters}
+    attend = partial(dilated_attention, pattern=work.pattern, is_causal=work.is_causal, backend=name)
+
+    def forward() -> Results:
+        with torch.no_grad():
+            return (attend(*work.tensors[:3]),)
+
+    def both() -> Results:
+        return torch.autograd.grad(attend(*work.leaves), work.leaves, work.tensors[3])
+
+    if not gradient:
+        return Side(name, parameters, forward, work.error, flop_forward, bytes_forward)
+    return Side(name, parameters, both, work.error, flop_forward + flop_backward, bytes_forward + bytes_backward)
+
+
+def _ordering_side(work: Workload, name: str, ordering: Ordering | None, *, stored: bool) -> Side:
+    flop, moved, *_ = work.flop_and_bytes
+    start, count = work.queries or (None, 0)
+    ((_, rate),) = work.pattern.branches
+    parameters = {"sweep": ORDERING_SWEEP, "queries": count, **work.parameters}
+    parameters |= {"dilation": rate, "row_bytes": 2 * work.head_dim}
+    kept = cache(lambda: work.stored(ordering) if stored else work.tensors[1:3])
+
+    def forward() -> Results:
+        k, v = kept() if stored or ordering is None else work.stored(ordering)
+        return (dilated_attention(work.tensors[0], k, v, work.pattern, query_start=start, kv_ordering=ordering),)
+
+    return Side(name, parameters, forward, work.error, flop, moved)
+
+
+def _stand_in(work: Workload, *, gradient: bool) -> Tensor:
+    # q without its memory.
+    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype), requires_grad=gradient)
+    return one.expand(1, work.length, work.heads, work.head_dim)

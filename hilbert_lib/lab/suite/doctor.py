@@ -1,0 +1,140 @@
+"""Whether this machine can run the suite, and in one line what would mend it."""
+
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from packaging.requirements import Requirement
+
+from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.environment import check_gpu, environment, kernel_mode, prepare_kernels
+from hilbert_lib.pattern import DilatedPattern
+
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+REINSTALL = "make setup, or: python -m pip install -c constraints.txt -e '.[dev]'"
+NEEDED_MB = 500  # room for many runs; a run of the suite with its defaults is far smaller
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at and found; `fix` is empty where nothing is broken."""
+
+    subject: str
+    found: str
+    fix: str = ""
+
+
+def examine(out: Path) -> Iterator[Finding]:
+    """Look at everything that a run needs, one after another.
+
+    Args:
+        out: where reports are to be written; it need not exist.
+
+    Yields:
+        A finding for each thing looked at.
+    """
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+    yield _packages()
+    yield _pins()
+    yield (gpu := _gpu())
+    if not gpu.fix and kernel_mode() != "absent":
+        yield _kernels()
+    yield _kernel()
+    yield from _disk(out)
+
+
+def _packages() -> Finding:
+    try:
+        required = importlib.metadata.requires("hilbert-lib") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", "not known: the library runs from its folder and is not installed")
+    wrong = []
+    for line in required:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            installed = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+    return Finding("packages", "; ".join(wrong) or "all there", REINSTALL if wrong else "")
+
+
+def _pins() -> Finding:
+    """Other versions than the pinned ones may serve: they are told and not called broken."""
+    if not CONSTRAINTS.exists():
+        return Finding("pins", "no constraints.txt beside the library, nothing to compare with")
+    pinned = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if "==" in line]
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    other = [
+        f"{each.name} {installed[each.name.lower()]} (tested: {each.specifier})"
+        for each in pinned
+        if each.name.lower() in installed and not each.specifier.contains(installed[each.name.lower()])
+    ]
+    return Finding("pins", f"differ from the tested set: {', '.join(other)}" if other else "the tested set")
+
+
+def _gpu() -> Finding:
+    try:
+        check_gpu()
+    except RuntimeError as error:
+        found, _, fix = str(error).rpartition("; ")
+        return Finding("gpu", found, fix)
+    prepare_kernels()
+    facts = environment()
+    triton = f"Triton {facts['triton']}" if facts["triton"] else "no Triton for this platform"
+    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none"
+    return Finding("gpu", f"{gpus}; {triton}, its kernels are {facts['kernel_mode']}")
+
+
+def _kernels() -> Finding:
+    # In half precision on a GPU: float32 may be rounded to TF32 there, as torch is set.
+    of = {"device": "cuda", "dtype": torch.float16} if kernel_mode() == "compiled" else {"device": "cpu"}
+    q = torch.randn(1, 16, 1, 16, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(**of)
+    pattern = DilatedPattern((8, 16), (1, 2))
+    asked = explain_backend(q, q, q, pattern, backend="triton")
+    if not asked.chosen:
+        return Finding("kernels", f"not for this GPU: {asked.reasons['triton']}")
+    try:
+        out, exact = (dilated_attention(q, q, q, pattern, backend=name) for name in ("triton", "reference"))
+        is_equal = torch.allclose(out, exact, atol=1e-4 if q.dtype == torch.float32 else 1e-2)
+        wrong = "" if is_equal else "not what the reference gives"
+    except Exception as error:  # of Triton, of numpy beneath its interpreter, of a driver: told, whatever it is
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    if wrong:
+        return Finding("kernels", f"the fused ones fail on 16 tokens: {wrong}", REINSTALL)
+    return Finding("kernels", "the fused ones equal the reference on 16 tokens")
+
+
+def _kernel() -> Finding:
+    try:
+        program = KernelSpecManager().get_kernel_spec("python3").argv[0]
+    except NoSuchKernel:
+        return Finding("kernel", "Jupyter has no kernel named python3", REINSTALL)
+    # By their folders: a link's target is the interpreter that many environments share.
+    if Path(program).name == program or Path(program).absolute().parent == Path(sys.executable).absolute().parent:
+        return Finding("kernel", "notebooks run in this Python")
+    fix = "python -m ipykernel install --sys-prefix"
+    return Finding("kernel", f"notebooks would run in another Python: {program}", fix)
+
+
+def _disk(out: Path) -> Iterator[Finding]:
+    folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            yield Finding("reports", f"{out} can be written")
+    except OSError as error:
+        yield Finding("reports", f"{out} cannot be written: {error.strerror}", "name another folder with --out")
+    free_mb = shutil.disk_usage(folder).free // 2**20
+    fix = "" if free_mb >= NEEDED_MB else f"free {NEEDED_MB - free_mb} MB, or name another folder with --out"
+    yield Finding("disk", f"{free_mb} MB free", fix)

@@ -1,0 +1,276 @@
+"""The manifest of a run: what ran, where, with what, and how it ended."""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import time
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime
+from json import JSONDecodeError
+from pathlib import Path
+
+import psutil
+
+from hilbert_lib.environment import MACHINE, code_hash, sm_clocks_mhz
+from hilbert_lib.files import write_whole
+from hilbert_lib.lab.records import FAILED
+from hilbert_lib.lab.suite.points import Point
+
+MANIFEST = "manifest.json"
+RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
+RESERVE_BYTES = 256 * 1024
+WORK_NAME = re.compile(r"\..+\.[0-9a-f]{8}")  # of the hidden folder in which a point runs
+ABANDONED_AFTER = 3600  # seconds; a folder gets its manifest in far less after it was made
+
+
+def run_id(facts: dict) -> str:
+    """The name of the folder that holds every run of this code on this hardware with these versions.
+
+    It follows from the facts alone, so that a second call finds what the first one finished, and the jobs of
+    an array share one folder. The commit is no part of it: a commit that leaves the library alone would
+    otherwise run everything again. The manifests hold it.
+
+    Args:
+        facts: as `hilbert_lib.environment.environment` gives them.
+
+    Returns:
+        Device, torch's version and a hash, as `cpu-torch2.13.0-0a1b2c3d`.
+    """
+    deciding = (*MACHINE, "python", "numpy")
+    digest = hashlib.sha256(json.dumps([facts[name] for name in deciding]).encode()).hexdigest()[:8]
+    device = facts["hardware"] if facts["gpus"] else "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return f"{slug}-torch{facts['torch'].split('+')[0]}-{digest}"
+
+
+def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
+    """Write the manifest of a run that begins now, in this process.
+
+    Args:
+        point: what runs.
+        folder: of the run.
+        facts: as `hilbert_lib.environment.environment` gives them.
+
+    Returns:
+        The manifest, with status "running"; "failed" where the disk has no room for the run to begin.
+
+    Raises:
+        OSError: if the manifest itself cannot be written.
+    """
+    parameters = point.parameters
+    manifest = {
+        "name": point.name,
+        "notebook": point.notebook.name,
+        "title": point.notebook.title,
+        "question": point.notebook.question,
+        "answer": point.notebook.answer,
+        "parameters": parameters,
+        "changes": point.changes,
+        "seeds": {name: value for name, value in parameters.items() if re.search(r"(^|_)seeds?$", name)},
+        "notebook_hash": point.notebook.code_hash,
+        "library_hash": code_hash(),
+        "key": point.key,
+        "environment": facts,
+        "sm_clocks_mhz": {"before": sm_clocks_mhz(), "after": None},
+        "start": _now(),
+        "end": None,
+        "status": "running",
+        "error": None,
+        "figures": [],
+        "process": _this_process(),
+    }
+    _write_manifest(folder, manifest)
+    try:
+        (folder / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+    except OSError as error:
+        message = f"no room for the notebook to start: {error.strerror}"
+        end_manifest(manifest, folder, {"type": "OSError", "message": message, "cell": None})
+    return manifest
+
+
+def end_manifest(manifest: dict, folder: Path, error: dict | None, *, interrupted: bool = False) -> None:
+    """Write how a run ended into its folder.
+
+    Args:
+        manifest: as `start_manifest` made it.
+        folder: of the run.
+        error: `type`, `message` and `cell` of what ended it; None where it finished.
+        interrupted: whether it was told to stop.
+    """
+    status = "interrupted" if interrupted else "failed" if error else "ok"
+    pictures = sorted(folder.rglob("*.png"), key=lambda path: path.stat().st_mtime_ns)
+    (folder / RESERVE).unlink(missing_ok=True)
+    manifest |= {
+        "status": status,
+        "error": error,
+        "end": _now(),
+        "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
+        "figures": [path.relative_to(folder).as_posix() for path in pictures],
+    }
+    _write_manifest(folder, manifest)
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """The manifest of a run's folder.
+
+    Args:
+        folder: of the run.
+
+    Returns:
+        The manifest; None if there is none, or none that can be read.
+    """
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError, JSONDecodeError):
+        return None
+
+
+def is_finished(point: Point, run_folder: Path) -> bool:
+    """Whether this very point, in this version of the code, is finished.
+
+    Args:
+        point: what would run.
+        run_folder: folder of the run-id.
+
+    Returns:
+        True if its results can be reused.
+    """
+    manifest = read_manifest(run_folder / point.name)
+    return manifest is not None and manifest["status"] == "ok" and manifest["key"] == point.key
+
+
+def final_folder(run_folder: Path, manifest: dict) -> Path:
+    """Where a run that has ended belongs.
+
+    Args:
+        run_folder: folder of the run-id.
+        manifest: of the run.
+
+    Returns:
+        The folder of its point's name if it finished, else NAME.failed, so that no failure replaces a result.
+    """
+    return run_folder / (manifest["name"] + ("" if manifest["status"] == "ok" else FAILED))
+
+
+def put_in_place(work: Path, run_folder: Path, manifest: dict) -> Path:
+    """Let the folder of a run that has ended appear at once under its name, in place of an earlier one.
+
+    Args:
+        work: the folder, within the run's.
+        run_folder: folder of the run-id.
+        manifest: of the run.
+
+    Returns:
+        The folder's new name, as `final_folder` gives it. A result takes away the failure before it.
+    """
+    final = final_folder(run_folder, manifest)
+    earlier = work.with_name(f"{work.name}.earlier")
+    try:
+        while True:
+            with suppress(FileNotFoundError):
+                final.rename(earlier)
+            try:
+                work.rename(final)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                shutil.rmtree(earlier, ignore_errors=True)  # another job's has appeared, and goes the same way
+    except BaseException:
+        if earlier.exists() and not final.exists():
+            earlier.rename(final)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
+    if manifest["status"] == "ok":
+        shutil.rmtree(run_folder / f"{manifest['name']}{FAILED}", ignore_errors=True)
+    return final
+
+
+def close_abandoned(run_folder: Path) -> list[str]:
+    """Tidy what dead processes left: runs that never ended get their manifest, ended ones their place, and
+    folders that never got a manifest go.
+
+    A run on another machine, or of a process that lives, is left alone; so is what another job tidies that begins now.
+
+    Args:
+        run_folder: folder of the run-id.
+
+    Returns:
+        The names of the points that were found running without a process.
+    """
+    closed = []
+    for work in sorted(run_folder.glob(".*/")):
+        with suppress(FileNotFoundError):  # another job has taken it
+            closed += _close(work, run_folder)
+    return closed
+
+
+def error_line(manifest: dict) -> str:
+    """What ended a run, in one line.
+
+    Args:
+        manifest: of a run that did not finish.
+
+    Returns:
+        Type, message and cell.
+
+    >>> error_line({"error": {"type": "ValueError", "message": "too short", "cell": 3}})
+    'ValueError: too short (cell In [3])'
+    """
+    error = manifest["error"]
+    place = f" (cell In [{error['cell']}])" if error["cell"] else ""
+    return f"{error['type']}: {error['message']}{place}"
+
+
+def _close(work: Path, run_folder: Path) -> list[str]:
+    manifest = read_manifest(work)
+    if manifest is None:
+        if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
+            shutil.rmtree(work, ignore_errors=True)
+        return []
+    if _may_live(manifest["process"]):
+        return []
+    # Whoever renames it has it, and says so in it.
+    work = work.rename(work.with_name(f".{manifest['name']}.{uuid.uuid4().hex[:8]}"))
+    died, manifest["process"] = manifest["process"], _this_process()
+    _write_manifest(work, manifest)
+    closed = []
+    if manifest["status"] == "running":
+        message = f"process {died['pid']} ended without a word: killed, or power lost"
+        end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
+        closed.append(manifest["name"])
+    others = (read_manifest(run_folder / f"{manifest['name']}{suffix}") for suffix in ("", FAILED))
+    if any(other and other["start"] > manifest["start"] for other in others):
+        shutil.rmtree(work, ignore_errors=True)
+    else:
+        put_in_place(work, run_folder, manifest)
+    return closed
+
+
+def _write_manifest(folder: Path, manifest: dict) -> None:
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _this_process() -> dict:
+    # A process number alone says nothing on another machine, or once it is used again. The machine's name
+    # is hashed: reports are public.
+    machine = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    return {"pid": os.getpid(), "started": psutil.Process().create_time(), "machine": machine}
+
+
+def _may_live(process: dict) -> bool:
+    if process["machine"] != _this_process()["machine"]:
+        return True
+    try:
+        return abs(psutil.Process(process["pid"]).create_time() - process["started"]) < 1
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,353 @@
+"""What ranks measure of the ring, one record a side as soon as it is found: the sweeps of notebook 07."""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.environment import environment, sm_clocks_mhz
+from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
+from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
+from hilbert_lib.lab.sweeps.ring_trace import exchange_of
+from hilbert_lib.launch.workers import run_ranks
+from hilbert_lib.limits.device_memory import begin_peak
+from hilbert_lib.ordering import OrderingSpec
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.attention import ring_dilated_attention
+from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
+
+Pass = Callable[[], object]
+TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
+GATHERED, DENSE_RING = "gathered", "dense ring"
+VALIDATED = "auto, validated"
+ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
+SIDES = (*TRANSPORTS, VALIDATED, GATHERED, DENSE_RING, *ORDERS)
+LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
+NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
+WARM_UP = 1  # after the calls that were checked
+SECONDS = 540.0  # of all that one number of ranks measures
+STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence over some ranks, and what computes it in turn.
+
+    Attributes:
+        sweep: what it belongs to.
+        ranks: how many share it, in equal shards.
+        tokens: of the whole sequence.
+        heads, kv_heads, head_dim: sizes.
+        segment_lengths, dilation_rates: of the pattern.
+        sides: of `SIDES`. Transports compute by the library's own choice of backend, and only their first call is
+            validated, as in a training loop; in "auto, validated" every call is. "gathered" gathers all k and v on
+            every rank once and attends to them; its backward runs in the plain kernels, as the queries are fewer than
+            the keys. "dense ring" passes all of them round the ring and computes dense attention, another function; the
+            orders read k and v through the table of an order, by "auto".
+        is_causal: whether keys after the query are excluded.
+        backward: whether gradients are computed too.
+        repetitions: samples a side.
+        dtype: of q, k and v.
+    """
+
+    sweep: str
+    ranks: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    sides: tuple[str, ...] = ("auto",)
+    is_causal: bool = False
+    backward: bool = True
+    repetitions: int = 10
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates", "sides"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if unknown := set(self.sides) - set(SIDES):
+            raise ValueError(f"sides must be of {', '.join(SIDES)}; got {', '.join(sorted(unknown))}")
+        if self.tokens % self.ranks:
+            raise ValueError(f"tokens must be a multiple of the ranks, {self.ranks}, got {self.tokens}")
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """Its pattern."""
+        return DilatedPattern(self.segment_lengths, self.dilation_rates)
+
+    def plan(self, side: str) -> RingPlan:
+        """What a side sends and computes; of "gathered" what it computes."""
+        return plan_ring(
+            DilatedPattern((self.tokens,), (1,)) if side == DENSE_RING else self.pattern,
+            (self.tokens // self.ranks,) * self.ranks,
+            batch=1,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=getattr(torch, self.dtype),
+            is_causal=self.is_causal,
+            transport={DENSE_RING: "ring"}.get(side, side if side in TRANSPORTS else "auto"),
+        )
+
+    def identity(self, side: str) -> dict:
+        """What a record of a side is known by."""
+        given = asdict(self)
+        del given["sides"], given["repetitions"]
+        return json.loads(json.dumps({**given, "side": side}))
+
+
+def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | None = None) -> list[dict]:
+    """Measure works, those of equal ranks in one process group, and print a line for each side.
+
+    What the folder's results.jsonl holds from this code on this hardware is not measured again, and what ranks found
+    before one of them failed is in it.
+
+    Args:
+        works: what to measure.
+        output_dir: folder of results.jsonl; empty writes nothing.
+        backend: as in `run_ranks`.
+
+    Returns:
+        The records of `measure`, in order, each with its environment.
+
+    Raises:
+        RankError: as `run_ranks`.
+    """
+    works, facts = list(works), environment()
+    if output_dir:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    found = {_key(one): one for one in measured_before(output_dir)}
+    for ranks in sorted({work.ranks for work in works}):
+        todo = []
+        for work in works:
+            sides = tuple(side for side in work.sides if not _is_there(found.get(_key(work.identity(side))), work))
+            if work.ranks == ranks and sides:
+                todo.append(asdict(replace(work, sides=sides)))
+        if todo:
+            order = {"works": todo, "output_dir": str(Path(output_dir).resolve()) if output_dir else "", "facts": facts}
+            target = "hilbert_lib.lab.sweeps.ring:measure_all"
+            limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS}
+            records = run_ranks(target, ranks, order, backend=backend, **limits)[0]
+            found |= {_key(record): record for record in records}
+            print(*map(_line, records), sep="\n", flush=True)
+    return [found[_key(work.identity(side))] for work in works for side in work.sides]
+
+
+def measure_all(order: dict) -> list[dict]:
+    """A target of `run_ranks`: measures "works", and adds each record to the results of "output_dir" with "facts"."""
+    records = []
+    for given in order["works"]:
+        for record in measure(Work(**given)):
+            records.append({**record, "environment": order["facts"]})
+            if order["output_dir"] and dist.get_rank() == 0:
+                append_lines(records[-1:], Path(order["output_dir"]) / RESULTS)
+    return records
+
+
+def measure(work: Work) -> list[dict]:
+    """Times one work on this rank and all others, its sides in turn.
+
+    Returns:
+        For each side its identity, and over all ranks: forward_ms and backward_ms (medians), forward_samples_ms and
+        backward_samples_ms (each the slowest rank's); sent_forward and sent_backward (planned bytes of the costliest
+        rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
+        out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms and hidden, forward
+        and backward: how long the exchange's kernels ran, and the share of it under other kernels (of the rank where
+        that is least); exchange_begins_ms, likewise: when each rank's began, after they had met: the others wait for
+        the last one (None where nothing is exchanged, or without a GPU); sm_clocks_mhz, each rank's after the last
+        sample. What was not asked for is None.
+    """
+    q, k, v, dout = _inputs(work)
+    records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
+    for side, record in records.items():  # alone: another side's tensors would count as this one's
+        record |= _checked(side, work, _passes(side, work, q, k, v, dout), (q, k, v, dout))
+    passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
+    for side, times in _times(passes, work, q.device).items():
+        for name, samples in times.items():
+            records[side][f"{name}_samples_ms"] = samples
+            records[side][f"{name}_ms"] = statistics.median(samples) if samples else None
+    clocks = _from_ranks(sm_clocks_mhz()[q.device.index], q.device) if q.is_cuda else None
+    for side, record in records.items():
+        record["sm_clocks_mhz"] = clocks
+        for name, run in zip(("forward", "backward"), passes[side], strict=True):  # one backward for each forward
+            traced = _traced(run, q.device) if name == "forward" or work.backward else NOT_TRACED
+            record |= {f"{what}_{name}": value for what, value in traced.items()}
+    return list(records.values())
+
+
+def _inputs(work: Work) -> list[Tensor]:
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    rows = work.tokens // work.ranks
+    shapes = [(1, rows, n, work.head_dim) for n in (work.heads, work.kv_heads, work.kv_heads)]
+    shapes += [shapes[0]] * work.backward
+    like = {"generator": generator, "dtype": getattr(torch, work.dtype), "device": device}
+    q, k, v, *dout = (torch.randn(shape, **like) for shape in shapes)
+    return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
+
+
+def _planned(side: str, work: Work) -> dict:
+    plan = work.plan(side)
+    most = {name: max(getattr(cost, name) for cost in plan.ranks) for name in ("sent_forward", "sent_backward")}
+    if side == GATHERED:
+        rows = 2 * (work.tokens // work.ranks) * work.kv_heads * work.head_dim * (work.ranks - 1)
+        most = {"sent_forward": rows * plan.dtype.itemsize, "sent_backward": rows * 4}  # gradients summed in float32
+    memory = "memory_backward" if work.backward else "memory_forward"
+    return {
+        **most,
+        "flop_forward": max(cost.flop_forward for cost in plan.ranks),
+        "planned_bytes": None if side == GATHERED else max(getattr(cost, memory) for cost in plan.ranks),
+    }
+
+
+def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
+    # The forward keeps its output for the backward after it, which drops it.
+    if side == GATHERED:
+        return _gathered(work, q, k, v, dout)
+    plan, graph = work.plan(side), []
+    options = {"transport": side if side in TRANSPORTS else "auto", "is_causal": work.is_causal}
+    if side == DENSE_RING:
+        options["transport"] = "ring"
+    if side in ORDERS:
+        options["kv_ordering"] = OrderingSpec(ORDERS[side])
+        order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
+        k, v = (order.apply(x.detach(), dim=1).requires_grad_(work.backward) for x in (k, v))
+
+    def forward() -> Tensor:
+        graph.clear()
+        graph[:] = [ring_dilated_attention(q, k, v, plan.pattern, **options)]
+        options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
+        return graph[0]
+
+    return forward, lambda: torch.autograd.grad(graph.pop(), (q, k, v), dout)
+
+
+def _gathered(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
+    start, graph = work.tokens // work.ranks * dist.get_rank(), []
+
+    def forward() -> Tensor:
+        graph.clear()
+        both = [x.new_empty(1, work.tokens, *x.shape[2:]) for x in (k, v)]
+        for gathered, x in zip(both, (k, v), strict=True):
+            dist.all_gather_into_tensor(gathered[0], x.detach()[0])
+        both = [x.requires_grad_(work.backward) for x in both]
+        graph[:] = dilated_attention(q, *both, work.pattern, is_causal=work.is_causal, query_start=start), *both
+        return graph[0]
+
+    def backward() -> tuple[Tensor, ...]:
+        out, *both = graph
+        graph.clear()
+        dq, *grads = torch.autograd.grad(out, (q, *both), dout)
+        own = [torch.empty_like(k, dtype=torch.float32) for _ in grads]  # summed in float32, as the ring does
+        for one, grad in zip(own, grads, strict=True):
+            dist.reduce_scatter_tensor(one[0], grad[0].float())
+        return dq, *own
+
+    return forward, backward
+
+
+def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
+    # The first call compiles; the second one's memory is looked at, and its results.
+    q, k, v, dout = inputs
+    forward, backward = passes
+    for _ in range(2):
+        out = dq = None
+        if q.is_cuda:
+            begin_peak(q.device)
+        out = forward().detach()
+        dq = backward()[0] if work.backward else None
+        peak = torch.cuda.max_memory_allocated() if q.is_cuda else None
+    if peak is not None:
+        peak = int(max(_from_ranks(float(peak), q.device)))
+    errors = {"out": None, "dq": None}
+    if side != DENSE_RING:
+        tensors = [x if x is None else x.detach() for x in (q, k, v, dout)]
+        errors = sampled_errors(*tensors, out, dq, work.pattern, is_causal=work.is_causal)
+        if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
+            raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
+    return {"peak_bytes": peak, **{f"{name}_error": error for name, error in errors.items()}}
+
+
+def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """Times in ms, of the slowest rank in each repetition."""
+    names = ("forward", "backward")[: 1 + work.backward]
+    samples = {side: {name: [] for name in names} for side in passes}
+    for _ in range(WARM_UP + work.repetitions):
+        for side, calls in passes.items():
+            for name, call in zip(names, calls, strict=False):
+                _meet(device)
+                started = time.perf_counter()
+                call()
+                _wait(device)
+                samples[side][name].append((time.perf_counter() - started) * 1e3)
+    slowest = {}
+    for side, times in samples.items():
+        slowest[side] = {"forward": [], "backward": []}
+        for name, each in times.items():
+            taken = torch.tensor(each[-work.repetitions :], device=device)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            slowest[side][name] = taken.tolist()
+    return slowest
+
+
+def _meet(device: torch.device) -> None:
+    _wait(device)
+    dist.barrier()
+    _wait(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _from_ranks(value: float | None, device: torch.device) -> list[float | None]:
+    own = torch.tensor([math.nan if value is None else value], device=device, dtype=torch.float64)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return [None if one.isnan() else one.item() for one in every]
+
+
+def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | None] | None]:
+    # The longest exchange over the ranks, the least share of it that is hidden, and when each began.
+    if device.type != "cuda":
+        run()
+        return NOT_TRACED
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        _meet(device)  # a profile begins at another time on each rank
+        run()
+        _wait(device)
+    kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    own = exchange_of((event.name, event.time_range.start, event.time_range.end) for event in kernels)
+    took, hidden, begins = (_from_ranks(value, device) for value in own or (None, None, None))
+    if all(each is None for each in took):
+        return NOT_TRACED
+    longest, least = max(filter(None, took)), min(each for each in hidden if each is not None)
+    return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins}
+
+
+def _is_there(record: dict | None, work: Work) -> bool:
+    return record is not None and len(record["forward_samples_ms"]) >= work.repetitions
+
+
+def _key(record: dict) -> str:
+    names = (*Work.__dataclass_fields__, "side")
+    return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)
+
+
+def _line(record: dict) -> str:
+    title = f"{record['sweep']}, {record['ranks']} ranks, {record['tokens']:,} tokens, {record['side']}"
+    times = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in ("forward", "backward") if record[f"{name}_ms"]]
+    errors = [f"{name} {record[f'{name}_error']:.1e}" for name in ("out", "dq") if record[f"{name}_error"] is not None]
+    return f"{title}: {', '.join(times)}; error of {', '.join(errors) or 'nothing'}"

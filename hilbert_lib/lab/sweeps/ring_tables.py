@@ -1,0 +1,103 @@
+"""What rings send and hold, by ranks and tokens, and by where the sequence is ordered: before anything runs."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from hilbert_lib.checks import integer
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
+
+PLANNED, DENSE_RING, DENSE_GATHER = "dilated rows, as planned", "all k and v, round a ring", "all k and v, gathered"
+
+
+def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> DilatedPattern:
+    """Branches w = first_segment * growth^i, r = growth^i, up to the first whose segment holds the sequence.
+
+    >>> spanning_pattern(8192, 2048).branches
+    ((2048, 1), (4096, 2), (8192, 4))
+    """
+    integer("first_segment", first_segment, least=1)
+    integer("growth", growth, least=2)
+    rates = [1]
+    while first_segment * rates[-1] < tokens:
+        rates.append(growth * rates[-1])
+    return DilatedPattern([first_segment * rate for rate in rates], rates)
+
+
+def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **sizes) -> pd.DataFrame:
+    """The costliest rank of a spanning pattern, beside that of dense attention over as many tokens.
+
+    Args:
+        points: (tokens, ranks) of each plan.
+        first_segment: of the pattern.
+        **sizes: as `plan_ring` takes them.
+
+    Returns:
+        tokens, ranks, what, and the most of any rank: sent_forward, sent_backward, memory_forward and memory_backward,
+        in bytes.
+
+    >>> sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
+    >>> scaling_table([(2**20, 4)], first_segment=2048, **sizes).sent_forward.tolist()
+    [1841152, 805306368, 805306368]
+    """
+    rows = []
+    for tokens, ranks in dict.fromkeys(points):
+        lengths = shard_lengths_for(tokens, ranks)
+        dense = DilatedPattern((tokens,), (1,))
+        for what, pattern, transport in (
+            (PLANNED, spanning_pattern(tokens, first_segment), "auto"),
+            (DENSE_RING, dense, "ring"),
+            (DENSE_GATHER, dense, "all_gather"),
+        ):
+            plan = plan_ring(pattern, lengths, transport=transport, **sizes)
+            rows.append({"tokens": tokens, "ranks": ranks, "what": what} | _most(plan))
+    return pd.DataFrame(rows)
+
+
+def _most(plan: RingPlan) -> dict[str, int]:
+    names = ("sent_forward", "sent_backward", "memory_forward", "memory_backward")
+    return {name: max(getattr(cost, name) for cost in plan.ranks) for name in names}
+
+
+def split_table(
+    pattern: DilatedPattern, tokens: int, ranks: int, kinds: Iterable[str], *, kv_heads: int = 1
+) -> pd.DataFrame:
+    """Rows that ranks need and lack where the sequence is ordered before it is split, and where after.
+
+    Ordered before, a rank holds consecutive slots of one curve through the whole sequence; ordered after, consecutive
+    positions, in whatever order it likes. Rows are counted branch by branch, by enumeration.
+
+    Args:
+        pattern: which keys a query sees. tokens: in the sequence. ranks: equal shards. kinds: of orderings.
+        kv_heads: KV heads of the pattern.
+
+    Returns:
+        kind, before and after: (position, KV head) rows that the costliest rank receives.
+
+    >>> split_table(DilatedPattern((64,), (1,)), 256, 4, ["linear", "hilbert"]).values.tolist()
+    [['linear', 0, 0], ['hilbert', 64, 0]]
+    """
+    after = _most_received(pattern, torch.arange(tokens, device="cpu") * ranks // tokens, ranks, kv_heads)
+    rows = []
+    for kind in kinds:
+        owner = Ordering(kind, tokens).inverse * ranks // tokens
+        rows.append({"kind": kind, "before": _most_received(pattern, owner, ranks, kv_heads), "after": after})
+    return pd.DataFrame(rows)
+
+
+def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads: int) -> int:
+    positions = torch.arange(len(owner), device="cpu")
+    received = torch.zeros(ranks, dtype=torch.int64, device="cpu")
+    for head in range(kv_heads):
+        for branch in pattern.head_branches(head, kv_heads):
+            inside = positions[pattern.contains(branch, positions, head, kv_heads)]
+            segment = inside // pattern.segment_lengths[branch]
+            held = torch.bincount(segment * ranks + owner[inside], minlength=int(segment.max() + 1) * ranks)
+            held = held.view(-1, ranks)
+            received += ((held.sum(1, keepdim=True) - held) * (held > 0)).sum(0)
+    return int(received.max())

@@ -1,0 +1,132 @@
+"""The inputs of one call of attention and, row by row, what it should give: what every sweep of speed starts from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.call import Call
+from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
+from hilbert_lib.lab.pairs import Results, relative_difference
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.pattern import DilatedPattern
+
+SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2  # of each head, held against float64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The inputs of one call, drawn when first used, and its float64 rows. One sequence, as many KV heads as heads.
+
+    Attributes:
+        pattern: which keys a query sees.
+        length: keys. heads, head_dim: of q, k and v.
+        device: where the tensors are.
+        is_causal: whether keys after the query are excluded.
+        queries: (start, count) of q in the sequence, or None for all positions.
+        heads_first: whether k and v are stored (heads, seq, head_dim), where the rows of a head lie side by side.
+        dtype: name of a torch dtype.
+    """
+
+    pattern: DilatedPattern
+    length: int
+    heads: int
+    head_dim: int
+    device: torch.device
+    is_causal: bool = False
+    queries: tuple[int, int] | None = None
+    heads_first: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def call(self) -> Call:
+        start = None if self.queries is None else self.queries[0]
+        return Call(self.pattern, self.is_causal, self.head_dim**-0.5, query_start=start)
+
+    @property
+    def parameters(self) -> dict:
+        """What distinguishes it, for a record."""
+        branches = " ".join(f"{w}:{r}" for w, r in self.pattern.branches)
+        names = ("length", "heads", "head_dim", "is_causal", "dtype")
+        return {"branches": branches, **{name: getattr(self, name) for name in names}}
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, random and normal."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        rows = self.length if self.queries is None else self.queries[1]
+
+        def draw(rows: int, heads_first: bool) -> Tensor:
+            shape = (1, self.heads, rows, self.head_dim) if heads_first else (1, rows, self.heads, self.head_dim)
+            x = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
+            return x.transpose(1, 2) if heads_first else x
+
+        q, dout = draw(rows, False), draw(rows, False)
+        return q, draw(self.length, self.heads_first), draw(self.length, self.heads_first), dout
+
+    @property
+    def input_bytes(self) -> int:
+        """Of `tensors`, without drawing them."""
+        rows = self.length if self.queries is None else self.queries[1]
+        return 2 * (rows + self.length) * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
+    @cached_property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as autograd's leaves."""
+        return tuple(x.detach().requires_grad_() for x in self.tensors[:3])
+
+    def stored(self, ordering: Ordering) -> tuple[Tensor, Tensor]:
+        """k and v stored in an ordering, heads first where they were."""
+        k, v = (x.transpose(1, 2) if self.heads_first else x for x in self.tensors[1:3])
+        k, v = (ordering.apply(x, dim=2 if self.heads_first else 1) for x in (k, v))
+        return (k.transpose(1, 2), v.transpose(1, 2)) if self.heads_first else (k, v)
+
+    @cached_property
+    def flop_and_bytes(self) -> tuple[int, int, int, int]:
+        """Useful FLOP and bytes of the forward, then of the backward; of the forward alone where q is a few rows."""
+        element = getattr(torch, self.dtype).itemsize
+        if self.queries is None:
+            sizes = {"heads": self.heads, "head_dim": self.head_dim, "element_size": element}
+            work = self.pattern.work(self.length, is_causal=self.is_causal, **sizes)
+            return work.flop_forward, work.bytes_forward, work.flop_backward, work.bytes_backward
+        start, count = self.queries
+        seen = {"kv_heads": self.heads, "length": self.length, "is_causal": self.is_causal}
+        sets = [[self.pattern.keys(start + t, kv_head=g, **seen) for t in range(count)] for g in range(self.heads)]
+        pairs = sum(len(keys) for of_head in sets for keys in of_head)
+        rows = sum(len(torch.cat(of_head).unique()) for of_head in sets)
+        moved = (2 * rows + 2 * count * self.heads) * self.head_dim * element  # k and v once; q and the output
+        return 4 * pairs * self.head_dim, moved, 0, 0
+
+    @cached_property
+    def _samples(self) -> list[Tensor]:
+        if self.queries is not None:
+            return [torch.arange(self.queries[0], sum(self.queries))] * self.heads
+        drawn = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}
+        return [sampled_positions(self.pattern, self.length, kv_head=g, seed=g, **drawn) for g in range(self.heads)]
+
+    @cached_property
+    def _exact_out(self) -> list[Tensor]:
+        q, k, v, _ = self.tensors
+        return [exact_out(q, k, v, self.call, head=g, queries=rows) for g, rows in enumerate(self._samples)]
+
+    @cached_property
+    def _exact_gradients(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [
+            exact_gradients(*self.tensors, self.call, kv_head=g, queries=rows, keys=rows[:SAMPLED_KEYS])
+            for g, rows in enumerate(self._samples)
+        ]
+
+    def error(self, results: Results) -> float:
+        """Relative difference of the output, or of the largest of dq, dk and dv, from float64 on the sampled rows."""
+        start = self.call.first_query
+        at = [rows.to(self.device) - start for rows in self._samples]
+        if len(results) == 1:
+            exact = [torch.cat(self._exact_out)]
+            parts = [[results[0][0, rows, g] for g, rows in enumerate(at)]]
+        else:
+            exact = [torch.cat(each) for each in zip(*self._exact_gradients, strict=True)]
+            dq, dk, dv = results
+            parts = [[dq[0, rows, g] for g, rows in enumerate(at)]]
+            parts += [[x[0, rows[:SAMPLED_KEYS], g] for g, rows in enumerate(at)] for x in (dk, dv)]
+        return relative_difference([torch.cat(part) for part in parts], exact)

@@ -1,0 +1,8 @@
+"""What each rank sends to whom, as data: pure functions of the pattern and the shards' lengths.
+
+rows       rows that travel, as arithmetic progressions, and the messages that hold them
+segments   which segments straddle ranks, and what must cross for them
+balance    how many query-key pairs fall to a shard, and shard lengths that balance them
+cost       bytes on the wire, bytes of memory and FLOP of a rank
+plan       the plan: transports, and why
+"""

@@ -1,0 +1,323 @@
+"""Who sends which rows to whom: a pure function of the pattern and the shard lengths. No process group, no GPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby, product
+
+import torch
+
+from hilbert_lib.checks import boolean, integer, integers
+from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.ring.plan.balance import check_weights
+from hilbert_lib.ring.plan.cost import RankCost, Sizes, costs, traffic
+from hilbert_lib.ring.plan.rows import Message
+from hilbert_lib.ring.plan.segments import BranchPlan, layout, messages_for
+
+TRANSPORTS = ("ring", "all_gather", "all_to_all")
+GATHERING = {"all_gather": "room for all rows at once", "ring": "no room for all rows at once"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """What `plan_ring` found. `print` shows it as a table.
+
+    Attributes:
+        pattern, shard_lengths, dtype, is_causal: as planned for.
+        sizes: batch, heads, head_dim and bytes of an element.
+        branches: one plan a branch.
+        speeds: relative speeds of the ranks, where weights were given.
+    """
+
+    pattern: DilatedPattern
+    shard_lengths: tuple[int, ...]
+    sizes: Sizes
+    dtype: torch.dtype
+    is_causal: bool
+    branches: tuple[BranchPlan, ...]
+    speeds: tuple[float, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence."""
+        return sum(self.shard_lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first position of each rank."""
+        return (0, *accumulate(self.shard_lengths[:-1]))
+
+    @cached_property
+    def messages(self) -> dict[str, dict[tuple[int, int], Message]]:
+        """For each transport in use, what one rank sends to another, by (source, destination).
+
+        One message holds the rows of all branches with that transport. Step t of the ring: rank a sends to
+        (a + t) mod p and receives from (a - t) mod p, where there is a message. With "all_to_all" a rank also has a
+        message to itself: its own rows of the heads that it computes.
+        """
+        messages = {}
+        for transport in TRANSPORTS:
+            branches = {number: branch for number, branch in enumerate(self.branches) if branch.transport == transport}
+            if branches:
+                messages[transport] = messages_for(branches, transport, self.is_causal)
+        return messages
+
+    @cached_property
+    def ranks(self) -> tuple[RankCost, ...]:
+        """What it costs each rank."""
+        return costs(self.branches, self.messages, self.shard_lengths, self.sizes, self.is_causal)
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of k and v that the fullest rank receives in a forward by "ring" and "all_gather"."""
+        received = [0] * len(self.shard_lengths)
+        for transport, messages in self.messages.items():
+            if transport != "all_to_all":
+                more = traffic(messages.values(), transport, "forward", self.sizes, len(received))[1]
+                received = [a + b for a, b in zip(received, more, strict=True)]
+        return max(received)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that a rank receives in a forward that passes all k and v to every rank; the most of any rank."""
+        return self.sizes.kv_bytes(self.length - min(self.shard_lengths))
+
+    def __str__(self) -> str:
+        return "\n\n".join([_title(self), _branch_table(self), _rank_table(self)])
+
+
+def plan_ring(
+    pattern: DilatedPattern,
+    shard_lengths: Sequence[int],
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool = False,
+    transport: str = "auto",
+    memory_limit: int | None = None,
+    weights: Sequence[float] | None = None,
+    padded: bool = False,
+) -> RingPlan:
+    """What each rank sends to whom, so that every query finds its keys; the same on every rank.
+
+    Only dilated rows travel, only between ranks that share a segment, and, where causal, only to later ranks. Where g
+    ranks share a segment, "auto" exchanges heads if g divides the KV heads and that sends fewer bytes than gathering k
+    and v, which in aligned shards is g > 1 + heads / kv_heads. The other branches gather: all rows at once where there
+    is room, otherwise those of one rank after the other, round the ring.
+
+    Args:
+        pattern: which keys a query sees.
+        shard_lengths: tokens of each rank, in rank order; 0 is allowed.
+        batch, heads, kv_heads, head_dim: sizes of q, k and v.
+        dtype: of q, k and v.
+        is_causal: whether keys after the query are excluded.
+        transport: of the shared segments: "ring", "all_gather", "all_to_all"; or "auto", which chooses for each branch.
+        memory_limit: bytes that the call and its exchange may take on one rank, counted as in `RankCost`. Forward and
+            backward are to fit; where no plan does that, the forward. By default gathered rows may take as much as the
+            longest shard's k and v, so that memory stays O(N/p).
+        weights: relative speeds of the ranks. The table then shows who waits for whom; "auto" exchanges heads, which
+            shares the work out evenly, only where the speeds are equal.
+        padded: whether the call has a key_padding_mask, of which a byte travels with each row.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed; also where nothing fits memory_limit, and where
+            "all_to_all" is asked for and a segment has more ranks than the branch has KV heads.
+
+    >>> plan = plan_ring(
+    ...     DilatedPattern((2048,), (4,)), (512,) * 8, batch=1, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16,
+    ...     transport="ring",
+    ... )
+    >>> plan.branches[0].shared[1].ranks, plan.ranks[0].sent_forward, plan.ranks[0].sent_backward
+    ((4, 5, 6, 7), 786432, 2359296)
+    """
+    check_pattern(pattern)
+    shard_lengths = integers("shard_lengths", shard_lengths, least=0)
+    if not sum(shard_lengths):
+        raise ValueError(f"shard_lengths must hold at least one token, got {shard_lengths}")
+    heads, kv_heads = integer("heads", heads, least=1), pattern.check_heads(kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+    check_transport(transport)
+    memory_limit = check_memory_limit(memory_limit)
+    speeds = check_weights(weights, len(shard_lengths))
+    sizes = Sizes(
+        batch=integer("batch", batch, least=1),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=integer("head_dim", head_dim, least=1, most=256),
+        element=dtype.itemsize,
+        sum=max(4, dtype.itemsize),
+        padding=int(boolean("padded", padded)),
+    )
+    asked = {
+        "pattern": pattern,
+        "shard_lengths": shard_lengths,
+        "sizes": sizes,
+        "dtype": dtype,
+        "is_causal": boolean("is_causal", is_causal),
+        "speeds": speeds,
+    }
+    bare = RingPlan(**asked, branches=layout(pattern, shard_lengths, kv_heads))
+    for plan in _candidates(bare, transport, even=speeds is None or len(set(speeds)) == 1):
+        if _has_room(plan, memory_limit):
+            return plan
+    needed = max(cost.memory_forward for cost in plan.ranks)
+    if memory_limit is not None and needed > memory_limit:
+        raise ValueError(
+            f"memory_limit must be at least {needed} bytes ({needed / 1e9:.3g} GB), which a forward takes on one rank "
+            f"by transport={transport!r}; got {memory_limit} ({memory_limit / 1e9:.3g} GB)"
+        )
+    return plan
+
+
+def check_transport(transport: object) -> str:
+    """What was asked for, if it is one of `TRANSPORTS` or "auto".
+
+    Raises:
+        TypeError: if it is no string.
+        ValueError: if it is another one.
+
+    >>> check_transport("auto")
+    'auto'
+    """
+    if not isinstance(transport, str):
+        raise TypeError(f"transport must be a string, got {transport!r}")
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport must be one of auto, {', '.join(TRANSPORTS)}; got {transport!r}")
+    return transport
+
+
+def check_memory_limit(memory_limit: object) -> int | None:
+    """The bytes as an int, or None; TypeError or ValueError unless they are an integer of at least 1.
+
+    >>> check_memory_limit(2**30)
+    1073741824
+    """
+    return None if memory_limit is None else integer("memory_limit", memory_limit, least=1)
+
+
+def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan]:
+    """Plans in the order of preference; the last takes the least memory."""
+    if transport != "auto":
+        if transport == "all_to_all":
+            _check_heads_suffice(bare)
+        yield _with_transports(bare, [transport] * len(bare.branches), ["as asked for"] * len(bare.branches))
+        return
+    why_not = [_why_heads_stay(bare, branch) if even else "the ranks' speeds differ" for branch in bare.branches]
+    for exchange, (gathering, room) in product((True, False), GATHERING.items()):
+        if not exchange:
+            why_not = [reason or "exchanged heads do not fit memory_limit" for reason in why_not]
+        yield _with_transports(
+            bare,
+            [gathering if reason else "all_to_all" for reason in why_not],
+            [f"{reason}; {room}" if reason else "fewer bytes than gathering k and v" for reason in why_not],
+        )
+
+
+def _check_heads_suffice(bare: RingPlan) -> None:
+    for number, branch in enumerate(bare.branches):
+        most, heads = max((len(s.ranks) for s in branch.shared), default=0), sum(map(len, branch.kv_heads))
+        if most > heads:
+            raise ValueError(
+                f"transport='all_to_all' needs at least one KV head a rank: {most} ranks share a segment of branch "
+                f"{number} (segment length {branch.segment_length}), which has {heads}; ring and all_gather serve"
+            )
+
+
+def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
+    """Why a branch exchanges no heads; empty if it should."""
+    heads = sum(map(len, branch.kv_heads))
+    for segment in branch.shared:
+        if heads % len(segment.ranks):
+            return f"{len(segment.ranks)} ranks do not divide {heads} KV heads"
+    gathered, exchanged = (_bytes_alone(bare, branch, transport) for transport in ("ring", "all_to_all"))
+    if exchanged >= gathered:
+        return f"exchanging heads would take {_amount(exchanged / 1e6)} MB"
+    return ""
+
+
+def _bytes_alone(bare: RingPlan, branch: BranchPlan, transport: str) -> int:
+    messages = messages_for({0: branch}, transport, bare.is_causal).values()
+    return max(map(max, traffic(messages, transport, "forward", bare.sizes, len(bare.shard_lengths))))
+
+
+def _with_transports(bare: RingPlan, transports: list[str], reasons: list[str]) -> RingPlan:
+    branches = tuple(
+        replace(branch, transport=transport, reason=reason, bytes_forward=_bytes_alone(bare, branch, transport))
+        if branch.shared
+        else branch
+        for branch, transport, reason in zip(bare.branches, transports, reasons, strict=True)
+    )
+    return replace(bare, branches=branches)
+
+
+def _has_room(plan: RingPlan, memory_limit: int | None) -> bool:
+    if memory_limit is not None:
+        return max(max(cost.memory_forward, cost.memory_backward) for cost in plan.ranks) <= memory_limit
+    return "all_gather" not in plan.messages or plan.gathered_bytes <= plan.sizes.kv_bytes(max(plan.shard_lengths))
+
+
+def _title(plan: RingPlan) -> str:
+    sizes = plan.sizes
+    return (
+        f"{plan.length:,} tokens on {len(plan.shard_lengths)} ranks, batch {sizes.batch}, {sizes.heads} heads, "
+        f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(plan.dtype).removeprefix('torch.')}, "
+        f"{'causal' if plan.is_causal else 'not causal'}"
+    )
+
+
+def _branch_table(plan: RingPlan) -> str:
+    titles = ("branch", "segment_length", "dilation_rate", "ranks a segment", "MB a rank", "transport", "why")
+    rows = []
+    for number, branch in enumerate(plan.branches):
+        most = max((len(segment.ranks) for segment in branch.shared), default=1)
+        megabytes = _amount(branch.bytes_forward / 1e6)
+        shape = f"{branch.segment_length:,}", f"{branch.dilation_rate:,}"
+        rows.append((str(number), *shape, str(most), megabytes, branch.transport, branch.reason))
+    return _aligned(titles, rows, words=2)
+
+
+def _rank_table(plan: RingPlan) -> str:
+    titles = ("rank", "tokens", "MB sent", "received", "backward: sent", "received")
+    titles += ("GB of memory", "backward", "TFLOP", "backward")
+    if plan.speeds:
+        titles += ("time to the mean",)
+        flop_at_speed_1 = sum(cost.flop_forward for cost in plan.ranks) / sum(plan.speeds) or 1
+    lines = []
+    for rank, (length, cost) in enumerate(zip(plan.shard_lengths, plan.ranks, strict=True)):
+        wire = cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward
+        line = [f"{length:,}", *(_amount(each / 1e6) for each in wire)]
+        line += [_amount(each / 1e9) for each in (cost.memory_forward, cost.memory_backward)]
+        line += [_amount(each / 1e12) for each in (cost.flop_forward, cost.flop_backward)]
+        if plan.speeds:
+            line.append(f"{cost.flop_forward / plan.speeds[rank] / flop_at_speed_1:.0%}")
+        lines.append(line)
+    rows = []
+    for line, alike in groupby(enumerate(lines), key=lambda numbered: numbered[1]):
+        numbers = [number for number, _ in alike]
+        rows.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), *line))
+    return _aligned(titles, rows)
+
+
+def _amount(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _aligned(titles: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 0) -> str:
+    # Numbers to the right; the last columns are words.
+    sides = ">" * (len(titles) - words) + "<" * words
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = []
+    for row in (titles, *rows):
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,8 @@
+"""One rank's work on a plan.
+
+layout     its part of a plan as index tensors
+exchange   rows on their way between ranks, and the answers to them
+blocks     the dense attentions of shared segments
+local      the attention of the segments inside its shard
+passes     its forward and backward
+"""
