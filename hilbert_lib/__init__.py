@@ -21,10 +21,10 @@ from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAtte
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
 from hilbert_lib.lab.selection import select_attention_backend
+from hilbert_lib.launch.progressive import ProgressiveTester
 from hilbert_lib.limits.config import SafetyConfig
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import MemorySafetyChecker
-from hilbert_lib.limits.progressive import ProgressiveTester
 from hilbert_lib.limits.watch import Watcher
 from hilbert_lib.machine import GpuInfo, get_gpu_info
 from hilbert_lib.ordering import Ordering, OrderingSpec

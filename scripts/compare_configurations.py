@@ -16,8 +16,7 @@ import torch
 from triton import OutOfResources
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.triton import launch
-from hilbert_lib.attention.triton.launch import Config
+from hilbert_lib.attention.triton.arguments import CONFIGS, Config
 from hilbert_lib.lab.pairs import Results, Side, run_sides
 from hilbert_lib.lab.workload import Workload
 
@@ -60,12 +59,12 @@ GROUPS = {
 @contextmanager
 def in_place(kernel: str, key: tuple[int, int], config: Config) -> Iterator[None]:
     """A configuration in place of the library's."""
-    ours = launch.CONFIGS[kernel][key]
-    launch.CONFIGS[kernel][key] = config
+    ours = CONFIGS[kernel][key]
+    CONFIGS[kernel][key] = config
     try:
         yield
     finally:
-        launch.CONFIGS[kernel][key] = ours
+        CONFIGS[kernel][key] = ours
 
 
 def name_of(config: Config) -> str:
@@ -96,7 +95,7 @@ def pairs(group: tuple[str, tuple[int, int]], length: int, heads: int, device: t
     flop_forward, _, flop_backward, _ = work.flop_and_bytes
     run, flop = (forward, flop_forward) if kernel == "forward" else (backward, flop_backward)
     parameters = {"sweep": "configurations", "kernel": kernel, "table": through_a_table, **work.parameters}
-    ours = Side(name_of(launch.CONFIGS[kernel][group[1]]), parameters, run, work.error, flop)
+    ours = Side(name_of(CONFIGS[kernel][group[1]]), parameters, run, work.error, flop)
     for numbers in CANDIDATES[kernel][group[1]]:
         config = Config(*numbers)
 

@@ -26,6 +26,7 @@ import hilbert_lib.attention.triton.hopper as package
 from hilbert_lib import DilatedPattern, get_gpu_info
 from hilbert_lib.attention.triton import launch
 from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
+from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.cli.options import Numbers, usage_errors
 from hilbert_lib.lab.pairs import Side, run_sides
 from hilbert_lib.lab.sweeps.kernels import backends
@@ -61,15 +62,17 @@ def kernels(folder: Path) -> dict[str, ModuleType]:
 def in_place(folder: Path) -> Iterator[None]:
     """The kernels of a version in place of the library's."""
     theirs = OURS | kernels(folder)
-    ours = {name: vars(launch)[name] for name in CONFIGURATIONS}
+    ours = {name: vars(hopper)[name] for name in CONFIGURATIONS}
     vars(package).update(theirs)
-    launch.division = theirs["division"]  # bound when launch was imported; the kernels are looked up at each call
-    vars(launch).update({name: getattr(theirs[of], name, ours[name]) for name, of in CONFIGURATIONS.items()})
+    # Bound when the launches were imported; the kernels are looked up at each call.
+    launch.division = hopper.division = theirs["division"]
+    vars(hopper).update({name: getattr(theirs[of], name, ours[name]) for name, of in CONFIGURATIONS.items()})
     try:
         yield
     finally:
         vars(package).update(OURS)
-        vars(launch).update(ours, division=division)
+        vars(hopper).update(ours, division=division)
+        launch.division = division
 
 
 def pairs(

@@ -28,12 +28,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
+from hilbert_lib.attention.triton.arguments import CONFIGS
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
-from hilbert_lib.attention.triton.launch import CONFIGS, HOPPER_BACKWARD, HOPPER_FORWARD
+from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
 
 ATTENTION_TYPES = {

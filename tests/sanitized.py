@@ -101,7 +101,7 @@ def padded(keys):
 
 def plain():
     """The kernels that serve everywhere; the last call in two passes."""
-    launch._on_hopper = lambda *_: False
+    launch.hopper.runs = lambda *_: False
     attend(((128, 256), (1, 2)), 300, is_causal=True)
     attend(((128, 256), (1, 3)), 300, head_dim=72, dtype=torch.float16, stored=True, key_padding_mask=padded(300))
     attend(((128,), (1,)), 300, queries=100, is_causal=True, dropout_p=0.3)
@@ -152,13 +152,13 @@ def anew():
 
 def insist_on_hopper():
     """From here on a call that the plain kernels would serve fails."""
-    original = launch._on_hopper
+    original = launch.hopper.runs
 
     def on_hopper(*arguments):
         assert original(*arguments), "the plain kernels would serve"
         return True
 
-    launch._on_hopper = on_hopper
+    launch.hopper.runs = on_hopper
 
 
 def decoding():

@@ -36,7 +36,7 @@ def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, ver
 
 
 def test_a_version_may_have_steps_and_configurations_of_its_own(script, tmp_path):
-    ours, launch = script.OURS["steps"], script.launch
+    ours, launch = script.OURS["steps"], script.hopper
     (tmp_path / "steps.py").write_text("mark = 'of the version'\n")
     (tmp_path / "forward.py").write_text(
         "from hilbert_lib.attention.triton.hopper.steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"

@@ -12,9 +12,11 @@ import pytest
 import torch
 from held_operands import held_operands
 
-from hilbert_lib.attention.backends.registry import TRITON_SHARED_BYTES
+from hilbert_lib.attention.triton.limits import SHARED_BYTES
 
-launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+arguments = pytest.importorskip(
+    "hilbert_lib.attention.triton.arguments", reason="triton has no build for this platform"
+)
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
 SMALL = ("decode", "curves", "rows")
@@ -85,8 +87,8 @@ def test_those_of_attention_compile(architecture):
 def test_every_configuration_compiles_and_its_shared_memory_is_there(architecture):
     """Of those GPUs, an A100 gives a block the least; those that give less are told that the kernels do not serve."""
     taken = compiled("configurations", architecture)
-    assert len(taken) == sum(map(len, launch.CONFIGS.values()))
-    room = {80: TRITON_SHARED_BYTES, 90: 227 * 1024, 100: 227 * 1024}[architecture]
+    assert len(taken) == sum(map(len, arguments.CONFIGS.values()))
+    room = {80: SHARED_BYTES, 90: 227 * 1024, 100: 227 * 1024}[architecture]
     assert {name: taken_bytes for name, taken_bytes in taken.items() if taken_bytes > room} == {}
 
 

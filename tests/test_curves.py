@@ -14,7 +14,8 @@ from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilbert_lib.curves.coordinates import KINDS, curve_coordinates, curve_index, raster_index
+from hilbert_lib.curves.coordinates import KINDS, curve_coordinates, curve_index
+from hilbert_lib.curves.hilbert import raster_index
 from hilbert_lib.lab import seeds
 
 SHAPES = st.one_of(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib.curves import coordinates as curves
-from hilbert_lib.curves.coordinates import curve_coordinates, curve_index, raster_index
+from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
+from hilbert_lib.curves.hilbert import raster_index
 
 curves_triton = pytest.importorskip("hilbert_lib.curves.kernels", reason="triton has no build for this platform")
 

@@ -44,7 +44,7 @@ def served(monkeypatch):
     from hilbert_lib.attention.triton import launch, schedule
     from hilbert_lib.attention.triton.hopper import division
 
-    original, answers, launches = launch._on_hopper, [], division.launches
+    original, answers, launches = launch.hopper.runs, [], division.launches
 
     def each_alone(pattern, length, *more):
         ours, theirs = launches(pattern, length, *more)
@@ -54,7 +54,7 @@ def served(monkeypatch):
         answers.clear()
         monkeypatch.setattr(division, "launches", each_alone if divided else launches)
         rule = (lambda *_: False) if plain else lambda *args: answers.append(original(*args)) or answers[-1]
-        monkeypatch.setattr(launch, "_on_hopper", rule)
+        monkeypatch.setattr(launch.hopper, "runs", rule)
         *inputs, dout = tensors
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = dilated_attention(*leaves, pattern, backend="triton", **options)
@@ -185,7 +185,7 @@ def test_a_call_of_whose_branches_the_copy_engine_reaches_none_is_left_to_the_pl
     from hilbert_lib.attention.triton import launch
 
     for pattern, is_served in ((DilatedPattern((9,), (4,)), False), (DilatedPattern((8, 9), (1, 4)), True)):
-        assert launch._on_hopper(tuple(drawn(10, 1, 1, 64, torch.bfloat16)[:3]), 10, Call(pattern)) == is_served
+        assert launch.hopper.runs(tuple(drawn(10, 1, 1, 64, torch.bfloat16)[:3]), 10, Call(pattern)) == is_served
 
 
 def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(served):
@@ -206,8 +206,8 @@ def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, he
         pytest.skip("needs compute capability 9.0")
     from hilbert_lib.attention.triton import launch
 
-    original, answers = launch._on_hopper, []
-    monkeypatch.setattr(launch, "_on_hopper", lambda *args: answers.append(original(*args)) or answers[-1])
+    original, answers = launch.hopper.runs, []
+    monkeypatch.setattr(launch.hopper, "runs", lambda *args: answers.append(original(*args)) or answers[-1])
     length, level = 2**18, 100.0
     q, k, v, _ = drawn(length, 1, 1, head_dim, torch.bfloat16)
     q, k = 1 + 0 * q[:1], level / head_dim**0.5 + 0.1 * k[:1]

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hilbert_lib import ordering_tables
+from hilbert_lib import ordering as ordering_tables
 from hilbert_lib.curves.coordinates import KINDS
-from hilbert_lib.ordering import Ordering
-from hilbert_lib.ordering_tables import ordering_cache_info
+from hilbert_lib.ordering import Ordering, ordering_cache_info
 
 LENGTHS = st.integers(1, 500)
 CHUNKS = st.one_of(st.none(), st.integers(1, 600))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hilbert_lib.lab.figures.safety import draw_progressive
+from hilbert_lib.launch.progressive import ProgressiveResult, ProgressiveRow, ProgressiveTester
 from hilbert_lib.limits import memory, progressive
 from hilbert_lib.limits.config import SafetyConfig
 from hilbert_lib.limits.memory import GB, Memory
-from hilbert_lib.limits.progressive import ProgressiveResult, ProgressiveRow, ProgressiveTester
 
 CONFIG = SafetyConfig(max_memory_share=1, min_free_host_gb=2, max_seconds=100, growth_factor=2)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib import ordering_tables
+from hilbert_lib import ordering as ordering_tables
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.grid import neighbourhood_mask
 from hilbert_lib.attention.triton import decode, schedule

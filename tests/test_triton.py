@@ -16,7 +16,8 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from hilbert_lib.attention.triton import schedule  # noqa: E402
+from hilbert_lib.attention.triton import arguments, schedule  # noqa: E402
+from hilbert_lib.attention.triton.arguments import launch_arguments  # noqa: E402
 from hilbert_lib.attention.triton.hopper import division  # noqa: E402
 from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
 
@@ -51,7 +52,9 @@ def test_output_lse_and_gradients_equal_the_oracle(case):
 def test_tiles_that_are_no_squares_and_half_precision_equal_the_oracle(monkeypatch, block_m, block_n, is_causal):
     # As a GPU has them; otherwise the interpreter is given squares, and float32. A branch has several blocks of keys.
     monkeypatch.setitem(BRANCHES, "whole", ((45, 24), (1, 5)))
-    monkeypatch.setattr(launch, "INTERPRETED", dict.fromkeys(launch.INTERPRETED, launch.Config(block_m, block_n)))
+    monkeypatch.setattr(
+        arguments, "INTERPRETED", dict.fromkeys(arguments.INTERPRETED, arguments.Config(block_m, block_n))
+    )
     monkeypatch.setattr(launch, "_as_computed", lambda *tensors: tensors)
     check("whole", "head", "softmax", "none", "triton", torch.float16, "grouped", "bshd", is_causal, device=DEVICE)
 
@@ -311,7 +314,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     def forward_of_one(q, k, v, call, one, out, lse, flag, *, first):
         served.append(one.branches)
         config = launch.config_of("forward", q)
-        grid, shared = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=True)
+        grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
 
         def run(*arguments, **named):
             launch.forward_kernel[grid](*arguments, **named)
@@ -323,7 +326,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
 
     def backward_of_one(dout, q, k, v, lse, delta, dk, dv, call, one, sums, *, first):
         strides = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
-        grid, shared = launch._launch(
+        grid, shared = launch_arguments(
             q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=first, last=True
         )
 
@@ -331,7 +334,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
             launch.dkv_kernel[grid](*arguments, **named)
             if sums is not None:
                 config = launch.config_of("dq", q)
-                dq_grid, more = launch._launch(q, k, v, call, one, config, rows="queries", first=first, last=False)
+                dq_grid, more = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=False)
                 launch.dq_kernel[dq_grid](q, k, v, dout, lse, delta, sums, sums, **more, **strides)
 
         return Start({grid: run}, grid, (q, k, v, dout, lse, delta, dk, dv, dk, dv), shared | strides)
@@ -349,9 +352,9 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
         return every[:-2], every[-2:]
 
     monkeypatch.setattr(division, "launches", launches)
-    monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
-    monkeypatch.setattr(launch, "_forward_on_hopper", forward_of_one)
-    monkeypatch.setattr(launch, "_backward_on_hopper", backward_of_one)
+    monkeypatch.setattr(launch.hopper, "runs", lambda *_: True)
+    monkeypatch.setattr(launch.hopper, "forward", forward_of_one)
+    monkeypatch.setattr(launch.hopper, "backward", backward_of_one)
     monkeypatch.setattr(launch, "start", start)
     # What nobody has written yet may be anything.
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, torch.nan, **options))
@@ -386,7 +389,7 @@ def test_a_tile_of_keys_may_be_cut_off_by_causality_its_segment_or_the_last_one(
 ):
     pattern = DilatedPattern((segment_length,), (rate,))
     call, one = Call(pattern, is_causal=is_causal), schedule.pass_of(pattern, (0,), 1024)
-    assert launch._is_masked(call, one, 1024, 128) == is_masked
+    assert launch.hopper.is_masked(call, one, 1024, 128) == is_masked
 
 
 @pytest.mark.parametrize(
@@ -395,12 +398,12 @@ def test_a_tile_of_keys_may_be_cut_off_by_causality_its_segment_or_the_last_one(
 )
 def test_a_call_is_served_where_the_copy_engine_reaches_some_branch(segment_lengths, rates, length, serves):
     q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
-    assert launch.hopper_serves(q, length, Call(DilatedPattern(segment_lengths, rates))) == serves
+    assert launch.hopper.serves(q, length, Call(DilatedPattern(segment_lengths, rates))) == serves
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
-    monkeypatch.setattr(launch, "_on_hopper", lambda *_: True)
-    monkeypatch.delattr(launch, "_backward_on_hopper")
+    monkeypatch.setattr(launch.hopper, "runs", lambda *_: True)
+    monkeypatch.delattr(launch.hopper, "backward")
     torch.manual_seed(0)
     q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
     k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)

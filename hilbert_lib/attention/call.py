@@ -1,4 +1,4 @@
-"""What one call asks for, validated: everything but the tensors q, k and v."""
+"""What one call asks for, validated: everything but the tensors q, k and v; and a part of its result."""
 
 from dataclasses import dataclass
 
@@ -39,6 +39,28 @@ class Call:
     def first_query(self) -> int:
         """Position of q's first row."""
         return self.query_start or 0
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A partial result as a dense kernel left it, and which rows of the whole it holds.
+
+    Row i of segment s of its head h is row `start + h * shift + s * segment_length + i * rate` of the whole.
+
+    Attributes:
+        tensors: results, (batch, segments, rows, heads, head_dim) or, of scalars, (batch, segments, rows, heads).
+        batch, heads: the sequences and heads of the whole that it holds.
+        start: row of the whole that the first row of its first head is.
+        segment_length, rate, shift: rows between two segments, between two rows of one, and between two heads.
+    """
+
+    tensors: tuple[Tensor, ...]
+    batch: slice
+    heads: slice
+    start: int
+    segment_length: int
+    rate: int
+    shift: int
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

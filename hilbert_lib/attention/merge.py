@@ -1,33 +1,9 @@
 """The one associative merge of partial attention results: of branches, of ranks, of ring steps."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from hilbert_lib.environment import kernel_mode
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A partial result as a dense kernel left it, and which rows of the whole it holds.
-
-    Row i of segment s of its head h is row `start + h * shift + s * segment_length + i * rate` of the whole.
-
-    Attributes:
-        tensors: results, (batch, segments, rows, heads, head_dim) or, of scalars, (batch, segments, rows, heads).
-        batch, heads: the sequences and heads of the whole that it holds.
-        start: row of the whole that the first row of its first head is.
-        segment_length, rate, shift: rows between two segments, between two rows of one, and between two heads.
-    """
-
-    tensors: tuple[Tensor, ...]
-    batch: slice
-    heads: slice
-    start: int
-    segment_length: int
-    rate: int
-    shift: int
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,10 @@
-"""Coordinates along space-filling curves (coordinates); on a GPU by kernels of our own (kernels)."""
+"""Coordinates along space-filling curves, for any rectangle or box.
+
+hilbert      the recursion of the Hilbert curve
+kernels      the same on a GPU
+coordinates  every curve, and its inverse
+"""
+
+from hilbert_lib.curves.coordinates import KINDS, curve_coordinates, curve_index
+
+__all__ = ["KINDS", "curve_coordinates", "curve_index"]

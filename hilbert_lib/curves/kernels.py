@@ -1,7 +1,7 @@
-"""The Hilbert curve as Triton kernels: its cells in order, and the place of any cell, bit-equal to `curves`.
+"""The Hilbert curve as Triton kernels: its cells in order, and the place of any cell, bit-equal to `curves.hilbert`.
 
 A grid has millions of cells and few kinds of blocks: on one level of the curve a side takes two or three lengths, and a
-block lies in one of a few ways. `curves.children` is asked once for each kind, every way a kind lies is a state, and
+block lies in one of a few ways. `hilbert.children` is asked once for each kind, every way a kind lies is a state, and
 the kernels walk a table of states that fits into the caches. As a state knows how its block lies, nothing is turned or
 mirrored on the way. Blocks of at most LEAF_CELLS cells are leaves: their cells are listed, and one read replaces the
 last levels of the walk.
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.curves.coordinates import Child, block_cells, children, raster_index, split, whole_block
+from hilbert_lib.curves.hilbert import Child, block_cells, children, raster_index, split, whole_block
 from hilbert_lib.graph_cache import cached_for_graphs
 
 LEAF_CELLS = 1024  # at most: a coordinate inside of a leaf has 10 bits

@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from hilbert_lib.checks import integer, positive
+from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.isolated import LAST_LINES, diagnosis, run_isolated
 from hilbert_lib.launch.worker_main import AGENT, BACKENDS, IMPORTING, STALL_SECONDS, beat_file, result_file
 from hilbert_lib.limits.watch import Peaks
-from hilbert_lib.ring.agreement import REFUSED
 
 LIMIT_SECONDS = 300.0
 DUMP_SECONDS = 0.5  # in which a rank that has to end writes where it was

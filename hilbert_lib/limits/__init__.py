@@ -5,5 +5,4 @@ device_memory how a call's peak is counted
 memory        what is free, whether a need fits, and what a call took
 estimate      what a call of attention will need, before it is made
 watch         memory and temperature while a run goes on, which ends at a limit
-progressive   lengths that grow until the next one would pass a limit
 """

@@ -317,15 +317,15 @@ def _of_flex(given: tuple[Tensor, ...], direction: str) -> int:
 
 
 def _of_fused(given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device) -> dict[str, int]:
-    # As `triton.launch` and `triton.decode` make them; interpreted kernels are taken for compiled ones.
-    from hilbert_lib.attention.triton import decode, launch  # triton is imported only where a kernel is used
+    # As `triton/launch.py` and `triton.decode` make them; interpreted kernels are taken for compiled ones.
+    from hilbert_lib.attention.triton import arguments, decode  # triton is imported only where a kernel is used
 
     q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
     batch, rows, heads, head_dim = q.shape
     lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
 
     def passes(kernel: str) -> tuple[schedule.Pass, ...]:
-        configs = launch.CONFIGS[kernel].items()
+        configs = arguments.CONFIGS[kernel].items()
         config = next(c for (size, largest), c in configs if size == q.element_size() and head_dim <= largest)
         return schedule.passes(call.pattern, k.shape[1], config.block_m if kernel != "dkv" else config.block_n)
 
@@ -360,7 +360,7 @@ def _parts(q: Tensor, k: Tensor, call: Call) -> int:
 
 def _on_hopper(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
     # Whether the warp-specialised kernels serve, as `launch` decides it for dense tensors.
-    from hilbert_lib.attention.triton import launch
+    from hilbert_lib.attention.triton.hopper import launch
 
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
-    return device.type == "cuda" and hopper and launch.hopper_serves(q, k.shape[1], call)
+    return device.type == "cuda" and hopper and launch.serves(q, k.shape[1], call)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hilbert_lib.launch import REFUSED
+
 _HEADER = struct.Struct("<?q32s")  # whether the arguments were refused, the shard's length, a digest of the request
-REFUSED = "refused its arguments with"  # what a rank says where another one refused
 _companions: "WeakKeyDictionary[ProcessGroup, ProcessGroup]" = WeakKeyDictionary()
 
 

@@ -10,15 +10,13 @@ from torch import Tensor
 from hilbert_lib.attention.backends import flex, packages, reference, strided
 from hilbert_lib.attention.backends.dense import CpuFlash, CuDnn, Eager, Efficient, Flash, Kernel, Within32Bits
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.triton import limits
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.machine import get_gpu_info
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
 
-TRITON_SHARED_BYTES = 163 * 1024  # what an A100 gives a block: its tile shapes are compiled for that and for more
-TRITON_POSITIONS = 2**30  # the kernels hold positions, and sums of two, in int32
-TRITON_SCALE = 2.0**-100  # they divide by it in float32, whose largest is 2^128
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 
@@ -166,10 +164,10 @@ def _triton_refusal(q: Tensor, call: Call) -> str:
 def _triton_limits(q: Tensor, call: Call) -> str:
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
-    if (last := call.first_query + q.shape[1]) > TRITON_POSITIONS:
-        return f"serves up to {TRITON_POSITIONS:,} positions, got {last:,}"
-    if call.scale < TRITON_SCALE:
-        return f"serves a scale of at least {TRITON_SCALE:.1e}, got {call.scale}"
+    if (last := call.first_query + q.shape[1]) > limits.POSITIONS:
+        return f"serves up to {limits.POSITIONS:,} positions, got {last:,}"
+    if call.scale < limits.SMALLEST_SCALE:
+        return f"serves a scale of at least {limits.SMALLEST_SCALE:.1e}, got {call.scale}"
     return ""
 
 
@@ -181,8 +179,8 @@ def _triton_absence(device: torch.device) -> str:
         return f"needs a CUDA device, got {device.type}"
     if device.type == "cuda":
         room = get_gpu_info(device).shared_memory_bytes
-        if room < TRITON_SHARED_BYTES:
-            return f"its tiles need {TRITON_SHARED_BYTES} bytes of shared memory, this GPU has {room}"
+        if room < limits.SHARED_BYTES:
+            return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.dense import Eager, Kernel, Problem
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.call import Call, Part, working_dtype
 from hilbert_lib.attention.dropout import keep_mask
-from hilbert_lib.attention.merge import Part, merge
+from hilbert_lib.attention.merge import merge
 from hilbert_lib.environment import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
 

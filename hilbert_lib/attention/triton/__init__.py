@@ -1,5 +1,6 @@
 """The fused kernels: every branch of a pattern in one softmax, one pass over the keys.
 
+limits     what they need of a call and of a GPU; imports no triton
 schedule   which rows a program takes, and in how many passes: pure, on the host
 geometry   where a tile of rows stands in the segments of a branch
 forward    output and lse
@@ -8,6 +9,7 @@ hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once
 rows       rows of a whole by index: merged, or added to, in place
-launch     tables, grids and the two entry points
+arguments  configurations, grids and the arguments that kernels share
+launch     the two entry points
 start      starts the kernels of a call, which a first one compiles beside each other
 """

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.attention.merge import Part
+from hilbert_lib.attention.call import Part
 from hilbert_lib.attention.triton.geometry import power_of_2
 
 PLACE = tl.constexpr(5)  # numbers that say where a part's rows stand: start, segment length, rate, segments, rows

@@ -98,11 +98,12 @@ class Work:
         """What the model predicts of the kernel as it runs here, with its tiles."""
         if self.kernel == "gather":
             return gather_reads(self.storage, self.pattern, gpu=gpu)
-        from hilbert_lib.attention.triton import decode, launch  # only here: not every system has triton
+        from hilbert_lib.attention.triton import decode  # only here: not every system has triton
+        from hilbert_lib.attention.triton.arguments import config_of
 
         head_dim, pattern = self.row_bytes // 2, self.pattern
         if self.kernel == "forward":
-            config = launch.config_of("forward", torch.empty(0, head_dim, dtype=torch.bfloat16))
+            config = config_of("forward", torch.empty(0, head_dim, dtype=torch.bfloat16))
             queries, keys, tables = config.block_m, config.block_n, FORWARD_TABLES
         else:
             keys = decode.step_keys(head_dim, torch.bfloat16.itemsize)

@@ -22,8 +22,7 @@ from hilbert_lib.lab.sweeps.graphs import captured, from_idle, require_cuda
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.device_memory import begin_peak
-from hilbert_lib.ordering import Ordering
-from hilbert_lib.ordering_tables import compute_tables
+from hilbert_lib.ordering import Ordering, compute_tables
 from hilbert_lib.pattern import DilatedPattern
 
 # "Memory Usage" of seeds/004: GB by tokens, without a pool, and with one and the Hilbert order. Its sizes are not told.

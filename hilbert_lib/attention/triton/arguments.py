@@ -1,0 +1,147 @@
+"""What every launch needs: configurations of the kernels, a grid, and the arguments that the kernels share."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.dropout import drop_below
+from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and resources of one kernel.
+
+    Attributes:
+        block_m, block_n: queries and keys of a tile.
+        num_warps, num_stages: as Triton takes them.
+        maxnreg: registers that a thread begins with, where more would keep a second program off a multiprocessor.
+        together: as in `schedule.tables`.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    maxnreg: int | None = None
+    together: int = schedule.TILES_TOGETHER
+
+
+INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
+# By bytes of an element and largest head_dim; an A100's shared memory holds all of them. What they take on an H200 and
+# what others do is in reports/HISTORY.md ("Configurations of the plain kernels").
+CONFIGS = {
+    "forward": {
+        (2, 64): Config(128, 64, 4, 3),
+        (2, 128): Config(128, 64, 8, 3),
+        (2, 256): Config(64, 64, 8, 2),
+        (4, 64): Config(64, 64, 8, 2),
+        (4, 128): Config(64, 32, 8, 2),
+        (4, 256): Config(32, 32, 8, 2),
+    },
+    "dq": {
+        (2, 64): Config(64, 64, 4, 3),
+        (2, 128): Config(128, 64, 8, 3),
+        (2, 256): Config(64, 32, 4, 2),
+        (4, 64): Config(32, 32, 4, 2),
+        (4, 128): Config(64, 32, 8, 2),
+        (4, 256): Config(16, 16, 4, 1),
+    },
+    "dkv": {
+        (2, 64): Config(32, 128, 8, 3),
+        (2, 128): Config(32, 128, 8, 3),
+        (2, 256): Config(32, 64, 8, 2),
+        (4, 64): Config(32, 32, 4, 1),
+        (4, 128): Config(32, 32, 8, 1),
+        (4, 256): Config(16, 16, 4, 1),
+    },
+}
+STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
+
+
+def config_of(kernel: str, q: Tensor) -> Config:
+    """The configuration of a kernel for a dtype and head_dim."""
+    if is_interpreted():
+        return INTERPRETED[kernel]
+    size, head_dim = q.element_size(), q.shape[-1]
+    return next(
+        config for (bytes_, largest), config in CONFIGS[kernel].items() if bytes_ == size and head_dim <= largest
+    )
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter in this process."""
+    return triton.knobs.runtime.interpret
+
+
+def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
+    """Memory for a result: rows that no pass visits are 0."""
+    written = len(todo) > 1 or schedule.covers_all(call.pattern)
+    return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
+
+
+def launch_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    one: schedule.Pass,
+    config: Config,
+    *,
+    rows: str,
+    first: bool,
+    last: bool,
+) -> tuple[tuple[int], dict]:
+    """Grid and the arguments that the kernels share. Where an argument is not used, q stands in for it."""
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    start, rows_there, block = (
+        (call.first_query, queries, config.block_m) if rows == "queries" else (0, keys, config.block_n)
+    )
+    together = config.together if rows_there == keys else 0
+    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device)
+    chunks = (start + rows_there - 1) // tables.chunk - start // tables.chunk + 1
+    phases, count = tables.items.shape[1:3]
+    tile_heads = {"heads": heads} if rows == "queries" else {"kv_heads": kv_heads}
+    shared = {
+        "branches": tables.branches,
+        "offsets": tables.offsets,
+        "branch_ids": tables.branch_ids,
+        "items": tables.items,
+        "classes": tables.classes,
+        "inverse": q if call.inverse is None else call.inverse,
+        "padding": q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
+        "seed": q if call.seed is None else call.seed,
+        "scale": call.scale,
+        "drop_below": drop_below(call.dropout_p),
+        **dict(zip(STRIDES, q.stride()[:3] + k.stride()[:3] + v.stride()[:3], strict=True)),
+        "first_query": call.first_query,
+        "queries": queries,
+        "keys": keys,
+        **tile_heads,
+        "group": heads // kv_heads,
+        "chunk": tables.chunk,
+        "stride": one.stride,
+        "chunks": chunks,
+        "phases": phases,
+        "count": count,
+        "n_branches": len(one.branches),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "CAUSAL": call.is_causal,
+        "GATHER": call.inverse is not None,
+        "PADDING": call.key_padding_mask is not None,
+        "DROPOUT": call.dropout_p > 0.0,
+        "READ_PARTIAL": not first,
+        "WRITE_PARTIAL": not last,
+        "PRECISION": products_of_float32(),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return (batch * (heads if rows == "queries" else kv_heads) * chunks * count,), shared
