@@ -1,58 +1,88 @@
-"""When does a Hilbert order make attention faster? Curves, orderings and exact dilated attention.
+"""Exact, fast dilated attention, and attention on grids; orders of storage, and what they are worth.
 
-The rooms, from the ground up (imports go downward only):
+    out = dilated_attention(q, k, v, DilatedPattern((512, 4096), (1, 8)), is_causal=True)
 
-checks, files, environment, machine, graph_cache
-curves      coordinates along space-filling curves
-ordering    a permutation of positions
-pattern     which keys a query sees, and how much work that is
-grid        neighbourhoods of cells on grids
-attention   exact dilated attention, its oracle and its backends
-limits      limits of memory and time, predictions, a watch
-launch      ranks as processes, and one call apart
-ring        exact dilated attention over several ranks
-lab         what measures, draws and reports
-cli         the `hilbert` command
+q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first used.
+
+attention   dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
+grids       neighbourhood_attention, Neighbourhood
+orders      Ordering, OrderingSpec, curve_coordinates, curve_index
+many GPUs   ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
+limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
+with [suite] select_attention_backend, SafeBenchmarkRunner; the command `hilbert`
+
+`help(hilbert_lib.dilated_attention)` has its arguments; folders of the library have the same names by subject, as in
+`from hilbert_lib.ring import run_ranks`. Imports go downward only: what a user calls never imports `hilbert_lib.lab`.
 """
 
-from hilbert_lib.attention.api import dilated_attention, explain_backend
-from hilbert_lib.attention.grid import neighbourhood_attention
-from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
-from hilbert_lib.lab.selection import select_attention_backend
-from hilbert_lib.launch.progressive import ProgressiveTester
-from hilbert_lib.limits.config import SafetyConfig
-from hilbert_lib.limits.estimate import estimate_memory
-from hilbert_lib.limits.memory import MemorySafetyChecker
-from hilbert_lib.limits.watch import Watcher
-from hilbert_lib.machine import GpuInfo, get_gpu_info
-from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.attention import ring_dilated_attention
-from hilbert_lib.ring.module import RingDilatedAttention
-from hilbert_lib.ring.plan.plan import plan_ring
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DilatedAttention",
-    "DilatedPattern",
-    "GpuInfo",
-    "MemorySafetyChecker",
-    "MultiheadDilatedAttention",
-    "Neighbourhood",
-    "Ordering",
-    "OrderingSpec",
-    "ProgressiveTester",
-    "RingDilatedAttention",
-    "SafeBenchmarkRunner",
-    "SafetyConfig",
-    "Watcher",
-    "dilated_attention",
-    "estimate_memory",
-    "explain_backend",
-    "get_gpu_info",
-    "neighbourhood_attention",
-    "plan_ring",
-    "ring_dilated_attention",
-    "select_attention_backend",
-]
+from hilbert_lib.lazy import lazily
+
+PUBLIC = {
+    "hilbert_lib.attention.api": ("dilated_attention", "explain_backend"),
+    "hilbert_lib.attention.grid": ("neighbourhood_attention",),
+    "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
+    "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
+    "hilbert_lib.grid": ("Neighbourhood",),
+    "hilbert_lib.lab.guarded.runner": ("SafeBenchmarkRunner",),
+    "hilbert_lib.lab.selection": ("select_attention_backend",),
+    "hilbert_lib.launch.progressive": ("ProgressiveTester",),
+    "hilbert_lib.launch.workers": ("run_ranks",),
+    "hilbert_lib.limits.config": ("SafetyConfig",),
+    "hilbert_lib.limits.estimate": ("estimate_memory",),
+    "hilbert_lib.limits.memory": ("MemorySafetyChecker",),
+    "hilbert_lib.limits.watch": ("Watcher",),
+    "hilbert_lib.machine": ("GpuInfo", "get_gpu_info"),
+    "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
+    "hilbert_lib.pattern": ("DilatedPattern",),
+    "hilbert_lib.ring.attention": ("ring_dilated_attention",),
+    "hilbert_lib.ring.module": ("RingDilatedAttention",),
+    "hilbert_lib.ring.plan.plan": ("plan_ring",),
+    "hilbert_lib.ring.shards": ("gather", "shard"),
+}
+_get, __dir__ = lazily(__name__, PUBLIC)
+
+
+def __getattr__(name: str) -> object:
+    return _version() if name == "__version__" else _get(name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 25 ms
+
+    try:
+        return version("hilbert-lib")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "0+unknown"
+
+
+if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, with which help() prints every docstring
+    from hilbert_lib.attention.api import dilated_attention as dilated_attention
+    from hilbert_lib.attention.api import explain_backend as explain_backend
+    from hilbert_lib.attention.grid import neighbourhood_attention as neighbourhood_attention
+    from hilbert_lib.attention.modules import (
+        DilatedAttention as DilatedAttention,
+    )
+    from hilbert_lib.attention.modules import (
+        MultiheadDilatedAttention as MultiheadDilatedAttention,
+    )
+    from hilbert_lib.curves.coordinates import curve_coordinates as curve_coordinates
+    from hilbert_lib.curves.coordinates import curve_index as curve_index
+    from hilbert_lib.grid import Neighbourhood as Neighbourhood
+    from hilbert_lib.launch.progressive import ProgressiveTester as ProgressiveTester
+    from hilbert_lib.launch.workers import run_ranks as run_ranks
+    from hilbert_lib.limits.config import SafetyConfig as SafetyConfig
+    from hilbert_lib.limits.estimate import estimate_memory as estimate_memory
+    from hilbert_lib.limits.memory import MemorySafetyChecker as MemorySafetyChecker
+    from hilbert_lib.limits.watch import Watcher as Watcher
+    from hilbert_lib.machine import GpuInfo as GpuInfo
+    from hilbert_lib.machine import get_gpu_info as get_gpu_info
+    from hilbert_lib.ordering import Ordering as Ordering
+    from hilbert_lib.ordering import OrderingSpec as OrderingSpec
+    from hilbert_lib.pattern import DilatedPattern as DilatedPattern
+    from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
+    from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention
+    from hilbert_lib.ring.plan.plan import plan_ring as plan_ring
+    from hilbert_lib.ring.shards import gather as gather
+    from hilbert_lib.ring.shards import shard as shard

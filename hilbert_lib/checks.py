@@ -1,43 +1,32 @@
 """What counts as a bool, an integer, a number, a sequence or a device: one judgement for every room."""
 
+import difflib
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+P, T = ParamSpec("P"), TypeVar("T")
+
 
 def boolean(name: str, value: object) -> bool:
-    """The argument, if it is True or False.
-
-    Raises:
-        TypeError: for what only counts as true or false, such as 1 and "no".
-
-    >>> boolean("is_causal", False)
-    False
-    """
+    """The argument, if it is True or False; 1 and "no" are a TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def integer(name: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
-    """An argument as an int.
+    """An argument as an int from least to most, if given: any exact integer such as np.int64, no bool, no tensor.
 
-    Args:
-        name: of the argument, for the error.
-        value: anything with an exact integer value, such as int and np.int64; no bool and no tensor.
-        least, most: the range allowed, both ends included; None is no bound.
-
-    Raises:
-        TypeError: if value is no integer.
-        ValueError: if it is out of range.
-
-    >>> integer("heads", 4, least=1)
-    4
+    Raises TypeError if value is no integer, ValueError if it is out of range.
     """
     try:
         if isinstance(value, bool | Tensor):
@@ -52,14 +41,7 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
 
 
 def number(name: str, value: object) -> float:
-    """An argument as a float.
-
-    Raises:
-        TypeError: for what is no number, a bool among it.
-
-    >>> number("seconds", 1)
-    1.0
-    """
+    """An argument as a float; TypeError if it is no number, or a bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
@@ -69,15 +51,7 @@ def number(name: str, value: object) -> float:
 
 
 def positive(name: str, value: object) -> float:
-    """An argument as a float.
-
-    Raises:
-        TypeError: for what is no number, a bool among it.
-        ValueError: unless it is finite and above 0.
-
-    >>> positive("seconds", 1)
-    1.0
-    """
+    """An argument as a float that is finite and above 0, else ValueError; TypeError as `number`."""
     found = number(name, value)
     if not 0.0 < found < math.inf:
         raise ValueError(f"{name} must be finite and above 0, got {found}")
@@ -96,21 +70,10 @@ def _range(least: int | None, most: int | None) -> str:
 def integers(
     name: str, values: object, *, least: int | None = None, distinct: bool = False, empty: bool = False
 ) -> tuple[int, ...]:
-    """A sequence (or a numpy array of one axis) of integers, as a tuple.
+    """A sequence (or a numpy array of one axis) of integers, each at least `least`, as a tuple.
 
-    Args:
-        name: of the argument, for the error.
-        values: the sequence.
-        least: of each, None is no bound.
-        distinct: whether a value may come once only, as where each is a row of a table.
-        empty: whether there may be none.
-
-    Raises:
-        TypeError: if values is no such sequence, or one of them no integer; text and bytes are none.
-        ValueError: if it is empty, or one of them is too small or there twice.
-
-    >>> integers("shape", [3, 4], least=1)
-    (3, 4)
+    Raises TypeError if values is no such sequence (text and bytes are none) or one of them no integer; ValueError if
+    one is too small, one is there twice (`distinct`), or there are none (unless `empty`).
     """
     if not is_listed(values):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
@@ -122,47 +85,46 @@ def integers(
     return found
 
 
-def each(check: Callable, values: Mapping[str, object], names: str, **limits) -> None:
-    """Holds several values to one check, each by its own name, as the parameters of a notebook.
-
-    Args:
-        check: `integer`, `integers`, `number` or `positive`.
-        values: by name, such as globals().
-        names: of those to check, with spaces between.
-        **limits: as `check` takes them.
-
-    Raises:
-        TypeError, ValueError: of the check.
-
-    >>> each(integer, {"heads": 4, "kv_heads": 0}, "heads kv_heads", least=1)
-    Traceback (most recent call last):
-    ValueError: kv_heads must be an integer of at least 1, got 0
-    """
-    for name in names.split():
-        check(name, values[name], **limits)
-
-
 def is_listed(values: object) -> bool:
-    """Whether values are a sequence, or a numpy array of one axis; text and bytes are none.
-
-    >>> is_listed((1, 2)), is_listed("12")
-    (True, False)
-    """
+    """Whether values are a sequence, or a numpy array of one axis; text and bytes are none."""
     if isinstance(values, np.ndarray):
         return values.ndim == 1
     return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview)
 
 
 def device(value: object) -> torch.device:
-    """The argument `device` as torch names it; None is the CPU, whatever torch's default device is.
-
-    Raises:
-        ValueError: if torch knows no such device.
-
-    >>> device("cpu")
-    device(type='cpu')
-    """
+    """The argument `device` as torch names it, else ValueError; None is the CPU, whatever torch's default device is."""
     try:
         return torch.device("cpu" if value is None else value)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a device that torch knows, such as 'cpu' or 'cuda', got {value!r}") from None
+
+
+def suggesting(function: Callable[P, T], like: Callable | None = None) -> Callable[P, T]:
+    """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone).
+
+    Args:
+        function: of keywords.
+        like: a function whose keywords it passes on.
+    """
+    known = inspect.signature(like or function).parameters.keys()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error: which of the known names was likely meant, or all of them.
+
+    >>> nearest("causal", ["is_causal", "scale"])
+    "; did you mean 'is_causal'?"
+    """
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(known)}"

@@ -16,15 +16,8 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     `torch.compile(mode="reduce-overhead")` and `torch.cuda.use_mem_pool` give what a thread allocates memory of a pool
     of theirs, and the first takes it back. So tables for a CUDA device are built in a thread that lives no longer.
 
-    Args:
-        build: makes tensors on the device; it needs no mode or setting of the calling thread.
-        device: of the tensors.
-
-    Raises:
-        RuntimeError: while a CUDA graph is captured: the tables would be filled by its replays alone.
-
-    >>> made_to_share(lambda: torch.zeros(2), torch.device("cpu"))
-    tensor([0., 0.])
+    `build` makes tensors on the device and needs no mode or setting of the calling thread. Raises RuntimeError while a
+    CUDA graph is captured: only its replays would fill the tables.
     """
     if device.type != "cuda":
         return build()
@@ -55,26 +48,15 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
 
 
 def wait_for_readers(device: torch.device) -> None:
-    """Wait until no kernel reads what is to be let go of: the allocator knows of the stream alone that made it.
-
-    Args:
-        device: where it lies.
-
-    >>> wait_for_readers(torch.device("cpu"))
-    """
+    """Wait until no kernel reads what will be freed: the allocator knows only the stream that made it."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
 
 
 def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
-    """A decorator: the function keeps its last results, and those for good that it gave to a CUDA graph's capture.
+    """A decorator: the function keeps its last results, and for good those that it gave to a CUDA graph's capture.
 
-    Args:
-        maxsize: results that are kept. The function makes tensors on the device that is its last argument.
-
-    >>> cached = cached_for_graphs()(lambda size, device: torch.zeros(size, device=device))
-    >>> cached(2, torch.device("cpu")) is cached(2, torch.device("cpu"))
-    True
+    The function makes tensors on the device that is its last argument.
     """
 
     def decorated(build: Callable) -> Callable:

@@ -1,7 +1,7 @@
-"""Which keys a cell of a grid attends to in neighbourhood attention, and what an ordering of the cells makes of it.
+"""Which keys a cell of a grid attends to in neighbourhood attention, and which blocks of the mask that fills.
 
-Everything here is exact and free of tables of length squared: the blocks of a mask come from sets of key blocks, kept
-as bits of a word for each cell, and the rows that ranks exchange from running sums over the grid.
+All of it is exact and free of tables of length squared: the blocks of a mask come from sets of key blocks, kept as bits
+of a word for each cell.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Neighbourhood:
     def keys(self, position: int) -> Tensor:
         """The positions that a query attends to: (window**2,) int64, ascending.
 
-        Raises TypeError or ValueError, as `queries` does, where the position is no integer or not on the grid.
+        Like `queries` it raises TypeError or ValueError if the position is no integer or not on the grid.
         """
         row, col = self.first(self._cell(position)).tolist()
         return self._rectangle(range(row, row + self.window), range(col, col + self.window))
@@ -98,7 +98,7 @@ class Neighbourhood:
         return self._rectangle(*lines)
 
     def _cell(self, position: int) -> Tensor:
-        # `coordinates` takes a position off the grid without a word.
+        # `coordinates` does not refuse a position off the grid.
         position = integer("position", position, least=0, most=self.length - 1)
         return self.coordinates(torch.tensor(position, device="cpu"))
 
@@ -108,36 +108,22 @@ class Neighbourhood:
 
 
 class Blocks(NamedTuple):
-    """Blocks of an attention mask: (query blocks, key blocks) bool each.
+    """Blocks of an attention mask: (query blocks, key blocks) bool each."""
 
-    Attributes:
-        partial: some pairs of the block attend, or all of a block that the sequence does not fill.
-        full: all do.
-    """
-
-    partial: Tensor
-    full: Tensor
+    partial: Tensor  # some pairs of the block attend, or all of a block that the sequence does not fill
+    full: Tensor  # all do
 
 
 def mask_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Blocks:
-    """Which blocks of the mask hold pairs that attend, when the cells are stored in an ordering?
+    """Which blocks of q_block by kv_block slots hold pairs that attend, when the cells are stored in an ordering?
 
-    Args:
-        neighbourhood: which keys a query attends to.
-        ordering: of the cells.
-        q_block, kv_block: rows and columns of a block, in slots.
-
-    Returns:
-        The blocks, on the CPU; one that is neither partial nor full is empty.
-
-    Raises:
-        ValueError: if the ordering has not the length of the grid, or a block is empty.
+    The blocks are on the CPU; one that is neither partial nor full is empty.
 
     >>> row = Neighbourhood((1, 4), 1)
     >>> mask_blocks(row, Ordering.linear(4), q_block=2, kv_block=2).partial.int().tolist()
     [[1, 0], [0, 1]]
     """
-    _check_length(neighbourhood, ordering)
+    check_length(neighbourhood, ordering)
     sizes = [integer(name, size, least=1) for name, size in (("q_block", q_block), ("kv_block", kv_block))]
     length, (q_size, kv_size) = neighbourhood.length, sizes
     q_blocks, kv_blocks = (-(-length // size) for size in sizes)
@@ -164,60 +150,12 @@ def mask_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
     return Blocks(touched & ~full, full)
 
 
-def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Tensor:
-    """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids.
-
-    Args:
-        neighbourhood, ordering, q_block, kv_block: as in `mask_blocks`.
-
-    Raises:
-        ValueError: if the ordering has not the length of the grid.
-
-    >>> block_pairs(Neighbourhood((2, 2), 2), Ordering.linear(4), q_block=2, kv_block=4).tolist()
-    [[8], [8]]
-    """
-    _check_length(neighbourhood, ordering)
-    cells = neighbourhood.coordinates(ordering.perm.cpu())
-    first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")
-    keys = first[:, None] + (neighbourhood.keys(0))
-    blocks = [-(-neighbourhood.length // size) for size in (q_block, kv_block)]
-    q = torch.arange(neighbourhood.length, device="cpu")[:, None] // q_block
-    kv = ordering.inverse.cpu()[keys] // kv_block
-    return (q * blocks[1] + kv).flatten().bincount(minlength=blocks[0] * blocks[1]).view(blocks)
-
-
-def rows_exchanged(neighbourhood: Neighbourhood, ordering: Ordering, ranks: int) -> Tensor:
-    """Key rows that ranks need from each other when each holds a run of consecutive slots.
-
-    Args:
-        neighbourhood: which keys a query attends to.
-        ordering: of the cells; the runs are as long as `torch.tensor_split` makes them.
-        ranks: how many, from 1 to the number of cells.
-
-    Returns:
-        (ranks, ranks) int64: in row i, column j the rows of j's that i's queries attend to; 0 on the diagonal.
-
-    Raises:
-        ValueError: if the ordering has not the length of the grid, or ranks is out of range.
-
-    >>> rows_exchanged(Neighbourhood((1, 6), 1), Ordering.linear(6), 2).tolist()
-    [[0, 0], [0, 0]]
-    """
-    _check_length(neighbourhood, ordering)
-    ranks = integer("ranks", ranks, least=1, most=neighbourhood.length)
-    runs = ordering.perm.cpu().tensor_split(ranks)
-    owner = torch.empty(neighbourhood.length, dtype=torch.int64, device="cpu")
-    for rank, run in enumerate(runs):
-        owner[run] = rank
-    rows = torch.stack([owner[_seen(neighbourhood, run)].bincount(minlength=ranks) for run in runs])
-    return rows.fill_diagonal_(0)
-
-
 def _window_start(x: Tensor, side: int, window: int) -> Tensor:
     return (x - window // 2).clamp(0, side - window)
 
 
-def _check_length(neighbourhood: Neighbourhood, ordering: Ordering) -> None:
+def check_length(neighbourhood: Neighbourhood, ordering: Ordering) -> None:
+    """Raise ValueError unless the ordering has the length of the grid."""
     if ordering.length != neighbourhood.length:
         raise ValueError(f"ordering must have the length of the grid {neighbourhood.shape}, got {ordering!r}")
 
@@ -260,15 +198,3 @@ def _boxes(cells: Tensor, block: int) -> tuple[Tensor, Tensor]:
     index = (torch.arange(len(cells), device=cells.device) // block)[:, None].expand(-1, 2)
     empty = cells.new_zeros(-(-len(cells) // block), 2)
     return tuple(empty.scatter_reduce(0, index, cells, how, include_self=False) for how in ("amin", "amax"))
-
-
-def _seen(neighbourhood: Neighbourhood, positions: Tensor) -> Tensor:
-    # The positions that some of these queries attend to: each window adds 1 at its corners, and sums run over the grid.
-    rows, cols = neighbourhood.shape
-    corners = torch.zeros(rows + 1, cols + 1, dtype=torch.int32, device=positions.device)
-    row, col = neighbourhood.first(neighbourhood.coordinates(positions)).unbind(-1)
-    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        at = (row + down * neighbourhood.window, col + right * neighbourhood.window)
-        corners.index_put_(at, corners.new_tensor(1 if down == right else -1), accumulate=True)
-    covered = corners.cumsum(0).cumsum(1)[:rows, :cols]
-    return covered.flatten().nonzero()[:, 0]

@@ -1,11 +1,25 @@
-"""What GPU this is, and what its architecture can compute with."""
+"""What this machine is: its GPU, how Triton kernels run on it, and what a measurement made here depends on."""
 
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+import pynvml
 import torch
 
 from hilbert_lib import checks
+
+PACKAGE = Path(__file__).resolve().parent
+
+# Distributions whose kernels backends call, and what flash-attn-4 compiles its own with.
+ATTENTION_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "xformers")
 
 # Compute capability from which an architecture begins (NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities").
 ARCHITECTURES = (
@@ -34,17 +48,17 @@ RECOMMENDED = (((0, 0), torch.float32), ((7, 0), torch.float16), ((8, 0), torch.
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One GPU, or none.
+    """One GPU, or none: then capability and all sizes are None.
 
     Attributes:
-        architecture: a name of `ARCHITECTURES`; "newer" than all that were known when this was written; "none".
-        capability: the compute capability, as (9, 0); None without a GPU. So are all numbers below.
+        architecture: a name of `ARCHITECTURES`, "newer" for a later generation, "none" without a GPU.
+        capability: the compute capability, as (9, 0).
         name: the model.
-        memory_bytes: of the device.
+        memory_bytes: size of the device's memory.
         multiprocessors: how many.
-        l2_bytes: of the second-level cache.
-        shared_memory_bytes: what one block can have at most.
-        bandwidth_bytes_per_s: of the memory, peak: twice its clock times its bus width; None where the driver tells
+        l2_bytes: size of the second-level cache.
+        shared_memory_bytes: the most that one block can have.
+        bandwidth_bytes_per_s: peak of the memory, twice its clock times its bus width; None if the driver gives
             neither.
         dtypes: floating dtypes that the hardware computes with.
         recommended_dtype: for attention.
@@ -83,13 +97,13 @@ NO_GPU = GpuInfo(
 
 
 def get_gpu_info(device: torch.device | str | int | None = None) -> GpuInfo:
-    """What a GPU is and can. Needs neither a GPU nor a driver: without them it says "none".
+    """The facts of a GPU; without a GPU or a driver, and for the CPU, those of none.
 
     Args:
-        device: a CUDA device, or its index; by default the current one. The CPU is no GPU.
+        device: a CUDA device, or its index; by default the current one.
 
     Raises:
-        TypeError, ValueError: for what is no device, and for a CUDA device that this process does not see.
+        TypeError, ValueError: if it is no device, or a CUDA device that this process does not see.
 
     >>> get_gpu_info("cpu").architecture
     'none'
@@ -122,14 +136,7 @@ def _asked(device: torch.device) -> GpuInfo:
 
 
 def gpu_info(capability: tuple[int, int], properties: object) -> GpuInfo:
-    """The facts of a GPU with a capability and properties as `torch.cuda.get_device_properties` gives them.
-
-    >>> from types import SimpleNamespace
-    >>> pascal = SimpleNamespace(name="GTX 1080", total_memory=2**33, multi_processor_count=20, L2_cache_size=2**21,
-    ...                          shared_memory_per_block_optin=49152)
-    >>> gpu_info((6, 1), pascal).recommended_dtype
-    torch.float32
-    """
+    """The facts of a GPU with a capability and properties as `torch.cuda.get_device_properties` gives them."""
     # Not every build of torch has the clock and the width, and not every driver tells them.
     clock_khz = getattr(properties, "memory_clock_rate", 0)
     bus_bits = getattr(properties, "memory_bus_width", 0)
@@ -153,3 +160,154 @@ def _reached(steps: tuple, capability: tuple[int, int]) -> tuple:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def machine_facts() -> dict:
+    """What a measurement depends on; where one of these differs, it is measured again. JSON can hold all of it.
+
+    Raises RuntimeError as `check_gpu` does.
+    """
+    check_gpu()
+    return {
+        "hardware": " + ".join(gpu.name for gpu in gpu_properties()) or f"{cpu_model()}, {cpu_cores()} cores",
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": driver_version(),
+        "code_hash": code_hash(),
+        "torch_threads": torch.get_num_threads(),
+        "kernel_mode": kernel_mode(),
+        "packages": {name: found for name in ATTENTION_PACKAGES if (found := installed_version(name)) is not None},
+    }
+
+
+def kernel_mode() -> str:
+    """How Triton kernels run here: "compiled" (on a GPU), "interpreted" (TRITON_INTERPRET is set) or "absent"."""
+    if importlib.util.find_spec("triton") is None:
+        return "absent"
+    if _is_interpreting():
+        return "interpreted"
+    return "compiled" if torch.cuda.is_available() else "absent"
+
+
+def prepare_kernels() -> str:
+    """Let Triton interpret its kernels if this process sees no GPU; returns the kernel mode from now on.
+
+    Triton reads TRITON_INTERPRET while it is imported, so call this first. Processes started later inherit the
+    setting. Raises RuntimeError if triton was imported before, or torch cannot use the GPU.
+    """
+    check_gpu()
+    if not torch.cuda.is_available() and not _is_interpreting():
+        if "triton" in sys.modules:
+            raise RuntimeError("triton was imported before prepare_kernels(): call it first, or set TRITON_INTERPRET=1")
+        os.environ["TRITON_INTERPRET"] = "1"
+    return kernel_mode()
+
+
+def check_gpu() -> None:
+    """Raise RuntimeError if this build of torch cannot use the machine's NVIDIA GPU, naming the versions and a remedy.
+
+    CUDA_VISIBLE_DEVICES="" hides the GPUs, and then there is nothing to refuse.
+    """
+    if not _has_nvidia_device():
+        return
+    driver = driver_version() or "of unknown version"
+    versions = f"torch {torch.__version__} (CUDA {torch.version.cuda}), NVIDIA driver {driver}"
+    hide = 'or hide the GPU with CUDA_VISIBLE_DEVICES=""'
+    if torch.version.cuda is None:
+        raise RuntimeError(f"this torch cannot use the GPU: {versions}; install torch's CUDA build, {hide}")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch cannot start CUDA: {versions}; install a build for that driver, {hide}")
+    builds = torch.cuda.get_arch_list()
+    for gpu in gpu_properties():
+        if not _is_built_for((gpu.major, gpu.minor), builds):
+            raise RuntimeError(
+                f"torch has no kernels for {gpu.name}, capability {gpu.major}.{gpu.minor}: "
+                f"{versions}, built for {', '.join(builds)}; install a build that has them, {hide}"
+            )
+
+
+@cache
+def code_hash(folder: Path = PACKAGE) -> str:
+    """A hash of the library's Python files, their relative names and contents: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
+        # Lengths keep the boundaries apart; git may check out other line ends on Windows.
+        content = (folder / name).read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, by the name that pip takes; None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def gpu_properties() -> list:
+    """The properties of the GPUs that torch sees, in its order (CUDA_VISIBLE_DEVICES makes it another than NVML's)."""
+    return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver; None without one that works."""
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+
+
+def cpu_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@cache
+def cpu_model() -> str:
+    """The CPU's name as its maker prints it, or its architecture if the system does not tell."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        return output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def output(*command: str) -> str | None:
+    """What a command prints; None if it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _is_interpreting() -> bool:
+    # The spellings are those that triton takes.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
+
+
+def _has_nvidia_device() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount() > 0
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return Path("/dev/nvidia0").exists()
+    except pynvml.NVMLError:  # the driver is there and does not work: library and kernel module differ
+        return True
+
+
+def _is_built_for(capability: tuple[int, int], builds: list[str]) -> bool:
+    """Whether machine code for the same major version, or PTX (compute_NN) no newer, is in the build."""
+    for build in builds:
+        kind, digits = build.split("_")
+        built = divmod(int(digits.rstrip("af")), 10)
+        if built <= capability and (built[0] == capability[0] or kind == "compute"):
+            return True
+    return False

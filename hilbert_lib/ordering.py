@@ -37,18 +37,18 @@ _ARGUMENTS = {
 class Ordering:
     """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
 
-    Make one with `from_curve`, `residue`, `random` or `linear`. An ordering is its recipe: two made alike are equal
-    and share their tables, which are computed when first used, kept in the bounded cache `CACHE`, and the
-    same on every device, on every rank and in every process.
+    Make one with `from_curve`, `residue`, `random` or `linear`. An ordering is its recipe: two made alike are equal and
+    share their tables. These are computed when first used, kept in a bounded cache, and the same on every device, on
+    every rank and in every process.
 
-    Attributes:
+    Args:
         kind: "linear", "residue", "random" or the name of a curve.
-        length: number of positions.
+        length: number of positions, at least 1.
         grid: sides of the grid under a curve, or None for the default of `from_curve`.
-        chunk: positions after which the layout restarts, or None.
-        rate: of a residue ordering, else None.
-        seed: of a random ordering, else None.
-        device: where `perm` and `inverse` live; it is no part of what makes orderings equal.
+        chunk: positions after which a curve or a residue layout restarts, or None.
+        rate: the dilation rate of a residue ordering, at least 1, else None.
+        seed: of a random ordering, 0 to 2^63 - 1, else None.
+        device: where `perm` and `inverse` live; orderings that differ in it alone are equal.
 
     Raises:
         ValueError: if kind is unknown, a number out of range, the grid too small, or an argument is another kind's.
@@ -105,12 +105,7 @@ class Ordering:
             chunk: restart the curve every so many positions, so that a split of the sequence between chunks keeps it
                 whole; a shorter last chunk has the curve of its own length. By default one curve for all.
 
-        Returns:
-            The ordering, on the CPU.
-
-        Raises:
-            ValueError: if kind is unknown, a number is below 1, or the grid is too small.
-            TypeError: if a number is not an integer.
+        Raises ValueError or TypeError as the class does.
 
         >>> Ordering.from_curve("snake", 6, grid=(2, 3)).perm.tolist()
         [0, 1, 2, 5, 4, 3]
@@ -123,17 +118,7 @@ class Ordering:
     def residue(cls, length: int, rate: int, *, chunk: int | None = None) -> "Ordering":
         """Residue-major: position p sorted by (p mod rate, p div rate), the natural layout of a dilation.
 
-        Args:
-            length: positions, at least 1.
-            rate: the dilation rate, at least 1.
-            chunk: restart every so many positions; by default one layout for all.
-
-        Returns:
-            The ordering, on the CPU.
-
-        Raises:
-            ValueError: if a number is below 1.
-            TypeError: if a number is not an integer.
+        It restarts every `chunk` positions, by default never. Raises ValueError or TypeError as the class does.
 
         >>> Ordering.residue(8, 2, chunk=4).perm.tolist()
         [0, 2, 1, 3, 4, 6, 5, 7]
@@ -144,16 +129,8 @@ class Ordering:
     def random(cls, length: int, seed: int) -> "Ordering":
         """A random permutation: the control that has no locality at all.
 
-        Args:
-            length: positions, at least 1.
-            seed: 0 to 2^63 - 1, of a generator of its own; torch's global one is neither read nor moved.
-
-        Returns:
-            The ordering, on the CPU.
-
-        Raises:
-            ValueError: if length is below 1, or seed out of range.
-            TypeError: if a number is not an integer.
+        The seed, 0 to 2^63 - 1, is that of a generator of its own: torch's global one is neither read nor moved. Raises
+        ValueError or TypeError as the class does.
 
         >>> sorted(Ordering.random(4, seed=0).perm.tolist())
         [0, 1, 2, 3]
@@ -162,17 +139,7 @@ class Ordering:
 
     @classmethod
     def linear(cls, length: int) -> "Ordering":
-        """The order of the sequence itself.
-
-        Args:
-            length: positions, at least 1.
-
-        Returns:
-            The ordering, on the CPU.
-
-        Raises:
-            ValueError: if length is below 1.
-            TypeError: if length is not an integer.
+        """The order of the sequence itself: `length` positions, at least 1.
 
         >>> Ordering.linear(3).perm.tolist()
         [0, 1, 2]
@@ -190,11 +157,7 @@ class Ordering:
         return self._tables(self.device)[1]
 
     def slots(self, device: torch.device) -> Tensor:
-        """(length,) int32 on a device: `inverse` as kernels read it. Shared with the cache: do not write to it.
-
-        >>> Ordering.residue(4, 2).slots(torch.device("cpu"))
-        tensor([0, 2, 1, 3], dtype=torch.int32)
-        """
+        """(length,) int32 on a device: `inverse` as kernels read it. Shared with the cache: do not write to it."""
         return self._tables(device)[2]
 
     def to(self, device: torch.device | str) -> "Ordering":
@@ -207,18 +170,13 @@ class Ordering:
         return replace(self, device=torch.empty(0, device=checks.device(device)).device)
 
     def apply(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor in sequence order, stored in this ordering; differentiable.
+        """A tensor in sequence order, stored in this ordering: slot s along dim holds position `perm[s]`.
 
         Args:
-            x: any tensor of size `length` along dim, on any device.
+            x: any tensor of size `length` along dim, on any device; it is copied, differentiably.
             dim: the axis of positions.
 
-        Returns:
-            A copy of x, with slot s along dim holding position `perm[s]`.
-
-        Raises:
-            ValueError: if x has another size along dim, or no such dim.
-            TypeError: if x is no tensor, or dim no integer.
+        Raises ValueError if x has another size along dim or no such dim, TypeError if x is no tensor or dim no integer.
 
         >>> Ordering.residue(4, 2).apply(torch.tensor([10, 11, 12, 13]), dim=0).tolist()
         [10, 12, 11, 13]
@@ -226,18 +184,7 @@ class Ordering:
         return self._select(x, dim, 0)
 
     def undo(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor stored in this ordering, back in sequence order: the inverse of `apply`; differentiable.
-
-        Args:
-            x: any tensor of size `length` along dim, on any device.
-            dim: the axis of slots.
-
-        Returns:
-            A copy of x, with position p along dim taken from slot `inverse[p]`.
-
-        Raises:
-            ValueError: if x has another size along dim, or no such dim.
-            TypeError: if x is no tensor, or dim no integer.
+        """A tensor stored in this ordering, back in sequence order; arguments and errors as those of `apply`.
 
         >>> Ordering.residue(4, 2).undo(torch.tensor([10, 12, 11, 13]), dim=0).tolist()
         [10, 11, 12, 13]
@@ -259,15 +206,11 @@ class Ordering:
         return _tables_on(device, self.kind, *(None if n is None else operator.index(n) for n in numbers))
 
     def __repr__(self) -> str:
-        if self.kind in KINDS:
-            options = {"grid": self.grid, "chunk": self.chunk}
-            call, arguments = "from_curve", [repr(self.kind), str(self.length)]
-        else:
-            options = {"chunk": self.chunk}
-            own = {"residue": [self.rate], "random": [self.seed], "linear": []}[self.kind]
-            call, arguments = self.kind, [str(number) for number in (self.length, *own)]
-        arguments += [f"{name}={value}" for name, value in options.items() if value is not None]
-        return f"Ordering.{call}({', '.join(arguments)})"
+        is_curve = self.kind in KINDS
+        arguments = [repr(self.kind)] if is_curve else []
+        arguments += [str(number) for number in (self.length, self.rate, self.seed) if number is not None]
+        arguments += [f"{name}={value}" for name in ("grid", "chunk") if (value := getattr(self, name)) is not None]
+        return f"Ordering.{'from_curve' if is_curve else self.kind}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True)
@@ -346,9 +289,8 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
         return padded[padded < length]
     if ordering.kind == "random":
         # On the CPU always: each device's own generator would give another permutation.
-        return torch.randperm(length, generator=torch.Generator("cpu").manual_seed(ordering.seed), device="cpu").to(
-            device
-        )
+        generator = torch.Generator("cpu").manual_seed(ordering.seed)
+        return torch.randperm(length, generator=generator, device="cpu").to(device)
     cols = isqrt(length - 1) + 1
     grid = ordering.grid or (-(-length // cols), cols)
     perm = raster_index(curve_coordinates(ordering.kind, grid, device=device), grid)
@@ -356,10 +298,7 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
 
 
 class CacheInfo(NamedTuple):
-    """What the cache of orderings did: look-ups answered and not, tables held, positions in them and their bound.
-
-    Tables that a CUDA graph has captured are held beyond the bound.
-    """
+    """The cache of orderings: look-ups answered and not, tables held (captured ones too), positions and their bound."""
 
     hits: int
     misses: int
@@ -369,11 +308,7 @@ class CacheInfo(NamedTuple):
 
 
 def ordering_cache_info() -> CacheInfo:
-    """How often the tables of an ordering were found in the cache since the process began, and what it holds now.
-
-    >>> ordering_cache_info().positions <= CACHED_POSITIONS
-    True
-    """
+    """How often the tables of an ordering were found in the cache since the process began, and what it holds now."""
     return CACHE.info()
 
 
@@ -391,7 +326,7 @@ class TableCache:
         self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
 
     def tables(self, ordering: Ordering) -> Tables:
-        """Those of an ordering, on its device."""
+        """The tables of an ordering, on its device."""
         key = (ordering, ordering.device)
         with self._lock:
             tables = self._captured.get(key) or self._held.get(key)
@@ -420,7 +355,6 @@ class TableCache:
         return tables
 
     def info(self) -> CacheInfo:
-        """What it did and holds."""
         with self._lock:
             held = len(self._held) + len(self._captured)
             positions = self._positions + sum(ordering.length for ordering, _ in self._captured)

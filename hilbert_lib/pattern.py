@@ -1,7 +1,6 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
@@ -18,21 +17,13 @@ COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
 
 @dataclass(frozen=True)
 class Work:
-    """Useful work of one call, counted exactly.
+    """Useful work of one call, counted exactly: a row that a branch uses is read once, a result written once."""
 
-    Attributes:
-        pairs: (query, key) pairs over all batches and query heads; a key seen through two branches counts twice.
-        flop_forward: 4 * pairs * head_dim, two matrix products.
-        flop_backward: 2.5 times that, five matrix products.
-        bytes_forward: rows of q, k and v that a branch uses, read once; out and lse, written once.
-        bytes_backward: used rows of q, k, v, out, dout and lse, read once; dq, dk and dv, written once.
-    """
-
-    pairs: int
-    flop_forward: int
-    flop_backward: int
-    bytes_forward: int
-    bytes_backward: int
+    pairs: int  # (query, key), over all batches and query heads; a key seen through two branches counts twice
+    flop_forward: int  # 4 * pairs * head_dim, two matrix products
+    flop_backward: int  # 2.5 times that, five matrix products
+    bytes_forward: int  # used rows of q, k and v; all of out and lse
+    bytes_backward: int  # used rows of q, k, v, out, dout and lse; all of dq, dk and dv
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,8 @@ class DilatedPattern:
             one a branch, and each head uses only its group's branch.
 
     Raises:
-        TypeError: where lengths or rates are no sequence of integers, or a rule is no string.
-        ValueError: where the two tuples differ in length or are empty, a value is out of range, or a rule is unknown.
+        TypeError: if lengths or rates are no sequence of integers, or a rule is no string.
+        ValueError: if the two tuples differ in length or are empty, a value is out of range, or a rule is unknown.
 
     >>> pattern = DilatedPattern((4, 8), (1, 2))
     >>> pattern.keys(3, kv_head=1, kv_heads=2, length=8).tolist()
@@ -89,8 +80,8 @@ class DilatedPattern:
     def offset(self, branch: int, kv_head: int, kv_heads: int) -> int:
         """The residue that a KV head takes inside the segments of a branch.
 
-        Like every method here it raises TypeError or ValueError where a branch, head, position or size is no integer
-        or out of range.
+        Like every method here it raises TypeError or ValueError if a branch, head, position or size is no integer or
+        out of range.
 
         >>> [DilatedPattern((8,), (4,), offsets="head_block").offset(0, g, 6) for g in range(6)]
         [0, 0, 1, 1, 2, 2]
@@ -154,25 +145,11 @@ class DilatedPattern:
         return positions % w % r == offset
 
     def mask(
-        self,
-        branch: int,
-        queries: Tensor,
-        keys: Tensor,
-        *,
-        kv_head: int,
-        kv_heads: int,
-        is_causal: bool = False,
+        self, branch: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
-        """Which pairs of positions attend through one branch.
+        """Which pairs of positions attend through one branch: (nq, nk) bool of queries (nq,) and keys (nk,) int64.
 
-        Args:
-            branch: index of the branch.
-            queries, keys: positions, (nq,) and (nk,) int64.
-            kv_head, kv_heads: the KV head, and how many there are.
-            is_causal: whether keys after the query are excluded.
-
-        Returns:
-            (nq, nk) bool; all False where the head does not use the branch.
+        All are False if the head does not use the branch. With is_causal no key after its query attends.
 
         >>> p = torch.arange(4)
         >>> DilatedPattern((4,), (2,)).mask(0, p, p, kv_head=0, kv_heads=1).int().tolist()
@@ -193,16 +170,9 @@ class DilatedPattern:
         return torch.stack([self.mask(i, queries, keys, **options) for i in range(len(self.branches))])
 
     def keys(self, position: int, *, kv_head: int, kv_heads: int, length: int, is_causal: bool = False) -> Tensor:
-        """The multiset of keys that a query sees, sorted; a key found through two branches stands twice.
+        """The keys that the query at a position below length sees: (keys,) int64, sorted, empty if it is in no branch.
 
-        Args:
-            position: the query's position, 0 to length - 1.
-            kv_head, kv_heads: the KV head, and how many there are.
-            length: tokens in the sequence.
-            is_causal: whether keys after the query are excluded.
-
-        Returns:
-            (keys,) int64; empty for a query in no branch.
+        A key found through two branches stands twice. With is_causal keys after the query are left out.
         """
         length = integer("length", length, least=1)
         position = integer("position", position, least=0, most=length - 1)
@@ -262,9 +232,11 @@ class DilatedPattern:
         Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2).
 
         Args:
-            length: tokens. heads, kv_heads: query and KV heads (by default the same).
-            head_dim: size of one head. batch: sequences. element_size: bytes of one element of q, k, v and out; one
-                of lse has 4, or 8 where these have.
+            length: tokens in a sequence.
+            heads, kv_heads: query and KV heads, by default the same.
+            head_dim: size of one head.
+            batch: sequences.
+            element_size: bytes of an element of q, k, v and out; lse has 4, or 8 if these have.
             is_causal: whether keys after the query are excluded.
 
         >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
@@ -324,11 +296,7 @@ class DilatedPattern:
 
 
 def rows_in_segment(length: int, rate: int, offset: int) -> int:
-    """How many positions of a segment of this length have the offset as their residue.
-
-    >>> rows_in_segment(10, 4, 1), rows_in_segment(1, 4, 1)
-    (3, 0)
-    """
+    """How many positions of a segment of this length have the offset as their residue."""
     return max(0, -(-(length - offset) // rate))
 
 
@@ -363,34 +331,10 @@ def _grouped(heads: int, kv_heads: int | None) -> tuple[int, int]:
 
 
 def check_pattern(pattern: object) -> DilatedPattern:
-    """The argument; TypeError unless it is a DilatedPattern.
-
-    >>> check_pattern(DilatedPattern((4,), (1,))).branches
-    ((4, 1),)
-    """
+    """The argument; TypeError unless it is a DilatedPattern."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     return pattern
-
-
-def pattern_of(values: Mapping[str, object], prefix: str = "") -> DilatedPattern:
-    """The pattern of two lists among the parameters of a notebook; errors name these.
-
-    Args:
-        values: by name, such as globals(); of them prefix + "segment_lengths" and prefix + "dilation_rates" count.
-        prefix: of both names.
-
-    Raises:
-        TypeError, ValueError: of `DilatedPattern`.
-
-    >>> pattern_of({"paper_segment_lengths": [4, 8], "paper_dilation_rates": [1]}, "paper_")
-    Traceback (most recent call last):
-    ValueError: paper_dilation_rates must have one rate a segment length (2), got 1: (1,)
-    """
-    try:
-        return DilatedPattern(values[f"{prefix}segment_lengths"], values[f"{prefix}dilation_rates"])
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{prefix}{error}") from None
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import settings
 from interpreted import hasten
 
-from hilbert_lib.environment import environment, prepare_kernels
-from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.lab.environment import environment
+from hilbert_lib.machine import get_gpu_info, prepare_kernels
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it

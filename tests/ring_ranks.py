@@ -20,7 +20,7 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.environment import kernel_mode
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
@@ -45,6 +45,28 @@ def run(order: dict) -> list:
         hasten()
     named = ((name if ":" in name else f"{__name__}:{name}", arguments) for name, arguments in order["calls"])
     return [pkgutil.resolve_name(name)(**arguments) for name, arguments in named]
+
+
+def calls_of_the_documents(calls: list[str], segment_length: int) -> list[float]:
+    """How far each call of README's table is from the oracle, on this rank's part of the output."""
+    import hilbert_lib
+
+    length = 2 * segment_length
+    pattern = DilatedPattern((segment_length, length), (1, 2), mixing="head_groups")
+    named = {"pattern": pattern, "segment_length": segment_length, "OrderingSpec": OrderingSpec}
+    q, k, v = torch.randn(3, 1, length, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    expected, _ = oracle.attention(q, k, v, pattern)
+    differences = []
+    for call in calls:
+        module = eval(call, {**named, "RingDilatedAttention": hilbert_lib.RingDilatedAttention})
+        own_q, own_k, own_v = (shard(x) for x in (q, k, v))
+        if module.kv_ordering:
+            order = module.kv_ordering.ordering(own_k.shape[1])
+            assert order != Ordering.linear(own_k.shape[1])
+            own_k, own_v = order.apply(own_k, dim=1), order.apply(own_v, dim=1)
+        out = module(own_q, own_k, own_v)
+        differences.append((out - shard(expected.to(out.dtype))).abs().max().item())
+    return differences
 
 
 def run_on_fewer(order: dict) -> dict[str, list]:

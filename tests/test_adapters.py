@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import dense as dense_kernels
 from hilbert_lib.attention.backends import packages, strided
-from hilbert_lib.attention.backends.dense import CuDnn, Eager, Efficient, Flash, Problem, Within32Bits
+from hilbert_lib.attention.backends.dense import CuDnn, Efficient, Flash, Within32Bits
+from hilbert_lib.attention.backends.kernel import Eager, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from cases import TOLERANCE, expected
 
-from hilbert_lib import DilatedPattern, environment, explain_backend
+from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
-from hilbert_lib.attention.backends import packages
-from hilbert_lib.attention.backends import registry as backends
+from hilbert_lib.attention.backends import backend as backends
+from hilbert_lib.attention.backends import packages, presence
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.rules import HALF_RULES
@@ -50,11 +50,11 @@ def gpu(monkeypatch):
     """Sets the capability of that GPU, and says that all packages are there."""
 
     def set_capability(*capability):
-        monkeypatch.setattr(backends, "_capability", lambda device: capability)
-        for question in ("_package_absence", "_package_breakage"):
+        monkeypatch.setattr(backends, "capability", lambda device: capability)
+        for question in ("package_absence", "package_breakage"):
             monkeypatch.setattr(backends, question, lambda package: "")
-        monkeypatch.setattr(backends, "_triton_absence", lambda device: "")
-        monkeypatch.setattr(backends, "_kernel_mode", lambda: "compiled")
+        monkeypatch.setattr(backends, "fused_absence", lambda device: "")
+        monkeypatch.setattr(backends, "mode", lambda: "compiled")
 
     return set_capability
 
@@ -112,7 +112,7 @@ def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(
 
 def test_that_flex_fails_under_reduce_overhead_is_told_wherever_it_can_serve(gpu, monkeypatch):
     gpu(9, 0)
-    monkeypatch.setattr(packages, "state", lambda package: "")
+    monkeypatch.setattr(presence, "state", lambda package: "")
     monkeypatch.setattr(choice, "_rules", lambda device, dtype: HALF_RULES["Hopper"])
     for name in ("auto", "flex"):
         told = choice.explain(on_gpu(), Call(PATTERN), name, gradient=False).reasons
@@ -134,7 +134,7 @@ def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
 # What is installed: files below a folder of packages, and the versions that their metadata names.
 FA2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "", "flash_attn_2_cuda.py": ""}
 FA4 = {"flash_attn/cute/interface.py": ""}
-STACK = dict.fromkeys(packages.CUTE_STACK, "1.0")
+STACK = dict.fromkeys(presence.CUTE_STACK, "1.0")
 XFORMERS = {
     "xformers/__init__.py": "",
     "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128", "cuda": 1208}}),
@@ -190,8 +190,8 @@ def installed(tmp_path, monkeypatch):
 
         find = partial(importlib.machinery.PathFinder.find_spec, path=[str(tmp_path)])
         monkeypatch.setattr(importlib.util, "find_spec", find)
-        monkeypatch.setattr(environment, "version", version)
-        monkeypatch.setattr(packages, "_loads", lambda library: True)  # a CUDA build of torch asks for a runtime
+        monkeypatch.setattr(machine, "version", version)
+        monkeypatch.setattr(presence, "_loads", lambda library: True)  # a CUDA build of torch asks for a runtime
         forget()
 
     yield install
@@ -199,7 +199,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def forget():
-    for question in (*packages._ABSENCE.values(), packages._xformers_build, packages.breakage):
+    for question in (*presence._ABSENCE.values(), presence._xformers_build, presence.breakage):
         question.cache_clear()
 
 
@@ -207,7 +207,7 @@ def forget():
 def test_the_state_of_a_package_is_told_in_words_and_nothing_is_imported(installed, case):
     files, versions, package, reason = STATES[case]
     installed(files, versions)
-    got = packages.absence(package)
+    got = presence.absence(package)
     assert reason in got if reason else got == ""
 
 
@@ -226,8 +226,8 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
     files = {"flash_attn/cute/interface.py": f"raise ImportError({error!r} + chr(10) + 'more')\n"}
     installed(files, {"flash-attn-4": "4.0.0b36", **STACK})
     gpu(9, 0)
-    monkeypatch.setattr(backends, "_package_breakage", packages.breakage)
-    monkeypatch.setattr(backends, "_package_absence", packages.absence)
+    monkeypatch.setattr(backends, "package_breakage", presence.breakage)
+    monkeypatch.setattr(backends, "package_absence", presence.absence)
     backend, wanted = BACKENDS["flash_attn_4"], f"flash-attn-4 4.0.0b36 cannot be imported: ImportError: {error}"
     assert backend.refusal(on_gpu(torch.float32), Call(PATTERN)).startswith("serves float16")
     assert "flash_attn.cute" not in sys.modules  # nothing that cannot serve anyway is imported
@@ -235,7 +235,7 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("")
     importlib.invalidate_caches()
     assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted  # asked once: what has failed to load is not whole
-    packages.breakage.cache_clear()
+    presence.breakage.cache_clear()
     assert not backend.refusal(on_gpu(), Call(PATTERN))
 
 
@@ -243,7 +243,7 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
 def test_what_is_tried_is_what_its_kernels_are_imported_from(package):
     kernel = {"flash_attn_2": "FlashAttn2", "flash_attn_3": "FlashAttn3", "flash_attn_4": "FlashAttn4"}
     source = inspect.getsource(getattr(packages, kernel.get(package, "Xformers")))
-    assert set(re.findall(r"from (\S+) import", source)) == {packages.MODULES[package]}
+    assert set(re.findall(r"from (\S+) import", source)) == {presence.MODULES[package]}
 
 
 @pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("13.0", False), (None, False)])
@@ -251,19 +251,19 @@ def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cu
     asked = []
     monkeypatch.setattr(torch.version, "cuda", cuda)
     installed(XFORMERS, {"xformers": "0.0.35"})
-    monkeypatch.setattr(packages, "_loads", lambda library: asked.append(library) or found)
-    reason = packages.absence("xformers")
+    monkeypatch.setattr(presence, "_loads", lambda library: asked.append(library) or found)
+    reason = presence.absence("xformers")
     assert asked == ["libcudart.so.12"] * bool(cuda)
     if cuda and not found:
         assert reason == "xformers 0.0.35 is compiled for a CUDA whose libcudart.so.12 is not found here"
     else:
         assert reason == ""
-        assert packages.state("xformers") == "xformers 0.0.35 compiled for torch 2.10.0+cu128"
+        assert presence.state("xformers") == "xformers 0.0.35 compiled for torch 2.10.0+cu128"
 
 
 def test_xformers_without_its_compiled_part_cannot_serve(installed):
     installed({"xformers/__init__.py": ""}, {"xformers": "0.0.35"})
-    assert "without its compiled part" in packages.absence("xformers")
+    assert "without its compiled part" in presence.absence("xformers")
 
 
 # How xformers 0.0.35 keeps to itself that its compiled part does not load, and how it tells that it does.
@@ -298,8 +298,8 @@ def test_xformers_whose_compiled_part_does_not_load_cannot_serve_though_it_is_im
     files = {"xformers/__init__.py": "from . import _cpp_lib", "xformers/ops.py": "pass"}
     installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, {"xformers": "0.0.35"})
     gpu(9, 0)
-    monkeypatch.setattr(backends, "_package_breakage", packages.breakage)
-    monkeypatch.setattr(backends, "_package_absence", packages.absence)
+    monkeypatch.setattr(backends, "package_breakage", presence.breakage)
+    monkeypatch.setattr(backends, "package_absence", presence.absence)
     said = "xformers 0.0.35 is imported without its compiled part, and none of its kernels run: "
     assert BACKENDS["xformers"].refusal(on_gpu(), Call(PATTERN)) == (said + TOLD[case] if case in TOLD else "")
 

@@ -7,25 +7,24 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
+from hilbert_lib import DilatedPattern, dilated_attention, explain_backend, select_attention_backend
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
-from hilbert_lib.attention.backends import packages
-from hilbert_lib.attention.backends import registry as backends
+from hilbert_lib.attention.backends import backend as backends
+from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.dense import CpuFlash
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
 from hilbert_lib.attention.rules import FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.lab.pairs import of_sweep, ratio_table
-from hilbert_lib.lab.selection import choice_table, ordering_table, shape_class
+from hilbert_lib.lab.selection import choice_table, shape_class
 from hilbert_lib.lab.sweeps.kernels import committed_records
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES
@@ -78,7 +77,7 @@ def test_what_sdpa_refuses_in_float32_goes_to_the_fused_kernels_and_float64_to_e
 ):
     # On the CPU by a GPU's rules.
     monkeypatch.setattr(choice, "_rules", lambda device, dtype: FULL_RULES)
-    monkeypatch.setattr(backends, "_triton_absence", lambda device: "")
+    monkeypatch.setattr(backends, "fused_absence", lambda device: "")
     q, k, v = (x.to(dtype) for x in tensors())
     if "key_padding_mask" in options:
         options = {"key_padding_mask": torch.zeros(1, 64, dtype=torch.bool)}
@@ -225,20 +224,20 @@ def test_files_of_other_machines_lie_beside_and_are_not_read(place):
 def test_a_measurement_is_forgotten_where_the_machine_or_its_software_differs(monkeypatch, changed):
     remember(SHAPE, ("eager",), {})
     assert len(remembered_rules("cpu", torch.float32)) == 1
-    other = {**remembered.environment(), changed: {"flash-attn-4": "9.9"} if changed == "packages" else "9.9"}
-    monkeypatch.setattr(remembered, "environment", lambda: other)
+    other = {**remembered.machine_facts(), changed: {"flash-attn-4": "9.9"} if changed == "packages" else "9.9"}
+    monkeypatch.setattr(remembered, "machine_facts", lambda: other)
     remembered._rules_in.cache_clear()
     assert remembered_rules("cpu", torch.float32) == ()
 
 
 def test_a_measurement_is_forgotten_where_a_package_can_be_used_that_could_not_before(monkeypatch):
     q, k, v = tensors()
-    monkeypatch.setattr(packages, "absence", lambda package: "absent: not there")
+    monkeypatch.setattr(presence, "absence", lambda package: "absent: not there")
     remember(SHAPE, ("eager",), {})
     assert explain_backend(q, k, v, PATTERN).is_measured
     remembered._rules_in.cache_clear()
-    monkeypatch.setattr(packages, "absence", lambda package: "" if package == "xformers" else "absent: not there")
-    monkeypatch.setattr(packages, "state", lambda package: f"{package} 1.0")
+    monkeypatch.setattr(presence, "absence", lambda package: "" if package == "xformers" else "absent: not there")
+    monkeypatch.setattr(presence, "state", lambda package: f"{package} 1.0")
     assert not explain_backend(q, k, v, PATTERN).is_measured
 
 
@@ -347,7 +346,7 @@ def test_an_order_that_could_not_be_read_again_is_not_kept(order, place):
 
 @pytest.mark.parametrize("package", ["", "flash_attn", None])
 def test_an_unknown_package_is_refused(package):
-    for ask in (packages.absence, packages.breakage, packages.state):
+    for ask in (presence.absence, presence.breakage, presence.state):
         with pytest.raises(ValueError, match="package must be one of flash_attn_2, "):
             ask(package)
 
@@ -357,22 +356,6 @@ def test_a_remembered_choice_is_traced_in_one_graph():
     q, k, v = tensors()
     compiled = torch.compile(lambda *x: dilated_attention(*x, PATTERN), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
-
-
-def test_kv_ordering_auto_takes_none_and_says_why(monkeypatch):
-    q, k, v = tensors()
-    one = DilatedPattern((64,), (16,), offsets="zero")
-    assert "none: nothing was measured" in explain_backend(q, k, v, one, kv_ordering="auto").ordering
-    assert explain_backend(q, k, v, one).ordering == ""
-    assert torch.equal(dilated_attention(q, k, v, one, kv_ordering="auto"), dilated_attention(q, k, v, one))
-    monkeypatch.setattr(choice, "get_gpu_info", on_hopper())
-    call = Call(one, query_start=60)
-    ordering, why = choice.choose_ordering(q[:, 60:], k, call)
-    assert ordering is None
-    assert f"repaid after {rules.ORDERING_RULES[0].calls} calls" in why
-    ordering, why = choice.choose_ordering(q, k, call)
-    assert ordering is None
-    assert "no order reads such rows faster" in why
 
 
 def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(place):
@@ -388,39 +371,10 @@ def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(plac
     assert rule.order == ("reference", "eager")
 
 
-def test_an_ordering_that_one_call_repays_is_stored_by_the_call(monkeypatch):
-    q, k, v = tensors()
-    one = DilatedPattern((64,), (4,), offsets="zero")
-    rule = rules.OrderingRule("none", 32, 4, 64, "residue", 1, "a record")
-    monkeypatch.setattr(choice, "ORDERING_RULES", (rule,))
-    assert choice.choose_ordering(q, k, Call(one))[0] == Ordering.residue(64, 4)
-    told = partial(explain_backend, q, k, v, one, kv_ordering="auto")
-    assert told(backend="eager").ordering.startswith("none: 'eager' would have to undo residue, stored by the call")
-    stored = []
-    apply = Ordering.apply
-    monkeypatch.setattr(Ordering, "apply", lambda self, x, dim: stored.append(self) or apply(self, x, dim))
-    reads = BACKENDS["eager"].__class__(**{**vars(BACKENDS["eager"]), "reads_orderings": True})
-    dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
-    assert not stored  # this backend would only undo it
-    monkeypatch.setitem(BACKENDS, "eager", reads)
-    assert told(backend="eager").ordering.startswith("residue, stored by the call")
-    dilated_attention(q, k, v, one, kv_ordering="auto", backend="eager")
-    assert stored == [Ordering.residue(64, 4)] * 2
-
-
-def test_the_rule_for_orderings_is_the_committed_records():
-    table = ordering_table(committed_records("05_backend_selection"))
-    reads_faster = table[(table.dilation > 1) & table.repaid.lt(float("inf"))]
-    (rule,), (row,) = rules.ORDERING_RULES, reads_faster.itertuples()
-    assert (rule.row_bytes, rule.rate, rule.calls) == (row.row_bytes, row.dilation, round(row.repaid))
-    assert row.queries <= rule.queries
-
-
-def test_no_length_of_chunks_is_chosen_since_in_the_committed_record_none_reads_faster_by_more_than_a_few_per_cent():
+def test_a_curve_that_restarts_in_every_segment_reads_at_most_a_few_per_cent_faster():
     chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
     assert len(chunks) >= 20
     assert chunks.ratio.max() < 1.05
-    assert {rule.kind for rule in rules.ORDERING_RULES} == {"residue"}
 
 
 def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hilbert_lib.attention.backends.packages import _ABSENCE
+from hilbert_lib.attention.backends.presence import _ABSENCE
 from hilbert_lib.lab.ledger.claims import (
     CLAIMS,
     Claim,

@@ -309,7 +309,7 @@ def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hi
         raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
 
     write_notebook(Path("notebooks"), "00_a")
-    for module in ("environment", "lab.suite.doctor"):
+    for module in ("lab.environment", "lab.suite.doctor"):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
     assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
 

@@ -179,9 +179,9 @@ def test_bad_input_is_refused_by_name():
 def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
     from torch.profiler import ProfilerActivity, profile
 
-    from hilbert_lib.attention.triton import launch
+    from hilbert_lib.attention.triton import arguments
 
-    assert not launch.is_interpreted()
+    assert not arguments.is_interpreted()
     work = next(benchmarks.works(kernel, **SIZES | {"lengths": [4096], "keys": 1024, "dilations": [4]}))
     call = work.call(torch.device("cuda"))
     call()

@@ -9,22 +9,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 import torch
 
-from hilbert_lib import environment as module
-from hilbert_lib.environment import (
-    ATTENTION_PACKAGES,
-    check_gpu,
-    code_hash,
-    code_version,
-    describe_environment,
-    environment,
-    kernel_mode,
-    prepare_kernels,
-)
+from hilbert_lib import machine as module
+from hilbert_lib.lab import environment as lab
+from hilbert_lib.lab.environment import code_version, describe_environment, environment
+from hilbert_lib.machine import ATTENTION_PACKAGES, check_gpu, code_hash, kernel_mode, prepare_kernels
 
 
 @pytest.fixture
@@ -36,8 +30,9 @@ def machine(monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET")
         monkeypatch.delitem(sys.modules, "triton", raising=False)
         monkeypatch.setattr(module, "_has_nvidia_device", lambda: device)
-        monkeypatch.setattr(module, "_driver_version", lambda: "470.42" if device else None)
-        monkeypatch.setattr(module, "_gpus", lambda: list(gpus))
+        monkeypatch.setattr(module, "driver_version", lambda: "470.42" if device else None)
+        monkeypatch.setattr(module, "gpu_properties", lambda: list(gpus))
+        monkeypatch.setattr(lab, "sm_clocks_mhz", lambda: [1600] * len(gpus))
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object() if triton else None)
         monkeypatch.setattr(module, "version", lambda name: "3.7.1")
         monkeypatch.setattr(torch, "__version__", "2.13.0+test")
@@ -48,7 +43,7 @@ def machine(monkeypatch):
     return pretend
 
 
-PASCAL = {"name": "GTX 1080", "capability": "6.1", "memory_gib": 8.0, "sm_clock_mhz": 1600}
+PASCAL = SimpleNamespace(name="GTX 1080", major=6, minor=1, total_memory=8 * 2**30)
 WORKING = {"device": True, "cuda": "13.0", "available": True, "builds": ["sm_61"], "gpus": [PASCAL]}
 
 
@@ -224,13 +219,13 @@ def test_a_device_is_seen_where_the_driver_shows_one_or_fails(monkeypatch, failu
 @pytest.mark.parametrize(
     ("capability", "builds", "served"),
     [
-        ("9.0", ["sm_80", "sm_90"], True),
-        ("8.9", ["sm_80"], True),  # code for 8.0 runs on 8.x
-        ("6.1", ["sm_75", "sm_80"], False),
-        ("8.0", ["sm_86"], False),
-        ("12.0", ["sm_90", "compute_90"], True),  # PTX is compiled for what comes later
-        ("12.0", ["sm_90"], False),
-        ("9.0", ["sm_90a"], True),
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80"], True),  # code for 8.0 runs on 8.x
+        ((6, 1), ["sm_75", "sm_80"], False),
+        ((8, 0), ["sm_86"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),  # PTX is compiled for what comes later
+        ((12, 0), ["sm_90"], False),
+        ((9, 0), ["sm_90a"], True),
     ],
 )
 def test_builds_serve_their_own_generation_and_ptx_every_later_one(capability, builds, served):
@@ -245,7 +240,7 @@ def test_code_hash_follows_names_and_contents_and_nothing_else(tmp_path):
         for name, content in files.items():
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(content)
-        return module._hash_sources(tmp_path / folder)
+        return code_hash(tmp_path / folder)
 
     base = {"a.py": b"x = 1\ny = 2\n", "sub/b.py": b""}
     expected = write("here", base)

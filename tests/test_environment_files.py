@@ -38,12 +38,13 @@ CONDA_NAMES = {
     "nbval": "nbval",
     "latex2mathml": "latex2mathml",
 }
-PIP_ONLY = {"numpy-hilbert-curve"}  # has no conda package; `pip: -e .` installs it
+PIP_ONLY = {"numpy-hilbert-curve"}  # has no conda package; `pip: -e .[suite]` installs it
 BESIDE_PYPROJECT = {"python", "pip", "c-compiler", "cxx-compiler"}
 
 
 def requirements():
-    return {each.name: each for each in map(Requirement, PYPROJECT["dependencies"]) if each.name not in PIP_ONLY}
+    lines = PYPROJECT["dependencies"] + PYPROJECT["optional-dependencies"]["suite"]
+    return {each.name: each for each in map(Requirement, lines) if each.name not in PIP_ONLY}
 
 
 def specs(file):
@@ -89,7 +90,7 @@ def test_the_installed_versions_satisfy_each_range(file):
 
 def test_pip_installs_the_project_alone_and_no_other_channel_is_asked(file):
     (pip_section,) = (line for line in contents(file)["dependencies"] if not isinstance(line, str))
-    assert pip_section == {"pip": ["-e ."]}
+    assert pip_section == {"pip": ["-e .[suite]"]}
     assert contents(file)["channels"] == ["conda-forge", "nodefaults"]
 
 

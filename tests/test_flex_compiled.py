@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
-from hilbert_lib.attention.backends.flex_compiled import compiled_flex_attention, run_to_keep
+from hilbert_lib.attention.backends.flex import compiled_flex_attention, run_to_keep
 
 inductor = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"

@@ -13,7 +13,6 @@ from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.environment import kernel_mode
 from hilbert_lib.lab import committed
 from hilbert_lib.lab import pairs as paired
 from hilbert_lib.lab.baselines import BASELINES
@@ -27,6 +26,7 @@ from hilbert_lib.lab.sweeps import kernels as benchmarks
 from hilbert_lib.lab.sweeps.graphs import pair_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
+from hilbert_lib.machine import kernel_mode
 
 PATTERNS = [
     DilatedPattern((8, 24), (1, 3)),

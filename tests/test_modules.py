@@ -136,7 +136,7 @@ def test_a_token_without_keys_gives_the_bias_alone():
     assert torch.equal(out, ours.out_proj.bias.expand_as(out))
 
 
-ORDERINGS = {"function": HILBERT, "fixed": Ordering.residue(LENGTH, 3), "automatic": "auto"}
+ORDERINGS = {"function": HILBERT, "fixed": Ordering.residue(LENGTH, 3)}
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
@@ -174,7 +174,7 @@ def test_an_ordering_of_another_length_is_refused_and_a_function_serves_every_le
     assert torch.equal(multihead(kv_ordering=HILBERT)(x)[0], multihead()(x)[0])
 
 
-@pytest.mark.parametrize("ordering", [None, "function", "automatic"])
+@pytest.mark.parametrize("ordering", [None, "function"])
 def test_a_sequence_without_tokens_has_an_output_without_rows(ordering):
     order = ORDERINGS.get(ordering)
     q, k, v = tokens(3, 2, 0, HEADS)

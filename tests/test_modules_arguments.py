@@ -27,7 +27,7 @@ WRONG = {
     "unknown backend": (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
     "ordering by name": (
         lambda: multihead(kv_ordering="hilbert"),
-        "kv_ordering must be None, 'auto', .* got 'hilbert'",
+        "kv_ordering must be None, an Ordering, .* got 'hilbert'",
     ),
     "no pattern": (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
     "heads": (lambda: MultiheadDilatedAttention(16, 3, DILATED), "num_heads must divide embed_dim 16, got 3"),
@@ -71,7 +71,7 @@ WRONG = {
     ),
     "ordering of a function": (
         lambda: DilatedAttention(DILATED, kv_ordering=lambda length: "hilbert")(*tokens(3, 1, 9, 2)),
-        "kv_ordering must be an Ordering such as .*, None or 'auto'; got ",
+        "kv_ordering must be an Ordering such as .*, or None; got ",
     ),
 }
 

@@ -6,9 +6,17 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hilbert_lib.attention.grid import exact_dk_dv, exact_dq, exact_out, neighbourhood_attention, neighbourhood_mask
-from hilbert_lib.grid import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
-from hilbert_lib.lab.cache.neighbourhood import block_shares, count_blocks, count_exchange, neighbourhood_orderings
+from hilbert_lib.attention.grid import neighbourhood_attention, neighbourhood_mask
+from hilbert_lib.grid import Neighbourhood, mask_blocks
+from hilbert_lib.lab.cache.neighbourhood import (
+    block_pairs,
+    block_shares,
+    count_blocks,
+    count_exchange,
+    neighbourhood_orderings,
+    rows_exchanged,
+)
+from hilbert_lib.lab.exact_rows import exact_grid_dk_dv, exact_grid_dq, exact_grid_out
 from hilbert_lib.ordering import Ordering
 
 CASES = [((16, 16), 5), ((16, 16), 9), ((13, 10), 4), ((24, 20), 7), ((9, 9), 9), ((1, 30), 1)]
@@ -119,9 +127,9 @@ def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     close = {"atol": 1e-12, "rtol": 0}
     for p in (0, near.length // 2, near.length - 1):
-        torch.testing.assert_close(exact_out(q, k, v, near, head=1, query=p), out[0, p, 1].detach(), **close)
-        torch.testing.assert_close(exact_dq(q, k, v, dout, near, head=1, query=p), dq[0, p, 1], **close)
-        exact = exact_dk_dv(q, k, v, dout, near, head=1, key=p)
+        torch.testing.assert_close(exact_grid_out(q, k, v, near, head=1, query=p), out[0, p, 1].detach(), **close)
+        torch.testing.assert_close(exact_grid_dq(q, k, v, dout, near, head=1, query=p), dq[0, p, 1], **close)
+        exact = exact_grid_dk_dv(q, k, v, dout, near, head=1, key=p)
         torch.testing.assert_close(exact, (dk[0, p, 1], dv[0, p, 1]), **close)
 
 
@@ -257,9 +265,9 @@ def test_nothing_depends_on_the_default_device():
         lambda: block_pairs(near, own, q_block=4, kv_block=2),
         lambda: rows_exchanged(near, own, 3),
         lambda: neighbourhood_attention(q, k, v, near, ordering=own),
-        lambda: exact_out(q, k, v, near, head=1, query=9),
-        lambda: exact_dq(q, k, v, dout, near, head=1, query=9),
-        lambda: exact_dk_dv(q, k, v, dout, near, head=1, key=9),
+        lambda: exact_grid_out(q, k, v, near, head=1, query=9),
+        lambda: exact_grid_dq(q, k, v, dout, near, head=1, query=9),
+        lambda: exact_grid_dk_dv(q, k, v, dout, near, head=1, key=9),
     ]
     for result in results:
         neighbourhood_mask.cache_clear()

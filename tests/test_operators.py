@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention import operators
-from hilbert_lib.environment import kernel_mode
+from hilbert_lib.machine import kernel_mode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 12

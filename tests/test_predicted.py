@@ -8,7 +8,7 @@ import torch
 from triton.runtime import interpreter
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.attention.triton import decode, launch
+from hilbert_lib.attention.triton import arguments, decode
 from hilbert_lib.lab.cache import predicted
 from hilbert_lib.lab.cache.cache import Storage
 from hilbert_lib.lab.cache.l2 import Gpu
@@ -20,7 +20,7 @@ from hilbert_lib.pattern import DilatedPattern
 
 LARGE = Gpu("large", 2**30, 7)
 LENGTH, HEADS = 96, 2
-interpreted = pytest.mark.skipif(not launch.is_interpreted(), reason="addresses are seen in Triton's interpreter alone")
+interpreted = pytest.mark.skipif(not arguments.is_interpreted(), reason="only Triton's interpreter shows addresses")
 
 
 @pytest.fixture

@@ -407,9 +407,9 @@ def test_where_there_is_nothing_to_compute_out_and_gradients_are_empty():
 def test_a_layout_does_not_depend_on_the_default_device():
     asked = {"pattern": DilatedPattern(*BRANCHES["uneven"]), "shard_lengths": (9, 4), "dtype": torch.float32}
     asked |= {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "is_causal": True, "transport": "ring"}
-    expected = _layout.__wrapped__(1, torch.device("cpu"), True, **asked)
+    expected = _layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)
     with torch.device("meta"):
-        assert repr(_layout.__wrapped__(1, torch.device("cpu"), True, **asked)) == repr(expected)
+        assert repr(_layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)) == repr(expected)
 
 
 def test_a_rank_that_leaves_at_once_does_not_fail_one_that_still_connects():

@@ -1,5 +1,7 @@
 """A limit that was mistyped is no limit: every argument is refused by its name, its value and what is allowed."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -121,3 +123,21 @@ def test_a_direction_of_no_sweep_is_refused(monkeypatch):
     monkeypatch.setattr("hilbert_lib.lab.sweeps.memory.require_cuda", lambda device: None)
     with pytest.raises(ValueError, match="direction must be forward or training, got 'backward'"):
         on_cpu(pool_comparison, [[8]], direction="backward")
+
+
+@pytest.mark.parametrize(
+    ("room", "module", "name"),
+    [
+        ("limits", "config", "SafetyConfig"),
+        ("limits", "memory", "MemorySafetyChecker"),
+        ("limits", "watch", "Watcher"),
+        ("limits", "estimate", "estimate_memory"),
+        ("launch", "workers", "run_ranks"),
+        ("launch", "isolated", "run_isolated"),
+        ("launch", "progressive", "ProgressiveTester"),
+    ],
+)
+def test_a_name_of_a_room_is_that_of_its_module(room, module, name):
+    folder = import_module(f"hilbert_lib.{room}")
+    assert name in dir(folder)
+    assert getattr(folder, name) is getattr(import_module(f"hilbert_lib.{room}.{module}"), name)

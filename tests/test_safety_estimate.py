@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.backends import packages, strided
+from hilbert_lib.attention.backends import fused, presence, strided
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.lab.guarded import cases as benchmarks
@@ -107,20 +107,20 @@ def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_
     monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
     monkeypatch.setattr(merge, "merge_parts", lambda parts, q: (q.clone(), q[..., 0].transpose(1, 2).clone()))
     monkeypatch.setattr(merge, "sum_parts", lambda parts, x: x.clone())
-    monkeypatch.setattr(estimate, "DENSE_WORKSPACE", {"sdpa": {4: (32, 32, 0)}})
+    counted = strided.over_views(Kernel, {4: (32, 32, 0)})["workspace"]
     q, k, lse = torch.randn(batch, 4096, 4, 16), torch.randn(batch, 4096, kv_heads, 16), torch.randn(batch, 4, 4096)
     run, given, returned = strided.forward, (q, k, k), q.nbytes + lse.nbytes
     if direction == "backward":
         run, given, returned = strided.backward, (q, q, k, k, q, lse), q.nbytes + 2 * k.nbytes
     meta = tuple(x.to("meta") for x in given)
-    predicted = estimate._of_views(meta, Call(pattern), "sdpa", direction, returned)
+    predicted = counted(meta, Call(pattern), direction, torch.device("cuda"), returned)["temporary"] + returned
     measured = measure_peak(lambda: run(*given, Call(pattern), Kernel), "cpu")
     assert predicted == pytest.approx(measured, rel=1e-3)
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])
 def test_the_fused_kernels_hold_the_results_alone_and_partial_ones_in_several_passes(monkeypatch, on_hopper):
-    monkeypatch.setattr(estimate, "_on_hopper", lambda *_: on_hopper)
+    monkeypatch.setattr(fused, "_is_hopper_call", lambda *_: on_hopper)
     sizes = {"length": 2**19, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
     out, lse = 2**19 * 16 * 64 * 2, 2**19 * 16 * 4
     forward = estimate_memory(REFERENCE, **sizes)
@@ -304,7 +304,7 @@ def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
 @pytest.mark.parametrize(
     # Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
     "backend",
-    ["triton", "cudnn", "flash", "sdpa", "flex", *packages.MODULES, pytest.param("eager", marks=pytest.mark.alone)],
+    ["triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES, pytest.param("eager", marks=pytest.mark.alone)],
 )
 @pytest.mark.parametrize(
     ("pattern", "options"),
@@ -323,7 +323,7 @@ def test_on_the_gpu_the_estimate_is_within_a_tenth_of_what_is_allocated(pattern,
 # the warp-specialised kernels do not serve, and LONG takes several passes, whose partial results are float32.
 LARGE = {"length": 65536, "heads": 16, "head_dim": 128}
 NARROW = {"length": 65536, "heads": 16, "head_dim": 64}
-HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *packages.MODULES)
+HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
 EXTRAS = {  # backends, pattern and options
     "dropout": (["triton"], LONG, {**NARROW, "dropout_p": 0.1}),
     "padding": (["triton"], REFERENCE, {**LARGE, "has_key_padding": True}),
@@ -349,7 +349,7 @@ def test_so_it_is_with_dropout_padding_decoding_orderings_and_in_other_dtypes(ca
 
 
 def hold_on_the_gpu(pattern, options, backend, direction):
-    if backend in packages.MODULES and (reason := packages.breakage(backend)):
+    if backend in presence.MODULES and (reason := presence.breakage(backend)):
         pytest.skip(reason)
     options = {"dtype": torch.bfloat16, **options, "backend": backend}
     torch.cuda.empty_cache()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hilbert_lib.lab.figures.safety import draw_progressive
+from hilbert_lib.launch import progressive
 from hilbert_lib.launch.progressive import ProgressiveResult, ProgressiveRow, ProgressiveTester
-from hilbert_lib.limits import memory, progressive
+from hilbert_lib.limits import memory
 from hilbert_lib.limits.config import SafetyConfig
 from hilbert_lib.limits.memory import GB, Memory
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tiny_notebooks import write_notebook
 
-from hilbert_lib.environment import environment
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.suite.batch import run_points
 from hilbert_lib.lab.suite.manifest import (
     close_abandoned,

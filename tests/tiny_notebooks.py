@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from hilbert_lib.environment import environment
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.suite.manifest import end_manifest, start_manifest
 from hilbert_lib.lab.suite.points import Point, read_notebook
 

@@ -13,3 +13,20 @@ call           one validated request
 modules        the function as layers
 grid           attention to neighbourhoods of cells on a grid
 """
+
+from hilbert_lib.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "hilbert_lib.attention.api": (
+            "dilated_attention",
+            "explain_backend",
+        ),
+        "hilbert_lib.attention.modules": (
+            "DilatedAttention",
+            "MultiheadDilatedAttention",
+        ),
+        "hilbert_lib.attention.grid": ("neighbourhood_attention",),
+    },
+)

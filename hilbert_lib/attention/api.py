@@ -1,6 +1,8 @@
 """Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
 
+import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,8 +10,8 @@ from torch import Tensor
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.choice import Explanation, choose, choose_ordering, explain
-from hilbert_lib.checks import boolean, integer, number, positive
+from hilbert_lib.attention.choice import Explanation, choose, explain
+from hilbert_lib.checks import boolean, integer, number, positive, suggesting
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
@@ -17,6 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_HEAD_DIM = 256
 
 
+@suggesting
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -28,36 +31,30 @@ def dilated_attention(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     query_start: int | None = None,
-    kv_ordering: Ordering | str | None = None,
+    kv_ordering: Ordering | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
 
-    Differentiable once in q, k and v, by autograd and not by torch.func. A query that sees no key, or none with a score
-    above -inf, has output 0 and lse -inf; the first also gradient 0.
+    Differentiable once in q, k and v, by autograd and not by torch.func. A query without keys, or whose scores are all
+    -inf, has output 0 and lse -inf; one without keys also has gradient 0.
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64. Heads come after
             the sequence, unlike in `scaled_dot_product_attention`.
-        k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides;
-            where the last one is not 1, or on CUDA rows begin off a 16-byte address, the forward copies the tensor
-            once, and the backward once more.
+        k, v: (batch, keys, kv_heads, head_dim), kv_heads a divisor of heads; dtype and device of q. Any strides: where
+            the last one is not 1, or on CUDA rows begin off a 16-byte address, forward and backward copy once each.
         pattern: which keys a query sees.
         is_causal: whether keys after the query are excluded.
         scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
-        dropout_p: share of attention probabilities dropped, in [0, 1); repeats with `torch.manual_seed`, but for
-            what torch.compile recomputes on a GPU, which has generators of torch's own. lse is that of the undropped
-            probabilities.
+        dropout_p: share of attention probabilities dropped, in [0, 1). It repeats with `torch.manual_seed`, except
+            where torch.compile recomputes on a GPU. lse is that of the undropped probabilities.
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
-            by default q, k and v cover the same positions and their lengths match. Of a cache that is not full yet,
-            give the rows that are, or fill the rest with zeros: some backends multiply a NaN in it by a weight of 0.
-        kv_ordering: the `Ordering` in which k and v are stored; q and the output are in sequence order always. With
-            "auto" they come in sequence order, and the call stores them in another where measurements say that this
-            is faster; `explain_backend` says what it chose. So far it never does: the one order that reads faster
-            costs more to store than a call gains (notebook 05 on an H200). Nor is a length of chunks chosen: a curve
-            that restarts in every segment reads no faster, but for a few per cent (notebook 06).
+            by default all cover the same positions. Of a cache that is not full, give the rows that are, or fill the
+            rest with zeros: some backends multiply a NaN in it by a weight of 0.
+        kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
@@ -73,18 +70,13 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
     torch.Size([1, 8, 2, 4])
     """
-    q, k, v, call = _validated(
-        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
-    )
-    gradient = _needs_gradient(q, k, v)
+    options = (is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse)
+    q, k, v, call = validated(q, k, v, pattern, *options)
+    gradient = needs_gradient(q, k, v)
     chosen = choose(q, call, backend, gradient=gradient)
     if not chosen:
         reasons = explain(q, call, backend, gradient=gradient).reasons
         raise ValueError(f"backend={backend!r} {reasons[backend]}; see explain_backend")
-    if kv_ordering == "auto":
-        kv_ordering, _ = _own_ordering(q, k, call, chosen)
-        if kv_ordering is not None:
-            k, v = kv_ordering.apply(k, dim=1), kv_ordering.apply(v, dim=1)
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
     if kv_ordering is not None and BACKENDS[chosen].reads_orderings:
@@ -95,20 +87,9 @@ def dilated_attention(
     return (out, lse) if return_lse else out
 
 
+@partial(suggesting, like=dilated_attention)
 def explain_backend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    query_start: int | None = None,
-    kv_ordering: Ordering | str | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, backend: str = "auto", **options
 ) -> Explanation:
     """Which backend `dilated_attention` would run for the same arguments, and why it passes over the others.
 
@@ -116,44 +97,15 @@ def explain_backend(
     >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
     'sdpa'
     """
-    q, k, v, call = _validated(
-        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
-    )
-    gradient = _needs_gradient(q, k, v)
-    chosen = choose(q, call, backend, gradient=gradient)
-    ordering = _own_ordering(q, k, call, chosen)[1] if chosen and kv_ordering == "auto" else ""
-    return explain(q, call, backend, gradient=gradient, ordering=ordering)
+    q, k, v, call = validated(q, k, v, pattern, backend=backend, **options)
+    return explain(q, call, backend, gradient=needs_gradient(q, k, v))
 
 
-def _own_ordering(q: Tensor, k: Tensor, call: Call, chosen: str) -> tuple[Ordering | None, str]:
-    # In which the call stores k and v, and why.
-    ordering, why = choose_ordering(q, k, call)
-    if ordering is not None and not BACKENDS[chosen].reads_orderings:
-        return None, f"none: {chosen!r} would have to undo {why}"
-    return ordering, why
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which attention takes a tensor: under autocast what it casts to, all but float64 and integers.
-
-    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-    ...     autocast_dtype(torch.ones(1))
-    torch.bfloat16
-    """
-    # As autocast does for scaled_dot_product_attention.
-    is_cast = x.is_floating_point() and x.dtype != torch.float64
-    if is_cast and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _validated(
-    q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse
-) -> tuple[Tensor, Tensor, Tensor, Call]:
+def validated(
+    q, k, v, pattern, is_causal=False, scale=None, dropout_p=0.0, key_padding_mask=None, query_start=None,
+    kv_ordering=None, backend="auto", return_lse=False,
+) -> tuple[Tensor, Tensor, Tensor, Call]:  # fmt: skip
+    """The arguments of `dilated_attention`, checked: q, k and v as autocast casts them, and the rest as a `Call`."""
     q, k, v = check_tensors(q, k, v)
     check_pattern(pattern)
     pattern.check_heads(k.shape[2])
@@ -163,25 +115,57 @@ def _validated(
     dropout_p = check_dropout("dropout_p", dropout_p)
     query_start = _checked_query_start(q, k, query_start)
     _check_padding(k, key_padding_mask)
-    if kv_ordering is not None and kv_ordering != "auto":
+    if kv_ordering is not None:
         if not isinstance(kv_ordering, Ordering):
-            allowed = "an Ordering such as Ordering.from_curve('hilbert', length), None or 'auto'"
+            allowed = "an Ordering such as Ordering.from_curve('hilbert', length), or None"
             raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
         if kv_ordering.length != k.shape[1]:
             raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
     check_backend(backend)
+    if query_start is None and not torch.compiler.is_compiling() and k.shape[2] > k.shape[1] > 0:
+        _warn_of_heads_first(*k.shape[1:3])
     if query_start == 0 and q.shape[1] == k.shape[1]:
         query_start = None  # the same question, which every backend answers
     return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as autocast casts them; TypeError or ValueError unless their shapes, dtypes and devices fit together.
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
-    >>> q = torch.ones(1, 8, 2, 4)
-    >>> check_tensors(q, q, q)[0].dtype
-    torch.float32
-    """
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention takes a tensor: under autocast as `scaled_dot_product_attention`, which is not cast
+    from float64."""
+    is_cast = x.is_floating_point() and x.dtype != torch.float64
+    if is_cast and _has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+_has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
+
+
+def _warn_of_heads_first(rows: int, heads: int) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"k has {heads} heads and {rows} rows: dilated_attention takes (batch, seq, heads, head_dim). If heads "
+            "come first, as in scaled_dot_product_attention, give x.transpose(1, 2)",
+            stacklevel=5,
+        )
+
+
+_warned = False
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts them, if their shapes, dtypes and devices fit together."""
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -213,28 +197,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
-
-
-_has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
-
-
 def check_scale(scale: object) -> float:
-    """The argument as a float; TypeError or ValueError unless it is finite and above 0.
-
-    >>> check_scale(1)
-    1.0
-    """
+    """The argument as a float, if it is finite and above 0."""
     return positive("scale", scale)
 
 
 def check_dropout(name: str, share: object) -> float:
-    """The argument of that name as a float; TypeError or ValueError unless it is in [0, 1).
-
-    >>> check_dropout("dropout_p", 0)
-    0.0
-    """
+    """The argument of that name as a float, if it is in [0, 1)."""
     dropped = number(name, share)
     if not 0.0 <= dropped < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {dropped}")
@@ -242,22 +211,14 @@ def check_dropout(name: str, share: object) -> float:
 
 
 def check_dtype(dtype: object) -> torch.dtype:
-    """The argument; ValueError unless attention takes tensors of it.
-
-    >>> check_dtype(torch.float16)
-    torch.float16
-    """
+    """The argument, if attention takes tensors of it."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
     return dtype
 
 
 def check_backend(backend: object) -> str:
-    """The argument; TypeError or ValueError unless it is "auto" or the name of a backend.
-
-    >>> check_backend("auto")
-    'auto'
-    """
+    """The argument, if it is "auto" or the name of a backend."""
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a string, got {type(backend).__name__}")
     if backend != "auto" and backend not in BACKENDS:

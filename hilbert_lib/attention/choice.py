@@ -1,17 +1,16 @@
-"""Which backend serves a call, and whether k and v are worth storing in another order: by rule, with its reasons."""
+"""Which backend serves a call: by rule, with its reasons."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends import packages
+from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.measured_rules import MEASURED, device_name, pattern_key, remembered_rules
-from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, ORDERING_RULES, OrderingRule, Rule
+from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
-from hilbert_lib.ordering import Ordering
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,11 @@ class Explanation:
         reasons: for every backend by name, "chosen" and its note, or why it was passed over; where it can serve, with
             its caveat.
         rule: where the order comes from in which "auto" tries them.
-        ordering: of what kv_ordering="auto" chose, and why; "" where it was not asked for.
     """
 
     chosen: str
     reasons: dict[str, str]
     rule: str
-    ordering: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -38,8 +35,6 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = {**self.reasons, "auto goes by": self.rule}
-        if self.ordering:
-            rows["kv_ordering"] = self.ordering
         width = max(map(len, rows))
         return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
 
@@ -73,7 +68,7 @@ def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
     return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
 
 
-def explain(q: Tensor, call: Call, name: str, *, gradient: bool, ordering: str = "") -> Explanation:
+def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
     """The backend for a validated call, and why not the others.
 
     Args:
@@ -81,60 +76,24 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool, ordering: str =
         call: the rest of the request.
         name: a backend's name, or "auto" for the first that can serve.
         gradient: whether the backward will run.
-        ordering: what was said of kv_ordering="auto".
     """
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
     reasons = {}
     for candidate, backend in BACKENDS.items():
         refusal = backend.refusal(q, call)
         more = f"; {backend.caveat}" if backend.caveat else ""
-        more += f" ({packages.state(backend.package)})" if backend.package and not refusal else ""
+        more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
         if candidate == chosen:
             reasons[candidate] = f"chosen: {backend.note}{more}"
         elif refusal:
-            absent = refusal.startswith(packages.ABSENT)
+            absent = refusal.startswith(presence.ABSENT)
             reasons[candidate] = refusal if absent else f"cannot serve: {refusal}"
         elif name != "auto":
             reasons[candidate] = f"not asked for: {name!r} was"
         else:
             passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
             reasons[candidate] = f"can serve, {passed_over}{more}"
-    return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record, ordering)
-
-
-def choose_ordering(q: Tensor, k: Tensor, call: Call) -> tuple[Ordering | None, str]:
-    """The ordering in which one call had better store k and v before it reads them, and why; None for as they are.
-
-    Args:
-        q: (batch, queries, heads, head_dim). k: (batch, keys, kv_heads, head_dim), in sequence order.
-        call: the rest of the request.
-    """
-    architecture = _architecture(k.device)
-    for rule in ORDERING_RULES:
-        if not _reads_faster(rule, architecture, q, k, call):
-            continue
-        if rule.calls > 1:
-            return None, (
-                f"none: {rule.kind} order reads faster here, but the copy that stores k and v in it costs more than a "
-                f"call gains; where the rule was measured it was repaid after {rule.calls} calls on the same k and v "
-                f"({rule.record})"
-            )
-        ((_, rate),) = call.pattern.branches
-        return Ordering.residue(k.shape[1], rate), f"{rule.kind}, stored by the call ({rule.record})"
-    measured = any(rule.architecture == architecture for rule in ORDERING_RULES)
-    known = "no order reads such rows faster than the order of the sequence" if measured else "nothing was measured"
-    return None, f"none: {known} on {architecture if architecture != 'none' else 'a CPU'}"
-
-
-def _reads_faster(rule: OrderingRule, architecture: str, q: Tensor, k: Tensor, call: Call) -> bool:
-    branches = call.pattern.branches
-    return (
-        rule.architecture == architecture
-        and len(branches) == 1
-        and branches[0][1] >= rule.rate
-        and q.shape[1] <= rule.queries
-        and k.shape[3] * k.element_size() <= rule.row_bytes
-    )
+    return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record)
 
 
 def _rules(device: torch.device, dtype: torch.dtype) -> tuple[Rule, ...]:
@@ -145,10 +104,4 @@ def _rules(device: torch.device, dtype: torch.dtype) -> tuple[Rule, ...]:
     return (*remembered_rules(device_name(device), dtype), *known)
 
 
-def _architecture(device: torch.device) -> str:
-    return get_gpu_info(device).architecture
-
-
-# torch.compile cannot trace questions to the machine: it takes their answers as constants (said as in ordering.py).
-for _question in (_rules, _architecture):
-    _question._dynamo_marked_constant = True
+_rules._dynamo_marked_constant = True  # torch.compile cannot trace questions to the machine (said as in ordering.py)

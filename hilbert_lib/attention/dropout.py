@@ -4,34 +4,22 @@ import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
-_ROUNDS = 10
-# Multipliers and key increments of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 NAME = 7  # words that name a (sequence, head) in a seed made by `named`
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
     """First word of Philox4x32-10, elementwise: 32 random bits of a 128-bit counter and a 64-bit key.
 
-    Args:
-        counter: four int64 tensors that broadcast, each holding an unsigned 32-bit word.
-        key: two such tensors.
-
-    Returns:
-        int64, 0 to 2^32 - 1, in the broadcast shape.
-
-    >>> zero = torch.zeros(1, dtype=torch.int64)
-    >>> hex(philox((zero,) * 4, (zero,) * 2).item())
-    '0x6627e8d5'
+    Every word is an int64 tensor that holds an unsigned 32-bit number; all broadcast. Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011.
     """
     a, b, c, d = torch.broadcast_tensors(*counter)
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        high_a, low_a = _multiply(a, _MULTIPLIERS[0])
-        high_c, low_c = _multiply(c, _MULTIPLIERS[1])
+    for _ in range(10):
+        high_a, low_a = _multiply(a, 0xD2511F53)
+        high_c, low_c = _multiply(c, 0xCD9E8D57)
         a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
-        k0, k1 = (k0 + _INCREMENTS[0]) & _LOW, (k1 + _INCREMENTS[1]) & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return a
 
 
@@ -45,24 +33,10 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def keep_mask(
     seed: Tensor, dropout_p: float, *, batch: Tensor, head: Tensor, branch: int, queries: Tensor, keys: Tensor
 ) -> Tensor:
-    """Which attention probabilities dropout keeps: True with probability 1 - dropout_p.
+    """Which attention probabilities dropout keeps: bool, True with probability 1 - dropout_p.
 
-    The bits are Philox(seed; key position, query position, query head | branch << 16, batch).
-
-    Args:
-        seed: (1,) int64; or what `named` makes of it, and then the coordinates are those of the tensors at hand.
-        dropout_p: in [0, 1).
-        batch, head, queries, keys: int64 tensors that broadcast; indices and positions below 2^32 (heads and
-            branches below 2^16).
-        branch: index of the branch.
-
-    Returns:
-        bool in the broadcast shape.
-
-    >>> p = torch.arange(1000)
-    >>> kept = keep_mask(torch.tensor([7]), 0.25, batch=p[:1], head=p[:1], branch=0, queries=p[:, None], keys=p)
-    >>> round(kept.float().mean().item(), 2)
-    0.75
+    The bits are Philox(seed; key position, query position, query head | branch << 16, batch). seed is (1,) int64 or
+    made by `named`; the coordinates are int64 tensors that broadcast, below 2^32 (heads and branches below 2^16).
     """
     if seed.dtype == torch.int32:
         seed, batch, head, branch, queries, keys = _renamed(seed, batch, head, branch, queries, keys)
@@ -72,19 +46,15 @@ def keep_mask(
 
 
 def drop_below(dropout_p: float) -> int:
-    """The bound of random bits: what lies below is dropped.
-
-    >>> drop_below(0.25) == 2**30
-    True
-    """
+    """Random bits below this bound are dropped."""
     return round(dropout_p * 2**32)
 
 
 def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:
-    """A seed with which tensors that hold rows of a larger call drop what that call drops.
+    """A seed with which rows of a larger call drop what that call drops; every backend takes it for a seed.
 
-    Row i of q and row j of k are at positions first_query + step * i and first_key + step * j of the larger call, but
-    that from row `before` on `missing` more rows of k lie between. It goes wherever a seed goes, to every backend.
+    Row i of q and row j of k are at positions first_query + step * i and first_key + step * j of the larger call; from
+    row `before` of k on, `missing` more rows of k lie between.
 
     Args:
         seed: (1,) int64.
@@ -93,15 +63,7 @@ def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:
         branches: indices of the branches in the larger call.
 
     Returns:
-        int32: the seed's two words, the heads, the number of branches, the branches, and the names.
-
-    >>> p = torch.arange(8)
-    >>> larger = {"batch": p[1], "head": p[3], "branch": 2, "queries": 40 + 2 * p[:, None], "keys": 2 * p}
-    >>> own = {"batch": p[0], "head": p[0], "branch": 0, "queries": p[:, None], "keys": p}
-    >>> seed = torch.tensor([7])
-    >>> renamed = named(seed, torch.tensor([[[1, 3, 2, 40, 0, 8, 0]]]), (2,))
-    >>> torch.equal(keep_mask(renamed, 0.5, **own), keep_mask(seed, 0.5, **larger))
-    True
+        int32: the seed's two words, the number of heads and of branches, the branches, and the names.
     """
     sizes = torch.tensor([names.shape[1], len(branches), *branches], dtype=torch.int32, device=seed.device)
     return torch.cat([seed.view(torch.int32), sizes, names.flatten().to(torch.int32)])
@@ -110,7 +72,7 @@ def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:
 def _renamed(
     table: Tensor, batch: Tensor, head: Tensor, branch: int, queries: Tensor, keys: Tensor
 ) -> tuple[Tensor, ...]:
-    # The seed, and what the larger call calls the rest.
+    # The seed, and the coordinates in the larger call.
     words = table.to(torch.int64)
     seed = words[:1] & _LOW | words[1:2] << 32
     first = 4 + words[3] + (batch * words[2] + head) * NAME

@@ -1,8 +1,7 @@
-"""Neighbourhood attention on a grid by FlexAttention, with the tokens stored in any order, and what it should give."""
+"""Neighbourhood attention on a grid by FlexAttention, with tokens stored in any order, and its exact rows."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hilbert_lib.attention.api import check_tensors
-from hilbert_lib.attention.backends.flex import FLEX_BLOCK
-from hilbert_lib.attention.backends.flex_compiled import compiled_flex_attention
+from hilbert_lib.attention.backends.flex import FLEX_BLOCK, block_list, compiled_flex_attention
 from hilbert_lib.checks import integer
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood, mask_blocks
@@ -30,8 +28,8 @@ def neighbourhood_attention(
 ) -> Tensor:
     """Softmax attention of each cell over its neighbourhood, with scores times head_dim ** -0.5.
 
-    Tokens are stored in an ordering, in and out: a layout, which changes values by rounding alone. Compiled and
-    differentiable on CUDA; on the CPU it runs in eager mode, with memory for length squared and without a gradient.
+    Inputs and output are stored in an ordering: a layout, which changes values by rounding alone. On CUDA it is
+    compiled and differentiable. On the CPU it runs in eager mode: memory for length squared, no gradient.
 
     Args:
         q, k, v: (batch, seq, heads, head_dim), stored in `ordering` (`ordering.apply(x, dim=1)`), of one shape.
@@ -65,7 +63,7 @@ def neighbourhood_attention(
     mask = neighbourhood_mask(neighbourhood, ordering, block_size, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not q.is_cuda:
-        with warnings.catch_warnings():  # that it is not compiled, as said above
+        with warnings.catch_warnings():  # the docstring says that it is not compiled
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             try:
                 return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
@@ -82,15 +80,7 @@ def neighbourhood_attention(
 def neighbourhood_mask(
     neighbourhood: Neighbourhood, ordering: Ordering, block_size: int, device: torch.device
 ) -> BlockMask:
-    """The mask of FlexAttention for cells stored in an ordering, made from the predicted blocks.
-
-    Args:
-        neighbourhood, ordering, block_size: as in `neighbourhood_attention`.
-        device: of the mask.
-
-    Returns:
-        The mask; no table of length squared is made on the way.
-    """
+    """FlexAttention's mask for cells stored in an ordering, from the predicted blocks: no table of length squared."""
     cells = neighbourhood.coordinates(ordering.perm.to(device))
     first = neighbourhood.first(cells)
     # Tables rather than numbers: a number would be compiled in, and each window then costs a compilation.
@@ -103,96 +93,19 @@ def neighbourhood_mask(
 
     lists = []
     for blocks in mask_blocks(neighbourhood, ordering, q_block=block_size, kv_block=block_size):
-        blocks = blocks.to(device)
-        lists += [blocks.sum(1), blocks.byte().argsort(dim=1, descending=True, stable=True)]
+        lists += [x[None, None] for x in block_list(blocks.to(device))]
     lengths = (neighbourhood.length, neighbourhood.length)
-    lists = [x.int()[None, None] for x in lists]
     return BlockMask.from_kv_blocks(*lists, block_size, mask_mod=attends, seq_lengths=lengths)
 
 
-def exact_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
-    """One row of the output in float64, from its own keys alone.
-
-    Args:
-        q, k, v: (batch, seq, heads, head_dim), in raster order; the first of the batch is looked at.
-        neighbourhood: as in `neighbourhood_attention`.
-        head: the head.
-        query: the position.
-
-    Returns:
-        (head_dim,) float64.
-
-    >>> x = torch.arange(4.0).view(1, 4, 1, 1)
-    >>> exact_out(0 * x, x, x, Neighbourhood((2, 2), 2), head=0, query=3).tolist()
-    [1.5]
-    """
-    keys = neighbourhood.keys(query).to(q.device)
-    weights = _weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device), keys)
-    return (weights @ v[0, keys, head].double())[0]
-
-
-def exact_dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int
-) -> Tensor:
-    """One row of dq in float64, from its own keys alone: (head_dim,). Arguments as in `exact_out`; dout like q."""
-    keys = neighbourhood.keys(query).to(q.device)
-    at = torch.tensor([query], device=q.device)
-    _, dscores = _score_gradients(q, k, v, dout, neighbourhood, head, at, keys)
-    return (dscores @ k[0, keys, head].double())[0] * q.shape[3] ** -0.5
-
-
-def exact_dk_dv(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, key: int
-) -> tuple[Tensor, Tensor]:
-    """One row of dk and of dv in float64, from the queries that attend to it: (head_dim,) each.
-
-    Arguments as in `exact_dq`. Memory grows with window to the fourth.
-    """
-    queries = neighbourhood.queries(key)
-    ends = torch.stack([neighbourhood.keys(int(p))[[0, -1]] for p in queries[[0, -1]]])
-    (top, left), (bottom, right) = neighbourhood.coordinates(ends.flatten()[[0, -1]]).tolist()
-    rows, cols = torch.arange(top, bottom + 1, device="cpu"), torch.arange(left, right + 1, device="cpu")
-    keys = (torch.cartesian_prod(rows, cols) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")).to(q.device)
-    queries = queries.to(q.device)
-    weights, dscores = _score_gradients(q, k, v, dout, neighbourhood, head, queries, keys)
-    own = keys == key
-    dk = dscores[:, own].T @ q[0, queries, head].double() * q.shape[3] ** -0.5
-    return dk[0], (weights[:, own].T @ dout[0, queries, head].double())[0]
-
-
-def _weights(q: Tensor, k: Tensor, neighbourhood: Neighbourhood, head: int, queries: Tensor, keys: Tensor) -> Tensor:
-    # Softmax weights, (queries, keys), where keys hold all that the queries attend to.
-    scores = q[0, queries, head].double() @ k[0, keys, head].double().T * q.shape[3] ** -0.5
-    return scores.masked_fill_(~neighbourhood.attends(queries[:, None], keys), -torch.inf).softmax(-1)
-
-
-def _score_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    neighbourhood: Neighbourhood,
-    head: int,
-    queries: Tensor,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor]:
-    # Softmax weights and the gradients of the scores, (queries, keys).
-    weights = _weights(q, k, neighbourhood, head, queries, keys)
-    dweights = dout[0, queries, head].double() @ v[0, keys, head].double().T
-    return weights, weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
-
-
-@contextmanager
-def _tiles_within(block_size: int) -> Iterator[None]:
+def _tiles_within(block_size: int) -> AbstractContextManager:
     # On some GPUs inductor's tiles are 128 rows, which a smaller block cannot hold: it then finds no kernel at all. The
-    # choice is one thread's: `run_to_keep` compiles the backward here too.
+    # choice holds for one thread: `run_to_keep` compiles the backward here too.
     if block_size >= FLEX_BLOCK:
-        yield
-        return
+        return nullcontext()
     from torch._inductor.virtualized import V
 
-    with V.set_choices_handler(_small_tiles(block_size)):
-        yield
+    return V.set_choices_handler(_small_tiles(block_size))
 
 
 @cache
@@ -208,7 +121,7 @@ def _small_tiles(block_size: int) -> object:
             return cut(configs, "block_m1", "block_n1", "block_m2", "block_n2")
 
     def cut(configs, *sides):
-        # 4 warps, which inductor gives to tiles of 64 rows of its own.
+        # 4 warps: inductor gives them to its own tiles of 64 rows.
         rows = [{side: min(getattr(each, side), block_size) for side in sides} for each in configs]
         return [replace(each, num_warps=4, **least) for each, least in zip(configs, rows, strict=True)]
 

@@ -8,18 +8,18 @@ import json
 import os
 import warnings
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
 
 import torch
 
-from hilbert_lib.attention.backends import packages
+from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.rules import Rule
-from hilbert_lib.environment import MACHINE, environment
 from hilbert_lib.files import write_whole
-from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.machine import get_gpu_info, machine_facts
 from hilbert_lib.pattern import DilatedPattern
 
 VARIABLE = "HILBERT_CACHE"  # names another folder
@@ -93,7 +93,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     """
     _check_order(order)
     machine = _machine()
-    rule = shape.rule(order, f"{MEASURED}, {environment()['utc']}")
+    rule = shape.rule(order, f"{MEASURED}, {datetime.now(UTC).isoformat(timespec='seconds')}")
     held = {
         "machine": machine,
         "device": shape.device,
@@ -173,10 +173,9 @@ def _check_order(order: tuple[str, ...]) -> None:
 
 
 def _machine() -> dict:
-    facts = environment()
     names = [backend.package for backend in BACKENDS.values() if backend.package]
-    found = {name: packages.absence(name) or packages.state(name) for name in names}
-    return {**{name: facts[name] for name in MACHINE}, "backends": found}
+    found = {name: presence.absence(name) or presence.state(name) for name in names}
+    return {**machine_facts(), "backends": found}
 
 
 def _octave(number: int) -> tuple[int, int]:

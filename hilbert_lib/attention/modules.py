@@ -1,4 +1,4 @@
-"""Dilated attention as `torch.nn` modules: of q, k and v, and with projections in the place of MultiheadAttention."""
+"""Dilated attention as `torch.nn` modules: of q, k and v, and with projections, to replace MultiheadAttention."""
 
 from collections.abc import Callable
 
@@ -19,24 +19,24 @@ from hilbert_lib.attention.api import (
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
-KvOrdering = Ordering | Callable[[int], Ordering] | str | None
+KvOrdering = Ordering | Callable[[int], Ordering] | None
 
 
 class DilatedAttention(nn.Module):
     """Exact dilated attention (LongNet, arXiv 2307.02486) of q, k and v, without parameters.
 
-    Train and eval differ only by dropout, and `kv_ordering` never changes the output: it is where k and v lie.
-    torch.compile serves all lengths with one program, unless `kv_ordering` is a function of the length: the tables of
-    an ordering are constants of a program, so that each length is compiled apart. After 8 of them, which is
-    torch._dynamo.config.recompile_limit, others run uncompiled, or raise under fullgraph=True: pad to few lengths.
+    Train and eval differ only by dropout. `kv_ordering` never changes the output, only where k and v are stored.
+    torch.compile serves all lengths with one program, unless `kv_ordering` is a function of the length: its tables are
+    constants of a program, so that each length is compiled apart. After torch._dynamo.config.recompile_limit lengths,
+    8 by default, others run uncompiled, or raise under fullgraph=True: pad to few lengths.
 
     Args:
         pattern: which keys a query sees.
         dropout: share of attention probabilities dropped while training, in [0, 1); 0.0 by default.
         scale: factor of the scores; by default head_dim ** -0.5.
-        kv_ordering: how the module stores k and v, which it is given in sequence order: an `Ordering`, for sequences of
-            its length alone; a function from a length to one, such as `partial(Ordering.from_curve, "hilbert")`; or
-            "auto", as `dilated_attention` takes it. By default they stay as they are.
+        kv_ordering: in which ordering the module stores k and v, which it gets in sequence order: None, to leave them
+            so, the default; an `Ordering`, for sequences of its length alone; or a function from a length to one, such
+            as `partial(Ordering.from_curve, "hilbert")`.
         backend: as in `dilated_attention`.
 
     Raises:
@@ -58,10 +58,10 @@ class DilatedAttention(nn.Module):
     ):
         super().__init__()
         self.pattern = check_pattern(pattern)
-        if not (kv_ordering in (None, "auto") or isinstance(kv_ordering, Ordering) or callable(kv_ordering)):
-            allowed = "None, 'auto', an Ordering, or a function from a length to one"
+        if not (kv_ordering is None or isinstance(kv_ordering, Ordering) or callable(kv_ordering)):
+            allowed = "None, an Ordering, or a function from a length to one"
             raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
-        self.dropout = check_dropout("dropout", dropout)  # eval would never tell
+        self.dropout = check_dropout("dropout", dropout)  # eval would not refuse it
         self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = kv_ordering
         self.backend = check_backend(backend)
@@ -76,7 +76,7 @@ class DilatedAttention(nn.Module):
         is_causal: bool = False,
         query_start: int | None = None,
     ) -> Tensor:
-        """The output of `dilated_attention` for the same arguments.
+        """The output of `dilated_attention`: (batch, queries, heads, head_dim).
 
         Args:
             q: (batch, queries, heads, head_dim).
@@ -85,14 +85,11 @@ class DilatedAttention(nn.Module):
             is_causal: whether keys after the query are excluded.
             query_start: position of q's first row, for decoding.
 
-        Returns:
-            (batch, queries, heads, head_dim).
-
         Raises:
             TypeError, ValueError: as `dilated_attention`.
         """
         ordering = self.kv_ordering
-        # What else k and v may be, `dilated_attention` refuses.
+        # `dilated_attention` refuses whatever else k and v may be.
         sequences = all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v))
         if sequences and k.shape[1] == v.shape[1]:
             if callable(ordering):
@@ -121,11 +118,11 @@ class DilatedAttention(nn.Module):
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Self-attention with projections, to put where a `torch.nn.MultiheadAttention` stands, layers of torch included:
+    """Self-attention with projections, in the place of `torch.nn.MultiheadAttention`, also inside torch's layers:
     `layer.self_attn = MultiheadDilatedAttention(...)`.
 
-    Parameters have the names, shapes and first values of nn.MultiheadAttention's, so that each loads the other's state
-    dict; with one branch (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
+    Parameters have the names, shapes and first values of nn.MultiheadAttention's, and each module loads the other's
+    state dict. With one branch (w >= length, r = 1) it computes the same function. Fewer kv_heads make in_proj smaller.
 
     Args:
         embed_dim: size of a token.
@@ -135,10 +132,10 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         batch_first: whether tokens are (batch, seq, embed_dim) rather than (seq, batch, embed_dim).
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
-        device, dtype: of the parameters; dtype is one of those that `dilated_attention` takes.
+        device, dtype: of the parameters; dtype is one that `dilated_attention` takes.
 
     Raises:
-        TypeError, ValueError: if a size is no integer, out of range, or divides no other; if the pattern's mixing needs
+        TypeError, ValueError: if a size is no integer, out of range or not a divisor; if the pattern's mixing needs
             more kv_heads; for another device or dtype; as `DilatedAttention`.
 
     >>> attention = MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 2)), batch_first=True)
@@ -147,8 +144,8 @@ class MultiheadDilatedAttention(nn.Module):
     (torch.Size([2, 8, 16]), None)
     """
 
-    # torch's encoder layers read it: where it is True and no gradient is asked for, they do not call this module but
-    # compute dense attention from its weights.
+    # torch's encoder layers read it. Where it is True and no gradient is needed, they compute dense attention from the
+    # weights instead of calling this module.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -187,12 +184,10 @@ class MultiheadDilatedAttention(nn.Module):
         self.batch_first = batch_first
         device = None if device is None else checks.device(device)
         dtype = None if dtype is None else check_dtype(dtype)
-        rows = sum(self._projected())
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
-        self.register_parameter(
-            "in_proj_bias", nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        )
-        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+        rows, made = sum(self._projected()), {"device": device, "dtype": dtype}
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **made))
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **made)) if bias else None)
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
         self._reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -201,7 +196,7 @@ class MultiheadDilatedAttention(nn.Module):
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        # By nn.MultiheadAttention's name; there as here `out_proj` has drawn its weight before.
+        # As in nn.MultiheadAttention: `out_proj` has drawn its weight before.
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
@@ -222,18 +217,18 @@ class MultiheadDilatedAttention(nn.Module):
 
         Args:
             query: tokens, (batch, seq, embed_dim) with batch_first, otherwise (seq, batch, embed_dim), or (seq,
-                embed_dim); on the device of the parameters and, unless autocast casts both, of their dtype. With
-                batch_first also a strided nested tensor, which nn.TransformerEncoder makes of padded sequences in
-                evaluation; the output is one too.
-            key, value: tensors like query, of its shape, such as query itself, which both are by default.
+                embed_dim); on the parameters' device and of their dtype, unless autocast casts both. With batch_first
+                also a strided nested tensor, which nn.TransformerEncoder makes of padded sequences in evaluation; the
+                output is then nested too.
+            key, value: tensors like query, of its shape; by default query itself.
             key_padding_mask: (batch, seq), or (seq,) for one sequence: bool, True = no weight; or, as torch's layers
-                give it, floating with -inf for no weight and 0 otherwise. Its values are checked: the host then waits
-                for the device, so that such a mask cannot be captured by a CUDA graph. Where it is compiled or
-                exported, the program asserts them, on a GPU at the cost of all that the process has there. Tokens left
-                without keys give the output projection's bias.
+                give it, floating with -inf for no weight and 0 otherwise. Floating values are checked: the host waits
+                for the device, so a CUDA graph cannot capture the call. A compiled or exported program asserts them; a
+                failed assertion on a GPU ends the process's use of it. Tokens without keys give the output
+                projection's bias.
             need_weights: False; the weights are never all in memory.
-            attn_mask: None, or with is_causal the causal mask: trusted to be it, as nn.MultiheadAttention does.
-            average_attn_weights: of no effect, as no weights are returned.
+            attn_mask: None, or with is_causal the causal mask, which is not checked, as in nn.MultiheadAttention.
+            average_attn_weights: without effect, as no weights are returned.
             is_causal: whether keys after the query are excluded.
 
         Returns:
@@ -252,8 +247,9 @@ class MultiheadDilatedAttention(nn.Module):
                 f"shape {tuple(attn_mask.shape)}"
             )
         key, value = query if key is None else key, query if value is None else value
-        if key is query and value is query and key_padding_mask is None and self._is_list(query):
-            return self._of_list(query, attn_mask, is_causal), None
+        is_nested = isinstance(query, Tensor) and query.is_nested and query.layout is torch.strided
+        if key is query and value is query and key_padding_mask is None and is_nested and self.batch_first:
+            return self._attend_nested(query, attn_mask, is_causal), None
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -281,16 +277,13 @@ class MultiheadDilatedAttention(nn.Module):
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def _is_list(self, query: Tensor) -> bool:
-        # What nn.TransformerEncoder makes of padded sequences in evaluation, whose layers are then given no mask.
-        return isinstance(query, Tensor) and query.is_nested and query.layout is torch.strided and self.batch_first
-
-    def _of_list(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _attend_nested(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        # In evaluation nn.TransformerEncoder makes nested tensors of padded sequences, and gives its layers no mask.
         lengths = [len(tokens) for tokens in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         ends = torch.tensor(lengths, device=query.device)
         is_padding = torch.arange(padded.shape[1], device=query.device) >= ends[:, None]
-        # Not `self(...)`: hooks have been called for this call.
+        # Not `self(...)`: hooks have run for this call.
         out, _ = self.forward(padded, key_padding_mask=is_padding, attn_mask=attn_mask, is_causal=is_causal)
         return torch.nested.as_nested_tensor([tokens[:end] for tokens, end in zip(out, lengths, strict=True)])
 
@@ -320,9 +313,9 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
         return mask
     padded = mask == -torch.inf
     allowed = padded | (mask == 0)
-    told = "key_padding_mask must be bool, or hold 0 and -inf alone"
+    message = "key_padding_mask must be bool, or hold 0 and -inf alone"
     if torch.compiler.is_compiling():  # a program cannot branch on values, but asserts them where it runs
-        torch._assert_async(torch.all(allowed), told)
+        torch._assert_async(torch.all(allowed), message)
     elif not torch.all(allowed):
-        raise ValueError(f"{told}; got {mask[~allowed][0].item()}")
+        raise ValueError(f"{message}; got {mask[~allowed][0].item()}")
     return padded

@@ -7,6 +7,7 @@ all of these. They check nothing: `api.py` does.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from functools import lru_cache
 
 import torch
@@ -16,11 +17,11 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.pattern import DilatedPattern
 
-_REQUEST = (
-    "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing, bool is_causal, float scale, "
-    "float dropout_p, Tensor? seed, Tensor? key_padding_mask, SymInt? query_start, Tensor? inverse, "
-    "bool is_part, str backend"
-)
+# The schema of a request: the pattern's fields, then those of a call, one by one.
+_TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
+_PATTERN = "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing"
+_OPTIONS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name != "pattern"}
+_REQUEST = ", ".join([_PATTERN, *(f"{kind} {name}" for name, kind in _OPTIONS.items()), "str backend"])
 _LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 _LIBRARY.define(f"dilated_attention(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -30,53 +31,22 @@ _LIBRARY.define(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention by one backend; differentiable once, through out.
-
-    Args:
-        q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim).
-        call: the rest of the request.
-        backend: name of a backend that serves it.
-
-    Returns:
-        out (batch, queries, heads, head_dim), lse (batch, heads, queries), both contiguous.
-
-    >>> q = torch.zeros(1, 4, 1, 2)
-    >>> forward(q, q, q + 1, Call(DilatedPattern((2,), (1,))), "eager")[0].unique()
-    tensor([1.])
-    """
+    """Output and lse of dilated attention by one backend, both contiguous; differentiable once, through out."""
     return torch.ops.hilbert_lib.dilated_attention(q, k, v, *_fields(call), backend)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `forward` from the merged out and lse, which may hold more than this call.
-
-    >>> q, lse = torch.zeros(1, 2, 1, 2), torch.zeros(1, 1, 2)
-    >>> call = Call(DilatedPattern((2,), (1,)))
-    >>> backward(q + 1, q, q, q, q, lse, call, "eager")[2].flatten().tolist()
-    [2.0, 2.0, 2.0, 2.0]
-    """
+    """Gradients of q, k and v of `forward` from the merged out and lse, which may hold more than this call."""
     return torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *_fields(call), backend)
 
 
 def _fields(call: Call) -> tuple:
     # What `_call` makes a Call of again.
     pattern = call.pattern
-    return (
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        pattern.offsets,
-        pattern.mixing,
-        call.is_causal,
-        call.scale,
-        call.dropout_p,
-        call.seed,
-        call.key_padding_mask,
-        call.query_start,
-        call.inverse,
-        call.is_part,
-    )
+    given = pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
+    return *given, *(getattr(call, name) for name in _OPTIONS)
 
 
 @lru_cache(maxsize=256)

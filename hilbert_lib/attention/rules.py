@@ -1,4 +1,4 @@
-"""What "auto" goes by, as data: orders of backends and worth of orderings, each with the record that it comes from."""
+"""What "auto" goes by, as data: orders of backends, each with the record that it comes from."""
 
 from typing import NamedTuple
 
@@ -63,30 +63,3 @@ HALF_RULES = {
 # where they take 0.1. float64 has eager alone on a GPU.
 FULL_RULES = (Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md; float64 has eager alone"),)
 CPU_RULES = (Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs"),)
-
-
-class OrderingRule(NamedTuple):
-    """A class of calls in which reading k and v from another order is faster.
-
-    Attributes:
-        architecture: name in `hardware.ARCHITECTURES`.
-        row_bytes: most bytes of one head's row.
-        rate: least dilation rate of the pattern's only branch.
-        queries: most rows of q.
-        kind: of the ordering; "residue" is residue-major for the rate.
-        calls: how many calls must read the same k and v before the copy that stores them is repaid.
-        record: where it was measured.
-    """
-
-    architecture: str
-    row_bytes: int
-    rate: int
-    queries: int
-    kind: str
-    calls: int
-    record: str
-
-
-# One query over 1,048,576 keys, 8 heads, heads stored first: a call that stores k and v takes 0.93 ms more, and a later
-# one saves 3.8 us of 41.
-ORDERING_RULES = (OrderingRule("Hopper", 32, 16, 4, "residue", 246, CHOICE_RECORD),)

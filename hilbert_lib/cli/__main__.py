@@ -1,5 +1,5 @@
 """`python -m hilbert_lib.cli`: the command where the package is not installed."""
 
-from hilbert_lib.cli.main import main
+from hilbert_lib.cli import run
 
-main(prog_name="hilbert")
+run()

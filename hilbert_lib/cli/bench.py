@@ -144,11 +144,11 @@ def backends(
     Example: hilbert bench backends --lengths 1k:64k --head-dim 128 --causal
     """
     from hilbert_lib.attention.measured_rules import folder
-    from hilbert_lib.environment import check_gpu
     from hilbert_lib.lab.selection import measured_times, remember_times
     from hilbert_lib.lab.workload import Workload
     from hilbert_lib.limits.config import SafetyConfig
     from hilbert_lib.limits.memory import device_or_default
+    from hilbert_lib.machine import check_gpu
     from hilbert_lib.pattern import DilatedPattern
 
     with usage_errors():
@@ -183,9 +183,9 @@ def _points(
     **sizes: int,
 ) -> list[dict]:
     from hilbert_lib.attention.backends.registry import BACKENDS
-    from hilbert_lib.environment import check_gpu
     from hilbert_lib.lab.guarded.cases import attention_points
     from hilbert_lib.limits.memory import device_or_default
+    from hilbert_lib.machine import check_gpu
     from hilbert_lib.pattern import DilatedPattern
 
     check_gpu()

@@ -263,10 +263,11 @@ def _run_points(
     points: list, of: int, *, out: Path, timeout: float, force: bool, dry_run: bool
 ) -> tuple[Path | None, int]:
     """Run the points, or only list them; the run's folder (None for a list) and the exit status."""
-    from hilbert_lib.environment import environment, prepare_kernels
+    from hilbert_lib.lab.environment import environment
     from hilbert_lib.lab.suite.batch import run_points
     from hilbert_lib.lab.suite.manifest import run_id
     from hilbert_lib.lab.suite.run import Interrupted
+    from hilbert_lib.machine import prepare_kernels
 
     if dry_run:
         for point in points:

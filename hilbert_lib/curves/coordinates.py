@@ -1,8 +1,6 @@
 """Coordinates along space-filling curves, for any rectangle or box, and the inverse.
 
-A curve is a table of cells in the order in which it meets them: `curve_coordinates` makes the whole table, and
-`curve_index` makes it too and inverts it, for however few cells it is asked. The Hilbert curve is that of `hilbert.py`;
-on a GPU the kernels of `kernels.py` walk its blocks, without the whole table.
+A curve is a table of cells in the order in which it meets them. On a GPU the Hilbert curve needs no whole table.
 """
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.curves.hilbert import block_cells, raster_index, whole_block
-from hilbert_lib.environment import kernel_mode
+from hilbert_lib.machine import kernel_mode
 
 TILE_SIDE = {2: 8, 3: 4}  # by number of axes: a tile is 64 cells either way
 
@@ -80,9 +78,9 @@ def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     if coordinates.shape[-1:] != (len(sides),):
         raise ValueError(f"coordinates must have {len(sides)} in the last axis, got {tuple(coordinates.shape)}")
     if kind == "hilbert" and _has_kernel(coordinates.device):
-        from hilbert_lib.curves import kernels as curves_triton
+        from hilbert_lib.curves import kernels
 
-        place, all_inside = curves_triton.index(coordinates, sides)
+        place, all_inside = kernels.index(coordinates, sides)
         if not all_inside:
             _check_inside(coordinates, sides)
         return place
@@ -101,15 +99,7 @@ def _check_inside(coordinates: Tensor, sides: tuple[int, ...]) -> None:
 
 
 def checked_shape(shape: Sequence[int], name: str = "shape") -> tuple[int, ...]:
-    """The sides of a grid as a tuple, after the checks that every curve needs; name is the argument's, for errors.
-
-    Raises:
-        ValueError: if there are not 2 or 3 sides, or one is below 1.
-        TypeError: if shape is no sequence of integers.
-
-    >>> checked_shape([3, 4])
-    (3, 4)
-    """
+    """The 2 or 3 sides of a grid, each at least 1, as a tuple; else ValueError or TypeError, naming the argument."""
     sides = checks.integers(name, shape, least=1)
     if len(sides) not in (2, 3):
         raise ValueError(f"{name} must have 2 or 3 sides, got {sides}")
@@ -167,9 +157,9 @@ def _has_kernel(device: torch.device) -> bool:
 
 def _hilbert(sides: tuple[int, ...], device: torch.device) -> Tensor:
     if _has_kernel(device):
-        from hilbert_lib.curves import kernels as curves_triton
+        from hilbert_lib.curves import kernels
 
-        return curves_triton.coordinates(sides, device)
+        return kernels.coordinates(sides, device)
     axes, block = whole_block(sides)
     cells = block_cells(block, device, {})
     return torch.stack([cells[axes.index(axis)] for axis in range(len(sides))], dim=1)

@@ -33,18 +33,7 @@ _OCTANTS = (
 
 
 def raster_index(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
-    """The place of each cell in raster order (the last axis runs fastest).
-
-    Args:
-        coordinates: (..., ndim) int64, inside of shape.
-        shape: the sides.
-
-    Returns:
-        (...) int64.
-
-    >>> raster_index(torch.tensor([[1, 2]]), (2, 3)).tolist()
-    [5]
-    """
+    """The place (...) int64 of each cell (..., ndim) in raster order: the last axis runs fastest."""
     index = coordinates[..., 0]
     for axis in range(1, len(shape)):
         index = index * shape[axis] + coordinates[..., axis]
@@ -52,11 +41,7 @@ def raster_index(coordinates: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def whole_block(sides: Sequence[int]) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """The block that a grid is: its axes (a, b, c) among those of the grid, and its sides along them.
-
-    >>> whole_block((3, 5))
-    ((1, 0, 2), (5, 3, 1))
-    """
+    """The block that a grid is: its axes (a, b, c) among those of the grid, and its sides along them."""
     box = (*sides, 1)[:3]
     axes = block_axes(box.index(max(box)), box)
     return axes, tuple(box[axis] for axis in axes)
@@ -67,9 +52,6 @@ def block_axes(major: int, sides: Sequence[int]) -> tuple[int, int, int]:
 
     Where the major side is 1 or 2 an even side comes before a longer one: the block then goes out through one layer
     along b and comes back through the other, and a layer with an even b has a path of unit steps.
-
-    >>> block_axes(0, (8, 2, 3))
-    (0, 2, 1)
     """
 
     def rank(axis: int) -> tuple[bool, int]:
@@ -85,18 +67,12 @@ def _even_half(side: int) -> int:
 
 
 def split(m: int, n: int, p: int) -> tuple[int, tuple[int, int], int]:
-    """Where a block of sides (a, b, c) = (m, n, p) is cut.
+    """The cuts of a block of sides (a, b, c) = (m, n, p): on a; on b in the first and in the second half of a; on c.
 
+    A cut of p on c leaves c whole: the block falls into the four children of `_PLANE`, else the eight of `_OCTANTS`.
     Colour the cells like a chessboard: unit steps from (0, 0, 0) to (m - 1, 0, 0) exist only if m is even or n * p is
     odd. Even cuts pass that condition on: every child but one has an even major side, and the one left over meets the
     condition exactly if its parent does. So a curve has no diagonal step where parity allows none, and one elsewhere.
-
-    Returns:
-        The cut on a; the cuts on b in the first and in the second half of a; the cut on c. A cut of p on c means that
-        c stays whole and the block falls into the four children of `_PLANE`, else into the eight of `_OCTANTS`.
-
-    >>> split(8, 8, 1)
-    (4, (4, 4), 1)
     """
     if m <= 2:
         return 1, (n, n), p  # out through one layer, back through the other
@@ -109,29 +85,17 @@ def split(m: int, n: int, p: int) -> tuple[int, tuple[int, int], int]:
 
 
 class Child(NamedTuple):
-    """One of the blocks that a block falls into, where a, b, c are the axes of the parent.
+    """One of the blocks that a block falls into, where a, b, c are the axes of the parent."""
 
-    Attributes:
-        halves: 0 or 1 for the half of a, b and c that it lies in.
-        sides: along its own axes.
-        axes: its own axes, as numbers among the parent's.
-        corner: where it is entered, along a, b and c.
-        steps: 1 or -1 along a, b and c: which way its own coordinates run.
-    """
-
-    halves: tuple[int, int, int]
-    sides: tuple[int, int, int]
-    axes: tuple[int, int, int]
-    corner: tuple[int, int, int]
-    steps: tuple[int, int, int]
+    halves: tuple[int, int, int]  # 0 or 1 for the half of a, b and c that it lies in
+    sides: tuple[int, int, int]  # along its own axes
+    axes: tuple[int, int, int]  # its own axes, as numbers among the parent's
+    corner: tuple[int, int, int]  # where it is entered, along a, b and c
+    steps: tuple[int, int, int]  # 1 or -1 along a, b and c: which way its own coordinates run
 
 
 def children(sides: tuple[int, int, int]) -> Iterator[Child]:
-    """The blocks that a block of more than one cell falls into, in the order of the curve; empty ones are left out.
-
-    >>> [child.corner for child in children((2, 2, 1))]
-    [(0, 0, 0), (1, 1, 0)]
-    """
+    """The blocks that a block of more than one cell falls into, in the order of the curve; empty ones are left out."""
     cut_a, cuts_b, cut_c = split(*sides)
     for halves, major, far in _PLANE if cut_c == sides[2] else _OCTANTS:
         cuts = (cut_a, cuts_b[halves[0]], cut_c)
@@ -147,11 +111,7 @@ def children(sides: tuple[int, int, int]) -> Iterator[Child]:
 def block_cells(sides: tuple[int, int, int], device: torch.device, known: dict) -> Tensor:
     """The curve through a block, along its own axes: (3, cells) int64.
 
-    Blocks of equal sides have equal curves, and few sizes exist on a level: `known` keeps them, so the work is that of
-    a few levels of copies and no loop runs over cells.
-
-    >>> block_cells((2, 2, 1), torch.device("cpu"), {}).tolist()
-    [[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]
+    Blocks of equal sides have equal curves, and a level has few sizes: `known` keeps them, so no loop runs over cells.
     """
     if sides in known:
         return known[sides]

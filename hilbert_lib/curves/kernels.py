@@ -1,19 +1,17 @@
 """The Hilbert curve as Triton kernels: its cells in order, and the place of any cell, bit-equal to `curves.hilbert`.
 
 A grid has millions of cells and few kinds of blocks: on one level of the curve a side takes two or three lengths, and a
-block lies in one of a few ways. `hilbert.children` is asked once for each kind, every way a kind lies is a state, and
-the kernels walk a table of states that fits into the caches. As a state knows how its block lies, nothing is turned or
-mirrored on the way. Blocks of at most LEAF_CELLS cells are leaves: their cells are listed, and one read replaces the
-last levels of the walk.
+block lies in one of a few ways. Each way in which a kind of block lies is a state, and the kernels walk a table of
+states that fits into the caches. Blocks of at most LEAF_CELLS cells are leaves: their cells are listed, and one read
+replaces the last levels of the walk.
 
-Decoding writes 8 bytes a coordinate and should be bound by that, so few instructions may go into a cell. A program
-takes one leaf: it walks once, on scalars, and a cell then costs one read of the list, one multiply-add an axis and the
-unpacking. Encoding takes cells in any order, but neighbours in memory are mostly neighbours in the grid: the two ends
-of the box around a program's cells walk first, on scalars, and only from where they part every lane walks by itself.
+Decoding writes 8 bytes a coordinate and should be bound by that. A program takes one leaf: it walks once, on scalars;
+a cell then costs one read of the list, one multiply-add an axis and the unpacking. Encoding takes cells in any order,
+but neighbours in memory are mostly neighbours in the grid: the two ends of the box around a program's cells walk first,
+on scalars, and every lane walks by itself only from where they part.
 
-Inside the kernels a cell is one number, its coordinates side by side in as many bits as the sides need; the first has
-the highest. So is the corner of a block, and one subtraction makes a cell relative to it. A step along an axis of a
-leaf is one number too, a signed power of two.
+Inside the kernels a cell is one number: its coordinates side by side, the first in the highest bits. So is the corner
+of a block, and one subtraction makes a cell relative to it. A step along an axis of a leaf is a signed power of two.
 """
 
 from math import prod
@@ -46,33 +44,23 @@ class State(NamedTuple):
 class Rules(NamedTuple):
     """How one grid falls into blocks and leaves.
 
-    State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1; on an axis that is not
-    cut there is the upper one alone. A leaf is its own only child, so that a walk may be longer than its path.
-
-    Attributes:
-        rows: (states, 8, 4): of the child in each half its state, the cells before it, its lowest corner, and where it
-            is cut itself: packed as a cell is, with 0 where it is not, so that 0 as a whole says that it is a leaf.
-        before: (states, 8): of each child 8 times the leaves before it, plus its halves.
-        layouts: (states, 4): of a leaf where the place of its lowest corner stands in `places`, and a step along each
-            axis.
-        lists: (states, 8): of a leaf its start in `cells`, how many it has, where its curve begins, and the steps
-            along a, b and c.
-        cells: the cells of the leaves in order, 10 bits for each of a, b and c.
-        places: the place of each cell of a leaf, in raster order.
-        first_cut: where the grid is cut. depth: levels. leaves: how many the grid has.
-        shifts: bits to the right of coordinates 0 and 1.
+    State 0 is the grid. Halves are those of axes 0, 1 and 2 of the grid, as the bits 4, 2 and 1; an axis that is not
+    cut has the upper one alone. A leaf is its own only child, so that a walk may be longer than its path.
     """
 
+    # (states, 8, 4), for the child in each half: its state, the cells before it, its lowest corner, and where it is cut
+    # itself, packed as a cell is, with 0 on axes that are not cut: 0 as a whole is a leaf.
     rows: Tensor
-    before: Tensor
-    layouts: Tensor
+    before: Tensor  # (states, 8): for each child 8 times the leaves before it, plus its halves
+    layouts: Tensor  # (states, 4): for a leaf the index of its lowest corner in `places`, and a step along each axis
+    # (states, 8): for a leaf its start in `cells`, its number of cells, where its curve begins, steps along a, b and c.
     lists: Tensor
-    cells: Tensor
-    places: Tensor
-    first_cut: int
-    depth: int
-    leaves: int
-    shifts: tuple[int, int]
+    cells: Tensor  # the cells of the leaves in order, 10 bits for each of a, b and c
+    places: Tensor  # the place of each cell of a leaf, in raster order
+    first_cut: int  # where the grid is cut
+    depth: int  # levels
+    leaves: int  # of the grid
+    shifts: tuple[int, int]  # bits to the right of coordinates 0 and 1
 
 
 def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
@@ -81,33 +69,23 @@ def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
     rules = _rules(sides, LEAF_CELLS, out.device)
     with torch.cuda.device_of(out):
         decode_kernel[(rules.leaves,)](
-            *(out, rules.rows, rules.before, rules.lists, rules.cells),
-            *(rules.depth, *rules.shifts),
-            NDIM=len(sides),
-            STEP=256,
-            num_warps=1,
-        )
+            out, rules.rows, rules.before, rules.lists, rules.cells, rules.depth, *rules.shifts,
+            NDIM=len(sides), STEP=256, num_warps=1,
+        )  # fmt: skip
     return out
 
 
 def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
-    """The place of each cell along the Hilbert curve, and whether all cells lie inside of the grid.
+    """The place of each cell (..., ndim) along the Hilbert curve, int64, and whether all cells lie inside of the grid.
 
-    The host waits for the answer.
-
-    Args:
-        coordinates: (..., ndim) int64.
-        sides: of the grid.
-
-    Returns:
-        (...) int64, without meaning if a cell lies outside; and whether none does.
+    The host waits for the answer. If a cell lies outside, the places mean nothing.
     """
     place, outside = index_unread(coordinates, sides)
     return place, not outside.item()
 
 
 def index_unread(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """As `index`, without the wait: the places, and a number on the device that is 1 where a cell lies outside."""
+    """As `index`, without the wait: the places, and a number on the device that is 1 if a cell lies outside."""
     place = torch.empty(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
     outside = torch.zeros(1, dtype=torch.int32, device=coordinates.device)
     rules = _rules(sides, LEAF_CELLS, coordinates.device)
@@ -115,12 +93,10 @@ def index_unread(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, T
     if place.numel():
         with torch.cuda.device_of(coordinates):
             encode_kernel[(triton.cdiv(place.numel(), block),)](
-                *(place, outside, coordinates.contiguous(), rules.rows, rules.layouts, rules.places),
-                *(place.numel(), rules.first_cut, *rules.shifts, *(*sides, 1)[:3]),
-                NDIM=len(sides),
-                BLOCK=block,
-                num_warps=1,
-            )
+                place, outside, coordinates.contiguous(), rules.rows, rules.layouts, rules.places,
+                place.numel(), rules.first_cut, *rules.shifts, *(*sides, 1)[:3],
+                NDIM=len(sides), BLOCK=block, num_warps=1,
+            )  # fmt: skip
     return place, outside
 
 
@@ -287,22 +263,10 @@ def decode_kernel(out, rows, before, lists, cells, depth, shift_0, shift_1, NDIM
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def encode_kernel(
-    out,
-    outside,
-    coordinates,
-    rows,
-    layouts,
-    places,
-    count,
-    first_cut,
-    shift_0,
-    shift_1,
-    side_0,
-    side_1,
-    side_2,
-    NDIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, outside, coordinates, rows, layouts, places,
+    count, first_cut, shift_0, shift_1, side_0, side_1, side_2,
+    NDIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The places of BLOCK cells."""
     dtype: tl.constexpr = rows.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * BLOCK

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.pattern import DilatedPattern
 
 QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
@@ -161,3 +162,57 @@ def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: int) -> Tens
 
 def _kv_head(q: Tensor, k: Tensor, head: int) -> int:
     return head // (q.shape[2] // k.shape[2])
+
+
+def exact_grid_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
+    """One row of the output, (head_dim,) float64, from its own keys alone.
+
+    Tensors here are (batch, seq, heads, head_dim) in raster order; the first sequence of the batch counts.
+    """
+    keys = neighbourhood.keys(query).to(q.device)
+    weights = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device), keys)
+    return (weights @ v[0, keys, head].double())[0]
+
+
+def exact_grid_dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int
+) -> Tensor:
+    """One row of dq, likewise."""
+    keys = neighbourhood.keys(query).to(q.device)
+    at = torch.tensor([query], device=q.device)
+    _, dscores = _grid_score_gradients(q, k, v, dout, neighbourhood, head, at, keys)
+    return (dscores @ k[0, keys, head].double())[0] * q.shape[3] ** -0.5
+
+
+def exact_grid_dk_dv(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, key: int
+) -> tuple[Tensor, Tensor]:
+    """One row of dk and one of dv, from the queries that attend to the key. Memory grows with window to the fourth."""
+    queries = neighbourhood.queries(key)
+    # The windows of all queries fill a rectangle, from the first window's corner to the last's.
+    first = neighbourhood.first(neighbourhood.coordinates(queries))
+    (top, left), (bottom, right) = first[0].tolist(), (first[-1] + neighbourhood.window).tolist()
+    rows, cols = torch.arange(top, bottom, device="cpu"), torch.arange(left, right, device="cpu")
+    keys = (rows[:, None] * neighbourhood.shape[1] + cols).flatten().to(q.device)
+    queries = queries.to(q.device)
+    weights, dscores = _grid_score_gradients(q, k, v, dout, neighbourhood, head, queries, keys)
+    own = keys == key
+    dk = dscores[:, own].T @ q[0, queries, head].double() * q.shape[3] ** -0.5
+    return dk[0], (weights[:, own].T @ dout[0, queries, head].double())[0]
+
+
+def _grid_weights(
+    q: Tensor, k: Tensor, neighbourhood: Neighbourhood, head: int, queries: Tensor, keys: Tensor
+) -> Tensor:
+    # Softmax weights, (queries, keys), where keys hold all that the queries attend to.
+    scores = q[0, queries, head].double() @ k[0, keys, head].double().T * q.shape[3] ** -0.5
+    return scores.masked_fill_(~neighbourhood.attends(queries[:, None], keys), -torch.inf).softmax(-1)
+
+
+def _grid_score_gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, near: Neighbourhood, head: int, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Softmax weights and the gradients of the scores, (queries, keys).
+    weights = _grid_weights(q, k, near, head, queries, keys)
+    dweights = dout[0, queries, head].double() @ v[0, keys, head].double().T
+    return weights, weights * (dweights - (weights * dweights).sum(-1, keepdim=True))

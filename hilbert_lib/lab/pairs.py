@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.environment import environment
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import append_records, measured_before
 from hilbert_lib.lab.timing import Case, Comparison, Measurement, compare_paired, measure
 from hilbert_lib.limits.device_memory import begin_peak, old_objects_apart

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.lab.environment import MACHINE, environment
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
 
 RESULTS = "results.jsonl"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from hilbert_lib.environment import sm_clocks_mhz
+from hilbert_lib.lab.environment import sm_clocks_mhz
 
 
 class CpuTimer:

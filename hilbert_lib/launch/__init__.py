@@ -7,4 +7,15 @@ child       the process of that call
 progressive lengths that grow until the next one would pass a limit
 """
 
-REFUSED = "refused its arguments with"  # what a rank says where another one did: `workers` blames the other
+from hilbert_lib.lazy import lazily
+
+REFUSED = "refused its arguments with"  # a rank says so of another one: `workers` blames the other
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "hilbert_lib.launch.workers": ("run_ranks",),
+        "hilbert_lib.launch.isolated": ("run_isolated",),
+        "hilbert_lib.launch.progressive": ("ProgressiveTester",),
+    },
+)

@@ -1,7 +1,7 @@
-"""The processes of one point: the one that runs it, and the one above it, which leaves nothing of it behind.
+"""The script that `isolated` runs: a supervisor, and below it the worker that calls the target.
 
-The script is run by `isolated`. It takes one line of JSON that says what to run, and its lower process writes a line
-for each record. It imports next to nothing: what imports torch, and waits for it, is the target.
+The supervisor leaves nothing of the call behind. It reads the order, one line of JSON; the worker writes a line for
+each record. The script imports next to nothing: it is the target that imports torch.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,26 +21,29 @@ from pathlib import Path
 import psutil
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
-GRACE_SECONDS = 0.1  # after success: what tracks shared memory for multiprocessing then frees what was forgotten
+GRACE_SECONDS = 0.1  # after success: in it multiprocessing's tracker frees shared memory that was forgotten
 END_SECONDS = 2.0  # in which all processes below have to be gone once they are killed
 POLL_SECONDS = 0.01
 
 
 def main() -> None:
-    """Start the process that runs the target, wait until it and all that it started are gone, and end as it did."""
+    """Start the worker, wait until it and all that it started are gone, and end as it did."""
     order = json.loads(sys.stdin.readline())
-    _leave_no_core()
-    _ask_linux(SET_CHILD_SUBREAPER, 1)  # whose parent ends is this process's child from then on: none can get away
-    above = os.getpid()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would fill the disk
+    _ask_linux(SET_CHILD_SUBREAPER, 1)  # orphans below become this process's children: none can get away
+    supervisor = os.getpid()
     try:
         if worker := os.fork():
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            threading.Thread(target=_end_with_caller, daemon=True).start()
     except (OSError, RuntimeError) as error:  # no memory, processes or threads are left to start it with
         print(json.dumps({"refused": str(error)}), flush=True)
         _kill_all_below()
         return
     if worker == 0:
-        _end_with(above)
+        # If the supervisor is killed, and its caller too, nobody else is left to end the worker.
+        _ask_linux(SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:  # it was killed before the line above
+            os._exit(1)
         _run(order)
         return
     ended, status = os.wait()
@@ -48,7 +52,7 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(status)
     _end_all_below(grace=0 if code else GRACE_SECONDS)
     if code < 0:
-        with contextlib.suppress(OSError):  # of SIGKILL nothing can be set
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
@@ -59,15 +63,8 @@ def _ask_linux(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _end_with(above: int) -> None:
-    # Where the process above is killed, and its caller too, nobody is left who would end this one.
-    _ask_linux(SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != above:  # killed before it was asked
-        os._exit(1)
-
-
-def _end_with_parent() -> None:
-    # The parent keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
+def _end_with_caller() -> None:
+    # The caller keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
     os.read(sys.stdin.fileno(), 1)
     _kill_all_below()
     time.sleep(END_SECONDS)  # in which this process ends, unless it waits for one that could not be killed
@@ -92,15 +89,16 @@ def _kill_all_below() -> None:
 
 
 def _run(order: dict) -> None:
-    # The pipe belongs to the records alone: whatever else is printed goes to standard error. Nobody answers questions.
+    # The pipe is for records alone: all else that is printed goes to standard error, and reads find an empty input.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     faulthandler.enable(all_threads=False)  # a crash shows where
     faulthandler.dump_traceback_later(order["seconds"])  # and so does a hang, shortly before it is ended
-    _be_the_first_to_go()
-    import resource
-
+    # If memory runs out, the kernel shall end this process, not its parent or its caller. Where there is no such file
+    # (not Linux) or it cannot be written, the kernel chooses.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         module, function = order["target"].split(":")
@@ -111,28 +109,13 @@ def _run(order: dict) -> None:
     except Exception as error:
         resource.setrlimit(resource.RLIMIT_AS, before)  # reporting takes memory too
         traceback.print_exc()
-        told = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
-        print(json.dumps({"error": told}), file=results, flush=True)
+        report = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
+        print(json.dumps({"error": report}), file=results, flush=True)
         sys.exit(1)
 
 
-def _leave_no_core() -> None:
-    # A core dump would fill the disk.
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _be_the_first_to_go() -> None:
-    # Where the kernel runs out of memory it shall end this process and neither its parent nor what waits for it.
-    with contextlib.suppress(OSError):  # not Linux, or /proc is read-only: then the kernel chooses
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
 def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) -> None:
-    """Address space for so many bytes beyond what is in use, and a share of the GPU's memory; None is no limit."""
-    import resource
-
+    """Cap the address space, in bytes beyond what is in use, and the share of the GPU's memory; None is no limit."""
     if host_bytes is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limits = [pages * resource.getpagesize() + host_bytes, *resource.getrlimit(resource.RLIMIT_AS)]
@@ -141,7 +124,7 @@ def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) 
     if gpu_share is not None:
         import torch
 
-        # torch takes a device with an index alone here; one without is the child's first.
+        # torch needs an index here; a device without one is the child's first.
         torch.cuda.set_per_process_memory_fraction(gpu_share, torch.device(device).index or 0)
 
 

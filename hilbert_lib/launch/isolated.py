@@ -1,9 +1,10 @@
-"""One call in a process of its own, which no fault of it outlives: ended at a limit, and told by its cause."""
+"""Run one call in a subprocess: stop it at a limit, leave nothing behind, report why it ended."""
 
 import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,35 +34,29 @@ EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are k
 OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
 NO_PROCESS = "no process could be started: "
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
-SIGNALS = {int(each): each.name for each in signal.Signals}  # real-time ones between the first and the last lack
+SIGNALS = {int(each): each.name for each in signal.Signals}  # without the real-time ones between first and last
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What torch, CUDA, its libraries (cuBLAS, cuDNN) and C++ say of memory that they did not get.
-NO_MEMORY = ("out of memory", "OUT_OF_MEMORY", "_STATUS_ALLOC_FAILED")
-NO_MEMORY += ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
+NO_MEMORY = re.compile(
+    "out of memory|OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|can't allocate memory|Cannot allocate memory"
+    "|not enough memory|bad_alloc"
+)
 # What torch, Triton and packages that call the driver themselves say of a fault of the GPU.
-CUDA_FAULT = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUDA_ERROR_")
+CUDA_FAULT = re.compile(r"CUDA error|CUDA driver error|Triton Error \[CUDA\]|CUDA_ERROR_")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an isolated call ended.
+    """How an isolated call ended."""
 
-    Attributes:
-        status: "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" (of
-            the machine, be it that no process could be started) or, of any other exception, "failed".
-        cause: one line; empty where status is "ok".
-        output: the last lines that it printed.
-        left: processes that did not end though they were killed.
-        seconds: from its start until nothing was left of it.
-        peaks: the highest values that its watcher saw, by the names of `watch.Peaks`.
-    """
-
+    # "ok", "out of memory", "timed out", "crashed", "killed", "CUDA error", "disk full", "over a limit" (the machine's,
+    # or no process could be started) or, for any other exception, "failed"
     status: str
-    cause: str
-    output: tuple[str, ...]
-    left: tuple[int, ...]
-    seconds: float
-    peaks: dict
+    cause: str  # one line; empty where status is "ok"
+    output: tuple[str, ...]  # the last lines that it printed
+    left: tuple[int, ...]  # processes that did not end though they were killed
+    seconds: float  # from its start until nothing was left of it
+    peaks: dict  # the highest values that its watcher saw, by the names of `watch.Peaks`
 
 
 def run_isolated(
@@ -77,17 +72,17 @@ def run_isolated(
 ) -> Ending:
     """Call a function in a process and a session of its own, and leave nothing of it behind.
 
-    Another process stands above it. On Linux whatever the call starts stays below that one, which ends it all when the
-    call has ended, or this process.
+    A supervising process stands above it. On Linux all that the call starts stays below the supervisor, which ends it
+    all when the call or this process has ended.
 
     Args:
-        target: "module:function"; what it returns or yields are records, dictionaries that JSON can hold, or None.
+        target: "module:function", which returns or yields records (dictionaries that JSON can hold), or returns None.
         arguments: of the call; values that JSON can hold.
         seconds: the process is ended after this time.
-        on_record: is given each record as soon as it comes.
-        watch: makes the `Watcher` of a process's number; the process is ended as soon as its `cause` says why.
-        host_bytes: address space that the call may take beyond what its imports have; None sets no limit. CUDA reserves
-            terabytes of it: where that is used, `watch` has to do.
+        on_record: called with each record as soon as it comes.
+        watch: makes the `Watcher` of a process number; the process is ended as soon as the watcher has a `cause`.
+        host_bytes: address space that the call may take in addition to its imports; None sets no limit. CUDA reserves
+            terabytes of address space: limit a call on a GPU by `watch`.
         gpu_share: share of the GPU's memory that torch may allocate; None sets no limit.
         device: that GPU, by default the current one.
 
@@ -111,30 +106,21 @@ def run_isolated(
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
+    command, environment = [sys.executable, "-P", str(CHILD)], {**os.environ, "PYTHONPATH": paths, MARK: mark}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True, "errors": "replace"}
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": paths, MARK: mark},
-        )
+        process = subprocess.Popen(command, start_new_session=True, env=environment, **pipes)
     except OSError as error:  # no memory, processes or files are left to start it with
         return Ending(OVER_A_LIMIT, f"{NO_PROCESS}{error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
-    readers = [
-        Thread(target=_read, args=(process.stdout, lines.put), daemon=True),
-        Thread(target=_read, args=(process.stderr, last.append), daemon=True),
-    ]
+    streams = ((process.stdout, lines.put), (process.stderr, last.append))
+    readers = [Thread(target=_read, args=stream, daemon=True) for stream in streams]
     order = {"target": target, "arguments": list(arguments), "seconds": seconds}
     order |= {"host_bytes": host_bytes, "gpu_share": gpu_share, "device": device}
     try:
         for reader in readers:
             reader.start()
-        with suppress(BrokenPipeError):  # it is dead already: `diagnosis` says of what
+        with suppress(BrokenPipeError):  # it is dead already: `diagnosis` says why
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
         with nullcontext() if watch is None else watch(process.pid) as watcher:
@@ -144,9 +130,9 @@ def run_isolated(
     for reader in readers:
         reader.join(EXIT_SECONDS)
     output = tuple(_without_paths(line) for line in last)
-    # At its time a child writes where it is, from beside a thread that goes on: that alone can crash it.
-    died_at_its_time = not stopped and process.returncode < 0 and any(line.startswith("Timeout (") for line in output)
-    if stopped == "timed out" or died_at_its_time:
+    # At the time limit a child dumps its stack while its thread goes on: that alone can crash it.
+    died_dumping = not stopped and process.returncode < 0 and any(line.startswith("Timeout (") for line in output)
+    if stopped == "timed out" or died_dumping:
         status, cause = "timed out", f"longer than {seconds:g} s"
     elif stopped:
         status, cause = OVER_A_LIMIT, stopped
@@ -177,12 +163,12 @@ def _follow(
     on_record: Callable[[dict], object],
     watcher: Watcher | None,
 ) -> tuple[str, dict | None]:
-    """Until the process ends, by itself or because it has to: why it has to, and the error that it told."""
+    """Wait until the process ends or has to: why it has to, and the error that it reported."""
     error, ended = None, math.inf
     while True:
         if ended == math.inf and process.poll() is not None:
             ended = time.monotonic()
-        # Asked before the queue is: then an empty queue is all there was. What the process started may hold the pipe.
+        # Asked before the queue: then an empty queue is all there was. What the process started may hold the pipe.
         all_read = not reader.is_alive() or time.monotonic() > ended + EXIT_SECONDS
         try:
             line = lines.get(timeout=POLL_SECONDS)
@@ -190,12 +176,12 @@ def _follow(
             if ended < math.inf and all_read:
                 return "", error
         else:
-            told = json.loads(line) if line.endswith("\n") else {}  # it died while it wrote
-            error = told.get("error")
-            if "record" in told:
-                on_record(told["record"])
-            if "refused" in told:
-                return NO_PROCESS + told["refused"], error
+            message = json.loads(line) if line.endswith("\n") else {}  # it died while it wrote
+            error = message.get("error")
+            if "record" in message:
+                on_record(message["record"])
+            if "refused" in message:
+                return NO_PROCESS + message["refused"], error
         if watcher is not None and watcher.cause:
             return watcher.cause, error
         if time.monotonic() > deadline:
@@ -205,7 +191,7 @@ def _follow(
 def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
     with suppress(BrokenPipeError):  # what a dead process did not read
         process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):  # it ends what it started first, down to the last
+    with suppress(subprocess.TimeoutExpired):  # it first ends all that it started
         process.wait(EXIT_SECONDS)
     deadline = time.monotonic() + EXIT_SECONDS
     while (left := _living(process, mark)) and time.monotonic() < deadline:
@@ -219,50 +205,47 @@ def _end_all(process: subprocess.Popen, mark: str) -> tuple[int, ...]:
 
 
 def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
-    """What is left where the process itself was killed, or does not get on: by descent, or by what it was given."""
-    found = {each for each in psutil.process_iter() if _belongs(each, process.pid, mark)}
+    """What still runs, needed where the supervisor was killed or hangs: found by session, by mark, and by descent."""
+    found = set()
+    for each in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has just ended, or is another user's
+            # Some leave the session, others get an environment of their own.
+            if os.getsid(each.pid) == process.pid or each.environ().get(MARK) == mark:
+                found.add(each)
     if process.poll() is None:  # afterwards its number may be another process's
         with suppress(psutil.NoSuchProcess):
-            found.update(filter(_runs, psutil.Process(process.pid).children(recursive=True)))
-    return found
+            found.update(psutil.Process(process.pid).children(recursive=True))
+    return {each for each in found if runs(each.pid)}
 
 
-def _belongs(process: psutil.Process, session: int, mark: str) -> bool:
-    # By its session, or by the mark in its environment: one left the session, another got an environment of its own.
+def runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie; a stopped one runs."""
     try:
-        return _runs(process) and (os.getsid(process.pid) == session or process.environ().get(MARK) == mark)
-    except (psutil.Error, OSError):  # it has just ended, or is another user's
-        return False
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
 def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> tuple[str, str]:
-    """Status and cause of a process that ended by itself, from the error it told or else from its exit status."""
-    if error is None and returncode == 0:
-        return "ok", ""
+    """Status and cause of a process that ended by itself, from the error it reported, else from its exit status."""
     if error is None:
-        number = -returncode if returncode < 0 else None
-        if any(words in line for line in output for words in NO_MEMORY):
-            return "out of memory", next(line for line in output if any(words in line for words in NO_MEMORY))
-        if number is None:
+        if returncode == 0:
+            return "ok", ""
+        if lines := list(filter(NO_MEMORY.search, output)):
+            return "out of memory", lines[0]
+        if returncode > 0:
             return "failed", f"exit status {returncode}" + (f": {output[-1]}" if output else "")
-        name = SIGNALS.get(number, f"signal {number}")
+        name = SIGNALS.get(-returncode, f"signal {-returncode}")
         if name in CRASHES:
             return "crashed", f"by {name}"
         hint = ": from outside, or by the kernel for want of memory" if name == "SIGKILL" else ""
         return "killed", f"by {name}{hint}"
     kind, message = error["type"], error["message"].strip().split("\n")[0]
     cause = f"{kind}: {_without_paths(message)}" if message else kind
-    lacking = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
-    if lacking or any(words in message for words in NO_MEMORY):
+    lacks_memory = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
+    if lacks_memory or NO_MEMORY.search(message):
         return "out of memory", cause
-    if kind == "AcceleratorError" or any(words in message for words in CUDA_FAULT):
+    if kind == "AcceleratorError" or CUDA_FAULT.search(message):
         return "CUDA error", cause
     if error["errno"] in FULL_DISK or os.strerror(errno.ENOSPC) in message:
         return "disk full", cause

@@ -1,12 +1,12 @@
-"""Lengths that grow step by step, each predicted before it is tried, until the next one would pass a limit."""
+"""Lengths that grow until the next one would pass a limit; the memory of each is predicted before it is tried."""
 
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 
 from hilbert_lib import checks
@@ -18,55 +18,42 @@ from hilbert_lib.limits.memory import GB, MemorySafetyChecker, measure_peak, pre
 from hilbert_lib.limits.watch import LimitReachedError, Watcher
 from hilbert_lib.pattern import DilatedPattern
 
-# The work of the default run: five branches, as LongNet's (arXiv 2307.02486) grow, and few heads, for any machine.
+if TYPE_CHECKING:
+    import pandas as pd
+
+# The default run: five branches that grow as LongNet's (arXiv 2307.02486), and few heads, for any machine.
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 HEADS, HEAD_DIM = 4, 64
 
 
 @dataclass(frozen=True)
 class ProgressiveRow:
-    """One length of a progressive test.
+    """One length of a progressive test."""
 
-    Attributes:
-        length: tokens.
-        room_bytes: what might be taken then.
-        predicted_bytes: what the run was expected to take at its highest point.
-        measured_bytes: what it took; None where it did not end well.
-        seconds: how long it took; None where it was not tried.
-        status: "ran", "not tried", or "ended".
-    """
-
-    length: int
-    room_bytes: int
-    predicted_bytes: int
-    measured_bytes: int | None
-    seconds: float | None
-    status: str
+    length: int  # tokens
+    room_bytes: int  # that might be taken before the run
+    predicted_bytes: int  # at the highest point of the run
+    measured_bytes: int | None  # None where it did not end well
+    seconds: float | None  # None where it was not tried
+    status: str  # "ran", "not tried" or "ended"
 
 
 @dataclass(frozen=True)
 class ProgressiveResult:
-    """What a progressive test found.
-
-    Attributes:
-        rows: one a length, those that ran first; the last one is that at which the test stopped, if it did.
-        limit: what the limit is and why; that the end was reached, where it was.
-    """
+    """What a progressive test found; where it stopped before the end, the last row is the length at which it did."""
 
     rows: tuple[ProgressiveRow, ...]
-    limit: str
+    limit: str  # what stopped the test, in words, also where it reached its end
 
     @property
     def longest(self) -> int:
-        """The longest length that ran, 0 if none did.
-
-        >>> ProgressiveResult((ProgressiveRow(8, 200, 100, 96, 0.1, "ran"),), "").longest
-        8
-        """
+        """The longest length that ran, 0 if none did."""
         return max((row.length for row in self.rows if row.status == "ran"), default=0)
 
-    def table(self) -> pd.DataFrame:
-        """The rows as a table, with one column an attribute."""
+    def table(self) -> "pd.DataFrame":
+        """One row a length, one column an attribute; needs pandas."""
+        import pandas as pd  # the library has no other use for it
+
         return pd.DataFrame([vars(row) for row in self.rows])
 
 
@@ -81,6 +68,7 @@ class ProgressiveTester:
     def __init__(self, config: SafetyConfig | None = None, device: object = None):
         self.config = config_or_default(config)
         self.device = present_device(device)
+        self._dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # of the default run
 
     def run_progressive_test(
         self,
@@ -90,21 +78,20 @@ class ProgressiveTester:
         run: Callable[[int], object] | None = None,
         estimate: Callable[[int], int] | None = None,
     ) -> ProgressiveResult:
-        """Runs start_len and, each growth_factor times as long, further lengths up to end_len, which is the last.
+        """Run start_len and further lengths, each growth_factor times as long, up to end_len, which is the last.
 
-        A length is tried only if its predicted memory fits, and if it would end within max_seconds although time grew
-        with the square of the length. While it runs, it is watched.
+        A length is tried only if its predicted memory fits, and if it would end within max_seconds even if time grew
+        with the square of the length. A `Watcher` ends a run that passes a limit all the same.
 
         Args:
             start_len, end_len: tokens.
-            run: does the work of a length, its inputs included; by default one forward of dilated attention. It runs in
-                the main thread, which alone can be interrupted at a limit.
-            estimate: bytes that `run` takes at a length, its inputs included; to be given with `run`.
+            run: does the work of a length and makes its inputs; by default one forward of dilated attention.
+            estimate: bytes that `run` takes at a length, its inputs included; given with `run`.
 
         Raises:
             TypeError, ValueError: if a length is no integer of at least 1, end_len is below start_len, only one of run
-                and estimate is given, or one that is no function, estimate gives no number of at least 0; or outside of
-                the main thread.
+                and estimate is given, one is no function, or estimate gives no number of at least 0.
+            ValueError: outside of the main thread, which alone can be interrupted at a limit.
 
         >>> tester = ProgressiveTester(device="cpu")
         >>> tester.run_progressive_test(64, 256, run=torch.zeros, estimate=lambda n: 4 * n).longest
@@ -121,36 +108,30 @@ class ProgressiveTester:
         for name, function in (("run", run), ("estimate", estimate)):
             if not callable(function):
                 raise TypeError(f"{name} must be a function of a length, got {function!r}")
-        measure_peak(lambda: None, self.device)  # what it imports at first shall be neither timed nor interrupted
+        measure_peak(lambda: None, self.device)  # its first imports are neither timed nor interrupted
         checker = MemorySafetyChecker(self.config, self.device)
         rows, length, seconds, before = [], start_len, 0.0, start_len
         while True:
             predicted, room = _bytes(length, estimate(length)), checker.room()
-            if reason := self._refusal(checker, predicted, seconds * (length / before) ** 2):
+            expected = seconds * (length / before) ** 2
+            fits, reason = checker.check_memory_available(predicted / GB)
+            if fits and expected > self.config.max_seconds:
+                fits, reason = False, f"up to {expected:.1f} s expected, allowed are {self.config.max_seconds:g}"
+            if not fits:
                 rows.append(ProgressiveRow(length, room, predicted, None, None, "not tried"))
                 return ProgressiveResult(tuple(rows), f"{length} tokens were not tried: {reason}")
-            row, cause = self._tried(run, length, room, predicted)
-            rows.append(row)
+            measured, seconds, cause = self._tried(run, length)
+            rows.append(ProgressiveRow(length, room, predicted, measured, seconds, "ended" if cause else "ran"))
             if cause:
                 return ProgressiveResult(tuple(rows), f"{length} tokens did not end well: {cause}")
             if length == end_len:
                 return ProgressiveResult(tuple(rows), f"none was met up to {end_len} tokens, where the test ends")
-            seconds, before = row.seconds, length
-            length = ceil(min(end_len, length * self.config.growth_factor))
+            before, length = length, ceil(min(end_len, length * self.config.growth_factor))
 
-    def _refusal(self, checker: MemorySafetyChecker, predicted: int, seconds: float) -> str:
-        fits, reason = checker.check_memory_available(predicted / GB)
-        if not fits:
-            return reason
-        if seconds > self.config.max_seconds:
-            return f"up to {seconds:.1f} s expected, allowed are {self.config.max_seconds:g}"
-        return ""
-
-    def _tried(
-        self, run: Callable[[int], object], length: int, room: int, predicted: int
-    ) -> tuple[ProgressiveRow, str]:
+    def _tried(self, run: Callable[[int], object], length: int) -> tuple[int | None, float, str]:
+        """Bytes and seconds of a run, and why it did not end well, "" if it did."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks kept from shorter lengths fit no longer, and the watch sees them in use
+            torch.cuda.empty_cache()  # blocks cached for shorter lengths do not fit, and the watch counts them as used
         measured, cause, began = None, "", [time.perf_counter()]
         try:
             with Watcher(self.config, self.device):
@@ -160,11 +141,10 @@ class ProgressiveTester:
             cause = str(error)
         except (RuntimeError, MemoryError) as error:
             message = str(error).split("\n")[0]
-            if not isinstance(error, MemoryError) and not any(words in message for words in NO_MEMORY):
+            if not isinstance(error, MemoryError) and not NO_MEMORY.search(message):
                 raise
             cause = f"out of memory: {message}"
-        seconds = time.perf_counter() - began[-1]
-        return ProgressiveRow(length, room, predicted, measured, seconds, "ended" if cause else "ran"), cause
+        return measured, time.perf_counter() - began[-1], cause
 
     def _attention(self, length: int) -> torch.Tensor:
         shape = (1, length, HEADS, HEAD_DIM)
@@ -174,10 +154,6 @@ class ProgressiveTester:
     def _attention_bytes(self, length: int) -> int:
         sizes = {"length": length, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": self._dtype}
         return estimate_memory(PATTERN, device=self.device, **sizes).total
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 def _bytes(length: int, predicted: object) -> float:

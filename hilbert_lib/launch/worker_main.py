@@ -3,6 +3,7 @@
 torchrun --nnodes 2 ... -m hilbert_lib.launch.worker_main MODULE:FUNCTION --arguments FILE --results FOLDER
 """
 
+import argparse
 import faulthandler
 import importlib
 import json
@@ -15,103 +16,88 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import click
 import psutil
 import torch
 import torch.distributed as dist
 
-from hilbert_lib.environment import prepare_kernels
 from hilbert_lib.files import write_whole
+from hilbert_lib.machine import prepare_kernels
 
 AGENT = "HILBERT_AGENT"  # environment variable with the number of the process whose end ends the ranks
 IMPORTING = "HILBERT_IMPORTING"  # environment variable that is set while a rank imports its target
 BEAT_SECONDS = 0.25
-TELL_SECONDS = 0.5  # in which others that fail too, by the same cause, can tell: torchrun ends all once one has gone
+TELL_SECONDS = 0.5  # for others that fail by the same cause to report: torchrun ends all once one has gone
 START_SECONDS = 300.0  # in which all ranks have to be there: machines start at different times
 STALL_SECONDS = 20.0
 BACKENDS = ("gloo", "nccl")
-# Once a collective has taken too long, torch gives its flight recorder four times 15 s before it ends the rank.
+# After a collective's timeout torch would give its flight recorder four times 15 s before it ends the rank.
 NCCL_ENDING = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
-# A rank that is still connecting to the others fails where one of them has what it needs, and leaves.
+# Without a barrier a rank that is done could leave while others still connect to it, and these would fail.
 TOGETHER = {"TORCH_DIST_INIT_BARRIER": "1"}
-# NCCL connects ranks when they first need each other. The host waits in there, and no timeout counts: a rank that
-# stalled before would keep the others for ever. So the group of all ranks does it while they are known to be there.
-NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_connect` does the messages
-# NCCL's kernels come while attention is under way. With its priority they would begin once all of its blocks have, on
-# one rank and not on another, whose kernels then wait for the first one's and hold multiprocessors.
+# By default NCCL connects ranks when they first need each other. The host waits there without a timeout: a rank that
+# stalled before would keep the others for ever. So all connect at once, while they are known to be there.
+NCCL_CONNECTING = {"NCCL_RUNTIME_CONNECT": "0"}  # collectives, when the group is made; `_call` does the messages
+# NCCL's kernels come while attention runs. At attention's priority they would begin after all of its blocks have begun,
+# on one rank earlier than on another, whose kernels then wait for the first one's and hold multiprocessors.
 NCCL_PRIORITY = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
 
 
-@click.command()
-@click.argument("target", metavar="MODULE:FUNCTION")
-@click.option(
-    "--arguments",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file with the dictionary that the function is called with; without it, an empty one.",
-)
-@click.option(
-    "--results",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    help="Folder of rank-R.json, with what the function returned on rank R or how it failed.",
-)
-@click.option("--backend", type=click.Choice(BACKENDS), help="By default nccl where there is a GPU, otherwise gloo.")
-@click.option(
-    "--stall-seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=STALL_SECONDS,
-    show_default=True,
-    help="Longest that a rank waits for another one in a collective.",
-)
-def main(target: str, arguments: Path | None, results: Path, backend: str | None, stall_seconds: float) -> None:
-    """Call MODULE:FUNCTION on every rank of a process group; each rank with CUDA has the GPU of its local rank.
-
-    To be started by torchrun.
-    """
+def main() -> None:
+    """Call MODULE:FUNCTION on every rank of a process group; each rank with CUDA has the GPU of its local rank."""
+    parser = argparse.ArgumentParser(description=main.__doc__, epilog="To be started by torchrun.", allow_abbrev=False)
+    parser.add_argument("target", metavar="MODULE:FUNCTION")
+    text = "JSON file with the dictionary that the function is called with; without it, an empty one."
+    parser.add_argument("--arguments", type=Path, help=text)
+    text = "Folder of rank-R.json, with what the function returned on rank R or how it failed."
+    parser.add_argument("--results", type=Path, required=True, help=text)
+    text = "By default nccl where there is a GPU, otherwise gloo."
+    parser.add_argument("--backend", choices=BACKENDS, help=text)
+    text = "Longest that a rank waits for another one in a collective; by default %(default)s."
+    parser.add_argument("--stall-seconds", type=float, default=STALL_SECONDS, help=text)
+    asked = parser.parse_args()
+    if asked.arguments is not None and (not asked.arguments.exists() or asked.arguments.is_dir()):
+        parser.error(f"--arguments must be a file, got {asked.arguments}")
+    if asked.results.exists() and not asked.results.is_dir():
+        parser.error(f"--results must be a folder, got {asked.results}")
+    if not asked.stall_seconds > 0:
+        parser.error(f"--stall-seconds must be above 0, got {asked.stall_seconds:g}")
+    results = asked.results
     rank = int(os.environ["RANK"])
     results.mkdir(parents=True, exist_ok=True)
     result_file(results, rank).unlink(missing_ok=True)  # of a former run
     threading.Thread(target=_live, args=(beat_file(results, rank),), daemon=True).start()
     faulthandler.enable()  # a crash shows where
-    faulthandler.register(signal.SIGTERM, chain=True)  # and so does a rank that is ended because of another one
+    faulthandler.register(signal.SIGTERM, chain=True)  # and so does a rank ended because of another one
     try:
-        _call(target, arguments, result_file(results, rank), backend, stall_seconds)
+        _call(asked, result_file(results, rank))
     except (Exception, SystemExit) as error:
-        # Not in the file that torchrun reads: one that its signal cuts off would be a failure of its own.
+        # Not in torchrun's own error file: torchrun fails where its signal cuts one off.
         traceback.print_exc()
-        told = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
-        write_whole(result_file(results, rank), json.dumps({"error": told, "time": time.time()}))
+        report = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
+        write_whole(result_file(results, rank), json.dumps({"error": report, "time": time.time()}))
         time.sleep(TELL_SECONDS)
         os._exit(1)  # an orderly end would wait for the collectives that the others still owe
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves {"result": value}, or {"error": {"type", "message", "errno"}, "time": seconds}.
-
-    >>> result_file(Path("results"), 3).name
-    'rank-3.json'
-    """
+    """Where a rank leaves {"result": value}, or {"error": {"type", "message", "errno"}, "time": seconds}."""
     return folder / f"rank-{rank}.json"
 
 
 def beat_file(folder: Path, rank: int) -> Path:
-    """The file with a rank's process number, which its process touches for as long as it runs.
-
-    >>> beat_file(Path("results"), 3).name
-    'rank-3.pid'
-    """
+    """The file with a rank's process number, which its process touches for as long as it runs."""
     return folder / f"rank-{rank}.pid"
 
 
-def _call(target: str, arguments: Path | None, results: Path, backend: str | None, stall_seconds: float) -> None:
+def _call(asked: argparse.Namespace, path: Path) -> None:
     prepare_kernels()
-    module, function = target.split(":")
-    os.environ[IMPORTING] = target
+    module, function = asked.target.split(":")
+    os.environ[IMPORTING] = asked.target
     function = getattr(importlib.import_module(module), function)
     del os.environ[IMPORTING]
-    order = {} if arguments is None else json.loads(arguments.read_text())
+    order = {} if asked.arguments is None else json.loads(asked.arguments.read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = asked.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     on_gpu, options = {}, TOGETHER
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -120,31 +106,25 @@ def _call(target: str, arguments: Path | None, results: Path, backend: str | Non
         options = TOGETHER | NCCL_ENDING | NCCL_CONNECTING | NCCL_PRIORITY
     for name, value in options.items():
         os.environ.setdefault(name, value)
-    # All meet before the group is made: from there on none may keep another one waiting.
+    # All meet before the group is made: its timeout, which may be shorter, is for ranks that are there.
     store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=START_SECONDS)))
     store.set(f"hilbert/{rank}", "")
     store.wait([f"hilbert/{each}" for each in range(ranks)], timedelta(seconds=START_SECONDS))
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=stall_seconds), **on_gpu
-    )
-    if on_gpu:
-        _connect(ranks)
+    timeout = timedelta(seconds=asked.stall_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **on_gpu)
+    if on_gpu:  # a message from every rank to every other one
+        one_each = torch.zeros(ranks, device="cuda")
+        dist.all_to_all_single(torch.empty_like(one_each), one_each)
+        torch.cuda.synchronize()
     result = json.dumps({"result": function(order)})
     if on_gpu:
         torch.cuda.synchronize()  # a kernel's error is this rank's error
     dist.destroy_process_group()
-    write_whole(results, result)
-
-
-def _connect(ranks: int) -> None:
-    # A message from every rank to every other one.
-    one_each = torch.zeros(ranks, device="cuda")
-    dist.all_to_all_single(torch.empty_like(one_each), one_each)
-    torch.cuda.synchronize()
+    write_whole(path, result)
 
 
 def _live(path: Path) -> None:
-    # torchrun's ranks are sessions of their own: no signal tells them that it is gone.
+    # A rank has a session of its own: no signal comes when torchrun is gone.
     write_whole(path, str(os.getpid()))
     agent = int(os.environ.pop(AGENT, os.getppid()))  # what this rank starts has another one
     while os.getppid() == agent:

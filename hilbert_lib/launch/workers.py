@@ -1,4 +1,4 @@
-"""Ranks for notebooks and tests: a function on every rank of a process group, watched, and nothing left of them."""
+"""A function on every rank of a process group, for notebooks and tests: watched, and nothing is left of the ranks."""
 
 import json
 import os
@@ -11,14 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from hilbert_lib.checks import integer, positive
 from hilbert_lib.launch import REFUSED
-from hilbert_lib.launch.isolated import LAST_LINES, diagnosis, run_isolated
+from hilbert_lib.launch.isolated import LAST_LINES, diagnosis, run_isolated, runs
 from hilbert_lib.launch.worker_main import AGENT, BACKENDS, IMPORTING, STALL_SECONDS, beat_file, result_file
 from hilbert_lib.limits.watch import Peaks
 
@@ -29,7 +28,7 @@ TORCH_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkErr
 TIMEOUT = re.compile("timed out|(collective operation|wait|socket) timeout", re.IGNORECASE)
 # What gloo and the store say where another rank is gone.
 CLOSED = re.compile("connection (closed|reset) by peer|broken pipe|connection was likely closed", re.IGNORECASE)
-TAIL_BYTES = 2**16  # of a rank's standard error, in which its cause is looked for
+TAIL_BYTES = 2**16  # of a rank's standard error, searched for its cause
 
 
 class RankError(RuntimeError):
@@ -37,10 +36,10 @@ class RankError(RuntimeError):
 
     Attributes:
         ranks: those at fault; empty where torchrun itself failed.
-        status: "failed", "out of memory", "killed", "crashed", "stalled", "timed out" or another of `isolated.Ending`.
+        status: "stalled", or one of `isolated.Ending`.
         cause: one line.
-        output: the last lines of their standard error; of ranks that tell the same, those of the first. Of ranks that
-            returned while another one waited, those of that one too.
+        output: the last lines of their standard error. Of ranks with the same cause only the first one's; after those
+            of ranks that returned while another one waited, that one's too.
     """
 
     def __init__(self, ranks: tuple[int, ...], status: str, cause: str, output: tuple[str, ...]):
@@ -58,20 +57,20 @@ def run_ranks(
     stall_seconds: float = STALL_SECONDS,
     backend: str | None = None,
 ) -> list:
-    """Call a function on every rank of a process group, each a process of its own started by torchrun.
+    """Call a function on every rank of a process group; torchrun starts a process for each rank.
 
-    What rank 0 prints appears here line by line, as it comes; of the others' output the last lines stand in an error.
+    What rank 0 prints appears here line by line, as it comes; an error shows the last lines of the ranks at fault.
 
     Args:
-        target: "module:function", importable from here. It finds the process group initialised, and with nccl its GPU
-            made the current device. Each rank imports the module: where that calls `run_ranks` itself, it must do so
-            under `if __name__ == "__main__":`.
+        target: "module:function", importable from here. The function finds the process group initialised, and with nccl
+            its GPU made the current device. Each rank imports the module: where that calls `run_ranks` itself, it must
+            do so under `if __name__ == "__main__":`.
         ranks: how many, at least 1.
-        arguments: what it is called with, a dictionary that JSON can hold; by default an empty one.
+        arguments: the function's one argument, a dictionary that JSON can hold; by default an empty one.
         seconds: all ranks are ended after this time.
-        stall_seconds: a rank that shows no sign of life for so long, or that others wait for so long in a collective
-            of the process group, is stalled. With nccl the time counts in which a collective waits for what the GPU
-            was given before: a long run needs more. A group that the function makes waits as long as it is told.
+        stall_seconds: a rank is stalled if it shows no sign of life for so long, or if others wait for it for so long
+            in a collective. With nccl this includes the time in which a collective waits for earlier work of the GPU:
+            a long run needs more. Groups that the function makes have timeouts of their own.
         backend: "gloo" or "nccl"; by default nccl, with one GPU a rank, where there is a GPU.
 
     Returns:
@@ -91,7 +90,12 @@ def run_ranks(
             f"run_ranks was called while a rank imports {importing!r}: put the call under if __name__ == '__main__'"
         )
     ranks = integer("ranks", ranks, least=1)
-    backend = _backend(backend, ranks)
+    gpus = torch.cuda.device_count()
+    backend = ("nccl" if gpus else "gloo") if backend is None else backend
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "nccl" and ranks > gpus:
+        raise ValueError(f"ranks must be at most {gpus} with nccl, one for each GPU, got {ranks}")
     if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
         raise ValueError(f"target must be 'module:function', got {target!r}")
     seconds, stall_seconds = positive("seconds", seconds), positive("stall_seconds", stall_seconds)
@@ -107,7 +111,7 @@ def run_ranks(
         options += [f"--log-dir={folder}", "--redirects=3", "-m", "hilbert_lib.launch.worker_main", target]
         options += [f"--arguments={order}", f"--results={folder}", f"--backend={backend}"]
         options += [f"--stall-seconds={stall_seconds}"]
-        exits = {}
+        exits = {}  # exit code by rank
         supervisor = _Supervisor(folder, ranks, seconds, stall_seconds)
         ending = run_isolated(
             "hilbert_lib.launch.workers:launch",
@@ -116,26 +120,20 @@ def run_ranks(
             on_record=lambda record: exits.update({int(rank): code for rank, code in record["exits"].items()}),
             watch=lambda pid: supervisor,
         )
-        supervisor.tell(is_over=True)
-        if found := supervisor.error():
-            raise found
+        supervisor.print_rank_0(is_over=True)
+        if found := supervisor.found:
+            raise RankError(*found, _last_lines(folder, found[0]))
         if ending.status != "ok":
             raise RankError((), ending.status, ending.cause, ending.output)
-        reports = [_report(folder, rank) for rank in range(ranks)]
+        paths = [result_file(folder, rank) for rank in range(ranks)]
+        reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
         if not all("result" in report for report in reports):
             raise _fault(folder, reports, exits)
         return [report["result"] for report in reports]
 
 
 def launch(options: list[str]) -> Iterator[dict]:
-    """torchrun, in this process.
-
-    Args:
-        options: its command line.
-
-    Yields:
-        Where ranks failed: {"exits": exit code by rank}, negative for a signal.
-    """
+    """Run torchrun in this process; yields {"exits": exit code by rank}, negative for a signal, where ranks failed."""
     os.environ[AGENT] = str(os.getpid())
     os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it where nobody has
     try:
@@ -145,83 +143,80 @@ def launch(options: list[str]) -> Iterator[dict]:
 
 
 class _Supervisor:
-    """Finds the ranks that stall or take too long; `run_isolated` asks it as it asks a `Watcher`. Tells what rank 0
-    prints."""
+    """Finds ranks that stall or take too long, for `run_isolated` in place of a `Watcher`; prints rank 0's output."""
 
     def __init__(self, folder: Path, ranks: int, seconds: float, stall_seconds: float):
         self.peaks = Peaks()
         self._folder, self._ranks = folder, ranks
         self._seconds, self._stall_seconds = seconds, stall_seconds
-        self._found = None
-        self._told_bytes = 0
+        self.found: tuple[tuple[int, ...], str, str] | None = None  # ranks, status and cause
+        self._printed_bytes = 0
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         return self
 
     def __exit__(self, *_error) -> None:
-        if self._found is None:
+        if self.found is None:
             return
-        for rank in self._found[0]:
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has not come so far, or is gone
-                os.kill(int(beat_file(self._folder, rank).read_text()), signal.SIGTERM)
+        for rank in self.found[0]:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has not begun, or is gone
+                os.kill(_pid(self._folder, rank), signal.SIGTERM)
         time.sleep(DUMP_SECONDS)
 
-    def tell(self, *, is_over: bool = False) -> None:
+    def print_rank_0(self, *, is_over: bool = False) -> None:
         """Print the whole lines that rank 0 has printed since the last time, and in the end what is left."""
         for path in self._folder.glob("*/attempt_0/0/stdout.log"):
             with path.open("rb") as file:
-                file.seek(self._told_bytes)
-                printed = file.read()
-            told = printed if is_over else printed[: printed.rfind(b"\n") + 1]
-            self._told_bytes += len(told)
-            if told:
-                print(told.decode(errors="replace"), end="", flush=True)
+                file.seek(self._printed_bytes)
+                text = file.read()
+            text = text if is_over else text[: text.rfind(b"\n") + 1]
+            self._printed_bytes += len(text)
+            if text:
+                print(text.decode(errors="replace"), end="", flush=True)
 
     @property
     def cause(self) -> str:
-        self.tell()
+        """Why the run has to end; "" as long as it may go on."""
+        self.print_rank_0()
         running = tuple(rank for rank in range(self._ranks) if not result_file(self._folder, rank).exists())
-        silent = tuple(rank for rank in running if _silence(self._folder, rank) > self._stall_seconds)
-        silent = tuple(rank for rank in silent if _lives(self._folder, rank))  # how others end, torchrun tells
-        if silent:
-            self._found = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
+        # A rank that still imports torch has given no sign of life yet; torchrun reports how ended ranks ended.
+        begun = [(rank, time.time() - beat) for rank in running if (beat := _last_beat(self._folder, rank))]
+        late = [rank for rank, silence in begun if silence > self._stall_seconds]
+        if silent := tuple(rank for rank in late if runs(_pid(self._folder, rank))):
+            self.found = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
         elif running and time.monotonic() - self._start > self._seconds:
-            self._found = running, "timed out", f"longer than {self._seconds:g} s"
-        return "" if self._found is None else self._found[2]
-
-    def error(self) -> RankError | None:
-        """What it found, with what the ranks wrote."""
-        return None if self._found is None else RankError(*self._found, _last_lines(self._folder, self._found[0]))
+            self.found = running, "timed out", f"longer than {self._seconds:g} s"
+        return "" if self.found is None else self.found[2]
 
 
 def _fault(folder: Path, reports: list[dict], exits: dict[int, int]) -> RankError:
     """Which ranks are at fault where some have no result.
 
-    The first to end is, and the others found it gone; where it had waited, those that it waited for are.
+    The first that ended is: the others found it gone. If it had waited, those that it waited for are.
     """
     errors = {rank: report for rank, report in enumerate(reports) if "error" in report}
     silent = {rank for rank, report in enumerate(reports) if not report}
     ended = {rank for rank in silent if exits.get(rank) == -signal.SIGTERM}  # by torchrun, because of another one
-    told = {rank for rank, report in errors.items() if REFUSED in report["error"]["message"]}  # of another
-    candidates = silent - ended | errors.keys() - told or told or ended
+    refused = {rank for rank, report in errors.items() if REFUSED in report["error"]["message"]}  # because of another
+    candidates = silent - ended | errors.keys() - refused or refused or ended
     first = min(candidates, key=lambda rank: errors[rank]["time"] if rank in errors else _last_beat(folder, rank))
     status, cause = _ending(folder, first, reports[first], exits)
-    waiting = {rank for rank in range(len(reports)) if _waited(folder, rank, errors.get(rank))}
+    waiting = {rank for rank in range(len(reports)) if _says(TIMEOUT, folder, rank, errors.get(rank))}
     if status in ("failed", "crashed") and first in waiting and ended - waiting:
         stalled = tuple(sorted(ended - waiting))
         return RankError(stalled, "stalled", f"rank {first} waited: {cause}", _last_lines(folder, stalled))
     returned = tuple(rank for rank, report in enumerate(reports) if "result" in report)
-    left = first in waiting or _waited(folder, first, errors.get(first), CLOSED)
-    if status in ("failed", "crashed") and left and returned:
+    was_left = first in waiting or _says(CLOSED, folder, first, errors.get(first))
+    if status in ("failed", "crashed") and was_left and returned:
         cause = f"returned while rank {first} waited: {cause}"
         return RankError(returned, "failed", cause, _last_lines(folder, (*returned, first)))
     alike = (rank for rank, report in errors.items() if _ending(folder, rank, report, exits) == (status, cause))
     return RankError(tuple(alike) or (first,), status, cause, _last_lines(folder, [first]))
 
 
-def _waited(folder: Path, rank: int, report: dict | None, words: re.Pattern = TIMEOUT) -> bool:
-    # torch's errors tell that another rank was missed; a rank that an abort ended has told none.
+def _says(words: re.Pattern, folder: Path, rank: int, report: dict | None) -> bool:
+    """Whether a rank missed another one, in these words: of torch's error, or of its log where an abort ended it."""
     if report is None:
         return words.search("\n".join(_stderr(folder, rank))) is not None
     return report["error"]["type"] in TORCH_ERRORS and words.search(report["error"]["message"]) is not None
@@ -232,43 +227,17 @@ def _ending(folder: Path, rank: int, report: dict, exits: dict[int, int]) -> tup
     return ("failed", "it ended without a result") if status == "ok" else (status, cause)
 
 
-def _backend(backend: str | None, ranks: int) -> str:
-    gpus = torch.cuda.device_count()
-    if backend is None:
-        backend = "nccl" if gpus else "gloo"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "nccl" and ranks > gpus:
-        raise ValueError(f"ranks must be at most {gpus} with nccl, one for each GPU, got {ranks}")
-    return backend
-
-
-def _report(folder: Path, rank: int) -> dict:
-    path = result_file(folder, rank)
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def _last_beat(folder: Path, rank: int) -> float:
     path = beat_file(folder, rank)
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _silence(folder: Path, rank: int) -> float:
-    # A rank that still imports torch has given no sign of life yet.
-    beat = _last_beat(folder, rank)
-    return time.time() - beat if beat else 0.0
-
-
-def _lives(folder: Path, rank: int) -> bool:
-    # A stopped process lives.
-    try:
-        return psutil.Process(int(beat_file(folder, rank).read_text())).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _pid(folder: Path, rank: int) -> int:
+    return int(beat_file(folder, rank).read_text())
 
 
 def _stderr(folder: Path, rank: int) -> tuple[str, ...]:
-    """The end of what a rank wrote to standard error, which torchrun keeps in a folder that it names itself."""
+    """The end of a rank's standard error, which torchrun keeps in a folder that it names itself."""
     lines = []
     for path in folder.glob(f"*/attempt_0/{rank}/stderr.log"):
         with path.open("rb") as file:

@@ -1,8 +1,20 @@
 """Memory and time: limits, predictions, and a watch while something runs.
 
 config        the limits, from arguments, the environment, a file
-device_memory how a call's peak is counted
-memory        what is free, whether a need fits, and what a call took
-estimate      what a call of attention will need, before it is made
-watch         memory and temperature while a run goes on, which ends at a limit
+device_memory where the count of a peak begins on a GPU
+memory        free memory, whether a need fits, the peak of a call
+estimate      the memory of an attention call, predicted
+watch         memory and temperature during a run, which is ended at a limit
 """
+
+from hilbert_lib.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "hilbert_lib.limits.config": ("SafetyConfig",),
+        "hilbert_lib.limits.estimate": ("estimate_memory",),
+        "hilbert_lib.limits.memory": ("MemorySafetyChecker",),
+        "hilbert_lib.limits.watch": ("Watcher",),
+    },
+)

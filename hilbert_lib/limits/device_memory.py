@@ -9,17 +9,11 @@ import torch
 
 @contextmanager
 def old_objects_apart() -> Iterator[None]:
-    """Inside, `begin_peak` does not go through what was there before.
+    """Spare older objects the collections inside: with torch's compiler loaded, one takes longer than a short call.
 
-    In a process that has loaded torch's compiler or a package of kernels that takes longer than timing a short call.
-    What becomes garbage of the old objects inside, in cycles, is freed by a collection after it. Where somebody has set
-    most objects apart before (`gc.freeze`), that stands, and nothing is added to it.
-
-    >>> with old_objects_apart():
-    ...     gc.get_freeze_count() > 0
-    True
+    Objects that somebody has frozen before (`gc.freeze`) stay so, and none are added.
     """
-    # Not any at all: from Python 3.12 on each collection sets the immortal objects apart that it meets.
+    # More than half of them: from Python 3.12 on each collection freezes the immortal objects that it meets.
     if gc.get_freeze_count() > len(gc.get_objects()):
         yield
         return
@@ -32,16 +26,10 @@ def old_objects_apart() -> Iterator[None]:
 
 
 def begin_peak(device: torch.device) -> int:
-    """Bytes that are allocated on a CUDA device, once nothing holds what earlier calls left; its peak counts from here.
-
-    What torch.compile leaves in cycles holds a call's inputs. The thread that runs a device's backward passes holds the
-    results of the last one until it is scheduled again, which a busy host delays; a backward of an empty tensor ends
-    that.
-
-    Args:
-        device: a CUDA device.
-    """
-    gc.collect()
+    """Free what earlier calls left on a CUDA device, reset its peak, and return the bytes still allocated."""
+    gc.collect()  # what torch.compile leaves in cycles holds a call's inputs
+    # The thread that runs a device's backward passes holds the results of the last one until it is scheduled again,
+    # which a busy host delays; a backward of an empty tensor ends that.
     with torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing * 1, nothing, nothing.detach())

@@ -1,9 +1,9 @@
-"""What memory is free, whether a need fits, and what a call took at its peak."""
+"""Free memory, whether a need fits, and the peak of a call."""
 
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from hilbert_lib import checks
-from hilbert_lib.checks import number
 from hilbert_lib.limits.config import SafetyConfig, config_or_default
 from hilbert_lib.limits.device_memory import begin_peak
 
@@ -23,23 +22,15 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one device, or of the host, in bytes.
+    """The memory of one device, or of the host, in bytes."""
 
-    Attributes:
-        name: "cuda:0", "host".
-        total: what there is, or what a container is allowed.
-        available: what can still be taken without ending another's run.
-        bounds: pairs of total and available that hold together, as of a container and of the machine that it is on;
-            by default total and available alone.
-    """
-
-    name: str
+    name: str  # "cuda:0", "host"
     total: int
-    available: int
-    bounds: tuple[tuple[int, int], ...] = ()
+    available: int  # can be taken without ending another's run
+    bounds: tuple[tuple[int, int], ...] = ()  # (total, available) of the machine and its cgroups; () is the pair above
 
     def room(self, share: float, min_free_gb: float) -> tuple[int, str]:
-        """How much more may be taken under two limits, and the words of the one that binds; below 0 where passed.
+        """Bytes that may still be taken, below 0 where a limit is passed, and the limit that binds, in words.
 
         >>> Memory("host", 100 * GB, 40 * GB).room(share=0.9, min_free_gb=1.0)
         (32212254720, '90 % of the 100.0 GB of host may be in use')
@@ -60,10 +51,9 @@ class MemorySafetyChecker:
 
     Args:
         config: the limits; by default as `SafetyConfig.load` finds them.
-        device: whose memory is asked for, a CUDA device or the CPU; by default torch's current CUDA device, and the
-            CPU where there is none.
-        for_child: whether a process that this one starts will take it; by default this one itself, which has what
-            torch's caching allocator holds here and does not use.
+        device: a CUDA device or the CPU; by default torch's current CUDA device, and the CPU where there is none.
+        for_child: True if a process that this one starts will take the memory. By default this one takes it, and may
+            use what torch's caching allocator holds here unused.
 
     Raises:
         TypeError, ValueError: naming the argument; also for a GPU that this process does not see.
@@ -78,7 +68,7 @@ class MemorySafetyChecker:
         self._for_child = checks.boolean("for_child", for_child)
 
     def check_memory_available(self, required_gb: float) -> tuple[bool, str]:
-        """Whether so much more may be taken on the device, and why not. The host's limits count on a GPU too.
+        """Whether so much more fits on the device, and why. On a GPU the host's limits count too.
 
         Args:
             required_gb: in units of 2^30 bytes, at least 0.
@@ -90,7 +80,7 @@ class MemorySafetyChecker:
             TypeError: if required_gb is no number.
             ValueError: if it is below 0 or NaN.
         """
-        required_gb = number("required_gb", required_gb)
+        required_gb = checks.number("required_gb", required_gb)
         if not required_gb >= 0:
             raise ValueError(f"required_gb must be at least 0, got {required_gb}")
         needs = [(*self._own(), required_gb)]
@@ -110,7 +100,7 @@ class MemorySafetyChecker:
         return memory.room(self.config.max_memory_share, min_free_gb)[0]
 
     def _own(self) -> tuple[Memory, float]:
-        # The device's memory, and what must stay free of it.
+        """The device's memory, and how much of it must stay free."""
         if self.device.type == "cuda":
             return gpu_memory(self.device, for_child=self._for_child), self.config.min_free_gpu_gb
         return host_memory(), self.config.min_free_host_gb
@@ -124,14 +114,7 @@ def device_or_default(device: object) -> torch.device:
 
 
 def present_device(device: object) -> torch.device:
-    """A device whose memory can be asked for, as `device_or_default` names it.
-
-    Raises:
-        ValueError: unless it is the CPU or a GPU that this process sees.
-
-    >>> present_device("cpu")
-    device(type='cpu')
-    """
+    """`device_or_default`, refused with a ValueError unless it is the CPU or a GPU that this process sees."""
     device = device_or_default(device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type != "cpu" and (device.index or 0) >= gpus:
@@ -140,80 +123,18 @@ def present_device(device: object) -> torch.device:
 
 
 def gpu_memory(device: torch.device, *, for_child: bool = False) -> Memory:
-    """Memory of a CUDA device; to this process what torch's caching allocator holds and does not use is available too.
-
-    Args:
-        device: a CUDA device.
-        for_child: whether it is asked for a process that this one starts.
-    """
+    """Memory of a CUDA device; unless `for_child`, what torch's allocator holds here unused is available too."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Memory(str(device), total, free if for_child else free + cached)
 
 
 def host_memory() -> Memory:
-    """Memory of the host, or of the container where its limit is lower.
-
-    What the system says it has in all is not trusted alone: on some virtual machines it grows with what is used.
-    """
+    """Memory of the host, or of the container where its limit is lower."""
+    # The system's own total is not trusted alone: on some virtual machines it grows with what is used.
     system = psutil.virtual_memory()
     bounds = [(system.total, system.available), *_cgroup_bounds()]
     return Memory("host", *map(min, zip(*bounds, strict=True)), tuple(bounds))
-
-
-def measure_peak(run: Callable[[], object], device: object = None) -> int:
-    """Bytes that a call takes at its highest point, beyond what was taken before it.
-
-    Args:
-        run: the call; what it returns is dropped after it was counted.
-        device: whose memory is counted, a CUDA device or the CPU; by default as for `MemorySafetyChecker`.
-
-    Returns:
-        Bytes, as torch's allocator counts them.
-
-    Raises:
-        ValueError: for a device that is neither the CPU nor a GPU that this process sees.
-
-    >>> measure_peak(lambda: torch.zeros(1000, device="cpu") + 1, "cpu") // 1000
-    8
-    """
-    device = present_device(device)
-    if device.type != "cuda":
-        gc.collect()  # what an earlier call left in cycles: freed during `run`, it would hide what that takes
-        return _measure_cpu_peak(run)
-    before = begin_peak(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _measure_cpu_peak(run: Callable[[], object]) -> int:
-    # A profiler alone hears of every allocation, those inside of operators among them. This one is what
-    # torch.profiler.profile starts, which would import torch's compiler first: seconds of every process.
-    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-    with ExitStack() as silence:  # torch 2.13's profiler prints a line at its start, and one at its end
-        silence.enter_context(_silent_stderr())
-        with profiler:
-            silence.close()
-            try:
-                run()
-            finally:
-                silence.enter_context(_silent_stderr())
-    taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(taken, initial=0))
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    # Of the process, not of Python: it is C++ that prints.
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
 
 
 def _cgroup_bounds() -> Iterator[tuple[int, int]]:
@@ -229,20 +150,57 @@ def _cgroup_bounds() -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
+        limit_name, usage_name, cache_name = names
         # In a container the path may be the host's; what is mounted at the root is then the container's own group.
         folder = root / path.lstrip("/")
         for group in [folder, *folder.parents]:
-            if group.is_relative_to(root):
-                yield from _bound(group, *names)
+            if not group.is_relative_to(root) or not (group / limit_name).exists():
+                continue
+            limit = (group / limit_name).read_text().strip()
+            if limit != "max":
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cache = int(stat.get(cache_name, 0))  # files' pages are given back at need
+                yield int(limit), max(0, int(limit) - int((group / usage_name).read_text()) + cache)
 
 
-def _bound(group: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
-    limit_file = group / limit_name
-    if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
-        return
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / usage_name).read_text()) - int(stat.get(cache_name, 0))  # files' pages are given back at need
-    yield int(limit), max(0, int(limit) - used)
+def measure_peak(run: Callable[[], object], device: object = None) -> int:
+    """Bytes that a call takes at its highest point, its result included, as torch's allocator counts them."""
+    device = present_device(device)
+    if device.type != "cuda":
+        gc.collect()  # what an earlier call left in cycles: freed during `run`, it would hide what that takes
+        return _measure_cpu_peak(run)
+    before = begin_peak(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_cpu_peak(run: Callable[[], object]) -> int:
+    # Only a profiler sees every allocation, those inside operators too. torch.profiler.profile starts this one, but
+    # imports torch's compiler first: seconds of every process.
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with _silent_stderr():  # torch 2.13's profiler prints a line at its start, and one at its end
+        profiler.__enter__()
+    try:
+        run()
+    finally:
+        with _silent_stderr():
+            profiler.__exit__(None, None, None)
+    taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(taken, initial=0))
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    # Of the process, not of Python: it is C++ that prints.
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _gb(size: int) -> str:

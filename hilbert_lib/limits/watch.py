@@ -1,4 +1,4 @@
-"""A watch over a run: memory and temperature, looked at a few times a second, and the run ended at a limit."""
+"""A watch over a run: it samples memory, temperature and time, and ends the run at a limit."""
 
 import _thread
 import os
@@ -19,43 +19,35 @@ from hilbert_lib.limits.config import SafetyConfig, config_or_default
 from hilbert_lib.limits.memory import Memory, host_memory, present_device
 
 INTERVAL_SECONDS = 0.1
-MOST_SECONDS = 5.0  # that the end of the watch waits for its thread
+MOST_SECONDS = 5.0  # that the end of a block waits for the watch's thread
 
 
 class LimitReachedError(RuntimeError):
-    """A run was ended by its `Watcher`; the text says at which limit."""
+    """A `Watcher` ended the run; the text names the limit."""
 
 
 @dataclass
 class Peaks:
-    """The highest values that a watch has seen.
-
-    Attributes:
-        seconds: how long it has lasted.
-        host_bytes: memory of the processes that are watched together; what they share counts for each.
-        gpu_bytes: memory in use on the GPU, by anyone, and what torch's allocator keeps for later; None without a GPU.
-        temperature_c: of the GPU, in degrees Celsius; None where it does not tell.
-    """
+    """The highest values that a watch has seen."""
 
     seconds: float = 0.0
-    host_bytes: int = 0
-    gpu_bytes: int | None = None
-    temperature_c: int | None = None
+    host_bytes: int = 0  # of all watched processes; memory that they share counts for each
+    gpu_bytes: int | None = None  # in use by anyone, torch's cached blocks included; None without a GPU
+    temperature_c: int | None = None  # of the GPU; None where it reports none
 
 
 class Watcher:
-    """Looks at memory, temperature and time while a block runs, and ends the run at the first limit that is passed.
+    """Watches memory, temperature and time while a block runs, and ends the run at the first limit that is passed.
 
-    By default it ends the watched process and all that it started, or, where that is this process, interrupts the main
-    thread, so that the block raises LimitReachedError. Python code and waiting stop at once, and an import stays half
+    By default it kills the watched process and all that it started. If that is this process, it interrupts the main
+    thread instead, and the block raises LimitReachedError: Python code and waiting stop at once, an import stays half
     done. A call that never returns to Python cannot be interrupted: run it in a process of its own.
 
     Args:
         config: the limits; by default as `SafetyConfig.load` finds them.
-        device: the GPU to look at, or the CPU for none; by default as for `MemorySafetyChecker`.
+        device: the GPU to watch, or the CPU for none; by default as for `MemorySafetyChecker`.
         pid: process to watch, with all that it started; by default this one.
-        on_limit: called once, in the watch's thread, with what the limit is and how it was passed, instead of ending
-            the run.
+        on_limit: called once at a limit, in the watch's thread, with the cause in words, instead of ending the run.
 
     Attributes:
         cause: the limit that was passed, in words; "" as long as there is none.
@@ -79,9 +71,7 @@ class Watcher:
         pid: int | None = None,
         on_limit: Callable[[str], None] | None = None,
     ):
-        self.config = config_or_default(config)
-        self.cause = ""
-        self.peaks = Peaks()
+        self.config, self.cause, self.peaks = config_or_default(config), "", Peaks()
         if on_limit is not None and not callable(on_limit):  # it would show when the limit is reached
             raise TypeError(f"on_limit must be a function or None, got {on_limit!r}")
         try:
@@ -105,7 +95,7 @@ class Watcher:
         self._start = time.monotonic()
         try:
             self._thread.start()
-        except KeyboardInterrupt as error:  # its first look found a limit passed, and the block has not begun
+        except KeyboardInterrupt as error:  # a limit is passed already: the block does not begin
             self.__exit__(type(error), error, None)
             raise
         except RuntimeError:  # the system gives no thread
@@ -117,7 +107,7 @@ class Watcher:
         try:
             self._stop.set()
             self._thread.join(MOST_SECONDS)
-            time.sleep(0)  # an interrupt that is still on its way arrives here
+            time.sleep(0)  # an interrupt still on its way arrives here
         except KeyboardInterrupt:
             if not (self._interrupts and self.cause):
                 raise
@@ -131,7 +121,7 @@ class Watcher:
             signal.signal(signal.SIGINT, signal.SIG_DFL if self._handler is None else self._handler)
 
     def _interrupt(self, number: int, frame: object) -> None:
-        # The limit is heard whatever was to be done with SIGINT: a shell's background jobs ignore it.
+        # A limit interrupts even where SIGINT was ignored, as in a shell's background jobs.
         if self.cause:
             raise KeyboardInterrupt
         if callable(self._handler):
@@ -151,10 +141,10 @@ class Watcher:
             self._stop.wait(INTERVAL_SECONDS)
 
     def _look(self) -> str:
-        """Takes a sample into the peaks; the limit that it passes, or ""."""
+        """Take a sample into the peaks; the limit that it passes, or ""."""
         config, peaks = self.config, self.peaks
         peaks.seconds = time.monotonic() - self._start
-        peaks.host_bytes = max(peaks.host_bytes, tree_bytes(self._process))
+        peaks.host_bytes = max(peaks.host_bytes, _tree_bytes(self._process))
         memories = [(host_memory(), config.min_free_host_gb)]
         if self._gpu is not None:
             memory, temperature = self._gpu.look()
@@ -174,10 +164,9 @@ class Watcher:
 
     def _end(self, cause: str) -> None:
         if self._interrupts:
-            # A signal wakes the main thread where it waits; without one, on Windows, the wait goes on.
-            if hasattr(signal, "pthread_kill"):
+            if hasattr(signal, "pthread_kill"):  # wakes the main thread where it waits
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            else:
+            else:  # Windows: the wait goes on
                 _thread.interrupt_main()
             return
         with suppress(psutil.NoSuchProcess):
@@ -187,7 +176,7 @@ class Watcher:
 
 
 class _Gpu:
-    """What NVML tells of a GPU, without a CUDA context."""
+    """Memory and temperature of a GPU from NVML, without a CUDA context."""
 
     def __init__(self, device: torch.device):
         self._name = str(device)
@@ -204,12 +193,8 @@ class _Gpu:
         return Memory(self._name, memory.total, memory.free), temperature
 
 
-def tree_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and all that it started; 0 once it has ended.
-
-    >>> tree_bytes(psutil.Process()) > 0
-    True
-    """
+def _tree_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and all that it started; 0 once it has ended."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         for one in [process, *process.children(recursive=True)]:

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -13,19 +15,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import _needs_gradient, _validated, dilated_attention
+from hilbert_lib.attention.api import dilated_attention, needs_gradient, validated
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.agreement import Agreement, resolved
-from hilbert_lib.ring.plan.balance import check_weights
-from hilbert_lib.ring.plan.plan import check_memory_limit, check_transport, plan_ring
+from hilbert_lib.ring.plan.plan import check_planning, plan_ring
 from hilbert_lib.ring.rank import passes
-from hilbert_lib.ring.rank.blocks import Request
+from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.layout import Layout, layout_of
-from hilbert_lib.ring.rank.passes import Job
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 _untraced: Callable | None = None  # `_attend`, which torch.compile leaves alone
@@ -52,37 +52,36 @@ def ring_dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact `dilated_attention` of a sequence whose contiguous shards, in rank order, lie on the ranks of a group.
 
-    Only dilated rows travel, only between ranks that share a segment (`plan_ring` says which). All ranks call it, and
-    where gradients are asked for all run the backward. On one rank it is `dilated_attention`.
+    Only dilated rows travel, only between ranks that share a segment (`plan_ring` shows which). All ranks must call it,
+    and where gradients are needed all must run the backward. On one rank it is `dilated_attention`.
 
-    Over NCCL the exchange runs beside attention where the group's streams have a high priority, as those of `run_ranks`
-    do: set TORCH_NCCL_HIGH_PRIORITY=1 before a group is made.
+    Over NCCL the exchange runs beside attention if the group's streams have a high priority: set
+    TORCH_NCCL_HIGH_PRIORITY=1 before the group is made. `run_ranks` does.
 
     Args:
-        q: (batch, rows, heads, head_dim), this rank's shard; rows may differ from rank to rank, and be 0.
+        q: (batch, rows, heads, head_dim), this rank's shard; rows may differ between ranks, and be 0.
         k, v: (batch, rows, kv_heads, head_dim), of the same positions.
-        pattern: which keys a query sees, of the whole sequence.
+        pattern: which keys a query sees, over the whole sequence.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
-        transport: "ring", "all_gather", "all_to_all", or "auto", as `plan_ring` takes it.
-        weights, memory_limit: likewise. A plan that was made with them is what runs where they are given here too. One
-            rank runs `dilated_attention`, whatever the limit.
-        is_causal, scale, return_lse: as in `dilated_attention`.
-        dropout_p: likewise; the mask is that of one rank with the first rank's seed, however many there are.
-        key_padding_mask: (batch, rows) bool, True = no weight, of this shard in sequence order.
+        transport: "ring", "all_gather", "all_to_all" or "auto", as for `plan_ring`.
+        weights, memory_limit: as for `plan_ring`. To run a plan that was made with them, give them here too. One rank
+            runs `dilated_attention` under any limit.
+        is_causal, scale, return_lse: as for `dilated_attention`.
+        dropout_p: likewise; the mask is that of a single rank with the first rank's seed.
+        key_padding_mask: (batch, rows) bool, True = no weight, for this shard in sequence order.
         kv_ordering: the recipe in which each shard of k and v is stored, for the shard's own length.
-        backend: as in `dilated_attention`.
-        validate: whether ranks tell each other what they ask for before they send anything, so that those who disagree
-            all raise. The shard's own attention is under way meanwhile, unless its length is new or there is dropout;
-            where another shard's length is new, it begins again. False leaves that out after a group's first call:
-            shards must then be as long as when they last did so, or, where those were equal in length, all of another
-            length.
+        backend: as for `dilated_attention`.
+        validate: whether ranks compare their arguments before they send anything: if these differ, all raise. The
+            shard's own attention runs meanwhile, unless its length is new or there is dropout; if another shard's
+            length is new, it begins again. False omits the comparison after a group's first call. Shards must then be
+            as long as in the last validated call or, if they were equally long, all of one other length.
 
     Returns:
-        out like q; with return_lse also lse (batch, heads, rows), detached. Both of this rank's queries.
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
 
     Raises:
-        TypeError, ValueError: as `dilated_attention` and `plan_ring`. With validate, on every rank if on any, and where
-            ranks ask for different things, naming these.
+        TypeError, ValueError: as `dilated_attention` and `plan_ring`. With validate, an error on one rank is raised on
+            all, and mismatched arguments are named.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> q = k = v = torch.ones(1, 8, 2, 4)
@@ -91,108 +90,133 @@ def ring_dilated_attention(
     >>> dist.destroy_process_group()
     """
     attend = _uncompiled() if "torch._dynamo" in sys.modules else _attend
-    options = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "key_padding_mask": key_padding_mask,
-        "kv_ordering": kv_ordering,
-        "backend": backend,
-        "return_lse": return_lse,
-    }
-    ring = {"transport": transport, "weights": weights, "memory_limit": memory_limit, "validate": validate}
-    return attend(q, k, v, pattern, options, group, ring)
+    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "return_lse": return_lse}
+    options |= {"key_padding_mask": key_padding_mask, "kv_ordering": kv_ordering, "backend": backend}
+    return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit), validate)
 
 
-# Read by torch.compile, which cannot trace collectives that are waited for later: it breaks the graph here.
+# torch.compile, which cannot trace collectives that are waited for later, reads this and breaks the graph here.
 ring_dilated_attention._torchdynamo_disable = True
 
 
 def _uncompiled() -> Callable:
-    # Having broken the graph at the call, torch.compile would go on with what is called, and trace streams. Only where
-    # it is loaded: this imports it, and with it triton. Made once: 0.1 ms (of functools' caches torch.compile warns).
+    # After that break torch.compile would go on inside the call, and trace streams. Only where it is loaded: this
+    # imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns of functools' caches).
     global _untraced
     if _untraced is None:
         _untraced = torch.compiler.disable(_attend)
     return _untraced
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    options: dict,
-    group: ProcessGroup | DeviceMesh | None,
-    ring: dict,
-) -> Tensor | tuple[Tensor, Tensor]:
-    # `ring_dilated_attention`, its options apart: those that one process has too, and those of a ring.
+class _Asked(NamedTuple):
+    """What one rank asks for, checked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: Call
+    kv_ordering: OrderingSpec | None
+    backend: str
+    gradient: bool
+    planning: dict  # transport, weights and memory_limit of `plan_ring`
+    group: ProcessGroup
+
+
+def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tuple[Tensor, Tensor]:
+    """The call: `options` are those of `dilated_attention`, `planning` those of `plan_ring`."""
     group = resolved(group)
-    kv_ordering, backend = options["kv_ordering"], options["backend"]
     if group.size() == 1:
-        _planning(**ring, ranks=1)
-        return dilated_attention(q, k, v, pattern, **options | {"kv_ordering": _ordering(kv_ordering, k)})
-    validate = ring["validate"] or group not in _agreed
-    request, refusal = {}, None
-    try:
-        planning = _planning(**ring, ranks=group.size())
-        q, k, v, call = _checked(q, k, v, pattern, **options)
-        if validate:
-            request = _request(q, k, v, call, planning, kv_ordering, backend)
-    except (TypeError, ValueError) as error:
-        if not validate:
-            raise
-        refusal = error
-    lengths, confirm = _agreed.get(group), _nothing
-    if validate:
-        agreement = Agreement(request, 0 if refusal else q.shape[1], refusal, group)
-        # Mostly all is as in the call before: then the shard's own attention does not wait for the others' word. With
-        # dropout it does, whose seed is sent first, and so does a rank without rows, which has nothing to compute.
-        if lengths and not refusal and lengths[group.rank()] == q.shape[1] and q.numel() and call.dropout_p == 0.0:
-            confirm = partial(_confirm, agreement, group, lengths)
-        else:
-            lengths = _agreed[group] = agreement.lengths()
-    if lengths[group.rank()] != q.shape[1]:
-        if len(set(lengths)) > 1:  # what the others have now, this rank cannot know
-            raise ValueError(
-                f"validate must be True where shards of unequal length change: this rank's had {lengths[group.rank()]} "
-                f"rows in the last validated call, and has {q.shape[1]}"
-            )
-        lengths = (q.shape[1],) * group.size()
-    if not q.shape[0] or not sum(lengths):
-        out, lse = operators.forward(q, k, v, call, "reference")  # nothing to compute, and nothing to send
-    else:
-        asked, found = (q, k, v, call, group, planning, kv_ordering, backend), None
-        with suppress(_OtherLengths):
-            found = _ring(*asked, lengths, confirm)
-        if found is None:  # now that what was computed in vain is freed, which the exception had held
-            found = _ring(*asked, _agreed[group], _nothing)
-        out, lse = found
+        boolean("validate", validate)
+        check_planning(*planning, ranks=1)
+        return dilated_attention(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
+    asked, lengths, agreement = _agree(q, k, v, pattern, options, group, planning, validate)
+    if agreement:
+        out, lse = _begin_early(asked, lengths, agreement)
+    elif asked.q.shape[0] and sum(lengths):
+        out, lse = _run(asked, lengths)
+    else:  # nothing to compute, and nothing to send
+        out, lse = operators.forward(asked.q, asked.k, asked.v, asked.call, "reference")
     return (out, lse) if options["return_lse"] else out
 
 
-class _OtherLengths(Exception):
-    """Shards are not as long as in the call before; `_agreed` has their lengths."""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _confirm(agreement: Agreement, group: ProcessGroup, lengths: tuple[int, ...]) -> None:
-    # Before anything is sent: all ranks ask for the same, and shards are as long as was expected.
-    _agreed[group] = agreement.lengths()
-    if _agreed[group] != lengths:
-        raise _OtherLengths
-
-
-def _ring(q, k, v, call, group, planning, kv_ordering, backend, lengths, confirm) -> tuple[Tensor, Tensor]:
+def _agree(q, k, v, pattern, options, group, planning, validate) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
+    """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
+    under way, as they agreed last."""
+    agreed = _agreed.get(group)
+    compares, asked, refusal = validate or agreed is None, None, None
     try:
-        job = _job(q, k, _needs_gradient(q, k, v), call, lengths, group, planning, kv_ordering, backend)
-        return _Ring.apply(q, k, v, job, confirm)
-    except Exception:
-        confirm()  # others may wait to tell that this rank asks for something else, which may be why it failed
-        raise
+        boolean("validate", validate)
+        asked = _checked(q, k, v, pattern, options, group, planning)
+    except (TypeError, ValueError) as error:
+        if not compares:
+            raise
+        refusal = error
+    if not compares:
+        return asked, _lengths_now(agreed, asked.q.shape[1], group.rank()), None
+    request, rows = (_request(asked), asked.q.shape[1]) if asked else ({}, 0)
+    agreement = Agreement(request, rows, refusal, group)
+    # Mostly all is as in the last call: then the shard's own attention need not wait for the other ranks. It waits with
+    # dropout, whose seed is sent first, and on a rank without rows, which has nothing to compute.
+    if asked and agreed and agreed[group.rank()] == rows and asked.q.numel() and asked.call.dropout_p == 0.0:
+        return asked, agreed, agreement
+    _agreed[group] = agreement.lengths()
+    return asked, _agreed[group], None
+
+
+def _lengths_now(agreed: tuple[int, ...], rows: int, rank: int) -> tuple[int, ...]:
+    # Without validation.
+    if agreed[rank] == rows:
+        return agreed
+    if len(set(agreed)) > 1:  # this rank cannot know how many rows the others have now
+        raise ValueError(
+            f"validate must be True where shards of unequal length change: this rank's had {agreed[rank]} rows in the "
+            f"last validated call, and has {rows}"
+        )
+    return (rows,) * len(agreed)
+
+
+def _begin_early(asked: _Asked, lengths: tuple[int, ...], agreement: Agreement) -> tuple[Tensor, Tensor]:
+    """The ring under the lengths last agreed upon: the shard's own attention begins while the agreement is under way,
+    and begins again if it brings other lengths. Nothing is sent before."""
+
+    def confirm() -> None:
+        _agreed[asked.group] = agreement.lengths()
+        if _agreed[asked.group] != lengths:
+            raise _OtherLengths
+
+    with suppress(_OtherLengths):
+        try:
+            return _run(asked, lengths, confirm)
+        except Exception:
+            confirm()  # other ranks may wait for this one's request, which may differ and be why it failed
+            raise
+    # After the exception is gone, and with it what was computed in vain.
+    return _run(asked, _agreed[asked.group])
+
+
+class _OtherLengths(Exception):
+    """Shards are not as long as in the last call; `_agreed` has their lengths."""
+
+
+def _run(asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
+    # Output and lse; `confirm` is called before anything of the exchange is sent.
+    q, k, call, group = asked.q, asked.k, asked.call, asked.group
+    sizes = {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
+    kind = {"dtype": q.dtype, "is_causal": call.is_causal, "padded": call.key_padding_mask is not None}
+    layout = _layout(group.rank(), q.device, call.pattern, lengths, **sizes, **kind, **asked.planning)
+    if call.dropout_p > 0.0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+        dist.broadcast(seed, group=group, group_src=0)
+        call = replace(call, seed=seed)
+    job = Job(layout, call, asked.backend, asked.gradient, _ordering(asked.kv_ordering, k), ref(group))
+    return _Ring.apply(q, k, asked.v, job, confirm)
+
+
+@lru_cache(maxsize=64)
+def _layout(rank: int, device: torch.device, *asked, **options) -> Layout:
+    plan = plan_ring(*asked, **options)
+    with torch.device("cpu"):  # where it is computed, whatever torch's default device is
+        return layout_of(plan, rank, device)
 
 
 class _Ring(torch.autograd.Function):
@@ -200,7 +224,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor]:
         out, lse, kept = passes.forward(q, k, v, job, confirm)
         # The mask and the seed too, so that autograd sees it if they are changed before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, job.key_padding_mask, job.request.seed, *kept.values())
+        ctx.save_for_backward(q, k, v, out, lse, job.call.key_padding_mask, job.call.seed, *kept.values())
         ctx.job, ctx.kept = job, tuple(kept)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros, and dropped
@@ -223,11 +247,17 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
 
 
-def checked_spec(spec: object) -> OrderingSpec | None:
-    """The argument kv_ordering of a ring; TypeError unless it is an OrderingSpec or None.
+def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tuple) -> _Asked:
+    planning = check_planning(*planning, ranks=group.size())
+    spec, backend = options["kv_ordering"], options["backend"]
+    q, k, v, call = validated(q, k, v, pattern, **options | {"kv_ordering": _ordering(spec, k)})
+    if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
+        raise ValueError(f"backend={backend!r} {reason}")
+    return _Asked(q, k, v, call, spec, backend, needs_gradient(q, k, v), planning, group)
 
-    >>> checked_spec(None)
-    """
+
+def checked_spec(spec: object) -> OrderingSpec | None:
+    """The argument kv_ordering of a ring, if it is an OrderingSpec or None."""
     if spec is not None and not isinstance(spec, OrderingSpec):
         raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
     return spec
@@ -235,90 +265,27 @@ def checked_spec(spec: object) -> OrderingSpec | None:
 
 def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
     spec = checked_spec(spec)
-    has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # what k must be is checked elsewhere
+    has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # k itself is checked elsewhere
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
 
 
-def _planning(transport, weights, memory_limit, validate, ranks: int) -> dict:
-    # What a plan depends on beside the call itself.
-    boolean("validate", validate)
-    return {
-        "transport": check_transport(transport),
-        "weights": check_weights(weights, ranks),
-        "memory_limit": check_memory_limit(memory_limit),
-    }
-
-
-def _checked(
-    q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, kv_ordering, backend, return_lse
-) -> tuple[Tensor, Tensor, Tensor, Call]:
-    ordering = _ordering(kv_ordering, k)
-    q, k, v, call = _validated(
-        q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, None, ordering, backend, return_lse
-    )
-    if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
-        raise ValueError(f"backend={backend!r} {reason}")
-    return q, k, v, call
-
-
-def _request(q, k, v, call: Call, planning: dict, kv_ordering, backend) -> dict[str, str]:
+def _request(asked: _Asked) -> dict[str, str]:
     # What all ranks must agree on, in words.
     def described(x: Tensor) -> str:
         batch, _, heads, head_dim = x.shape
         return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
 
+    call = asked.call
     return {
-        "q": described(q),
-        "k": described(k),
+        "q": described(asked.q),
+        "k": described(asked.k),
         "pattern": repr(call.pattern),
-        **{name: repr(value) for name, value in planning.items()},
+        **{name: repr(value) for name, value in asked.planning.items()},
         "is_causal": repr(call.is_causal),
         "scale": repr(call.scale),
         "dropout_p": repr(call.dropout_p),
         "key_padding_mask": "none" if call.key_padding_mask is None else "one",
-        "kv_ordering": repr(kv_ordering),
-        "backend": repr(backend),
-        "requires_grad": repr(_needs_gradient(q, k, v)),
+        "kv_ordering": repr(asked.kv_ordering),
+        "backend": repr(asked.backend),
+        "requires_grad": repr(asked.gradient),
     }
-
-
-def _job(
-    q: Tensor,
-    k: Tensor,
-    gradient: bool,
-    call: Call,
-    lengths: tuple[int, ...],
-    group: ProcessGroup,
-    planning: dict,
-    kv_ordering: OrderingSpec | None,
-    backend: str,
-) -> Job:
-    layout = _layout(
-        group.rank(),
-        q.device,
-        by_offset=call.key_padding_mask is not None,
-        pattern=call.pattern,
-        shard_lengths=lengths,
-        batch=q.shape[0],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        dtype=q.dtype,
-        is_causal=call.is_causal,
-        padded=call.key_padding_mask is not None,
-        **planning,
-    )
-    seed = None
-    if call.dropout_p > 0.0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
-        dist.broadcast(seed, group=group, group_src=0)
-    request = Request(call.scale, call.dropout_p, seed, backend, gradient)
-    return Job(layout, request, ref(group), call.is_causal, _ordering(kv_ordering, k), call.key_padding_mask)
-
-
-@lru_cache(maxsize=64)
-def _layout(rank: int, device: torch.device, by_offset: bool, **asked) -> Layout:
-    # The rest is what `plan_ring` is asked.
-    plan = plan_ring(**asked)
-    with torch.device("cpu"):  # where it is computed, whatever torch's default device is
-        return layout_of(plan, rank, device, by_offset=by_offset)

@@ -1,4 +1,4 @@
-"""Contiguous shards of a sequence, in rank order."""
+"""A sequence split into contiguous shards, in rank order, and put together again."""
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,12 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
     """The whole tensor, on every rank, from the shards that the ranks hold.
 
     Args:
-        x: this rank's shard, of any length along dim, also 0; the other axes and the dtype are those of all ranks.
+        x: this rank's shard, of any length along dim, also 0; other axes and dtype are the same on all ranks.
         dim: the axis of positions.
         group: the ranks; by default all.
 
     Returns:
-        The shards one after the other, in rank order; detached, for each rank has its own loss.
+        The shards one after the other, in rank order; detached, since each rank has its own loss.
 
     Raises:
         TypeError, ValueError: if x is no tensor, dim no axis of it, or group no group of this rank.

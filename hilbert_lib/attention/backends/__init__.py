@@ -1,9 +1,13 @@
-"""What computes a call: the list of backends, and each one's refusal and functions.
+"""What computes a call. Each file has its backends: refusal, functions, workspace and colour of each.
 
-registry   the backends by name, and whether each can serve a call
-reference  the oracle: dense masks, any dtype
+kernel     a dense kernel under one signature, and the plainest one
+presence   whether other packages can be used here
+backend    what a backend is, and what the dense ones refuse in common
 strided    dense kernels over zero-copy views, and their merge
-dense      the dense kernels that torch has, under one signature
-packages   those of other packages, likewise
-flex       compiled FlexAttention on residue-major tokens; flex_compiled compiles it
+dense      the dense kernels that torch has
+packages   those of other packages
+flex       compiled FlexAttention on residue-major tokens
+fused      the fused kernels of `attention/triton`
+reference  the oracle: dense masks, any dtype
+registry   all of them by name
 """

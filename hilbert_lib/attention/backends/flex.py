@@ -1,41 +1,36 @@
 """FlexAttention, compiled, on tokens in residue-major order: a mask of blocks says what the pattern lets attend.
 
-FlexAttention differentiates itself, from its own forward; the `backward` that every backend has therefore runs the
-forward once more, and looks at out and lse only where they hold more than the call, as in a ring.
+FlexAttention differentiates its own forward. The `backward` that every backend has therefore runs the forward once
+more, and uses out and lse only where they hold more than the call, as in a ring.
 """
 
 from collections.abc import Callable
+from functools import cache
 from math import lcm
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hilbert_lib.attention.backends.flex_compiled import compiled_flex_attention
+from hilbert_lib.attention.backends import backend as shared
+from hilbert_lib.attention.backends.backend import Backend, half_limits, half_refusal
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
+COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
 # For rows of at most 64 elements, where counts are added to the scores. torch's own choice for Hopper, four warps for
 # 128 x 128 scores, takes a forward of the reference work four times as long (notebook 06, commits 76aff87, 2ba1c29).
 FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`."""
-    return attend(q, k, v, call)
-
-
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; on CUDA alone.
-
-    Of a part the whole is out = sum of w own_out over the parts, w = exp(own_lse - lse). With dout it gives own_out the
-    gradient w dout, and own_lse the gradient w rowsum(dout * (own_out - out)).
-    """
+    """Gradients of q, k and v; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
@@ -51,6 +46,8 @@ def backward(
 def _gradients_of_part(
     dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # out = sum of w own_out over the parts, w = exp(own_lse - lse). So own_out has the gradient w dout, and own_lse the
+    # gradient w rowsum(dout * (own_out - out)).
     nothing = own_lse == -torch.inf  # -inf minus -inf is NaN
     weighted = (own_lse - lse).exp().masked_fill(nothing, 0.0).transpose(1, 2)[..., None] * dout
     towards = (weighted * (own_out.to(lse.dtype) - out)).sum(-1)
@@ -58,16 +55,17 @@ def _gradients_of_part(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse, as `forward`; on CUDA differentiable by autograd, through FlexAttention's own backward.
+    """Output and lse of dilated attention; shapes as in `reference.forward`.
 
-    Compiled on CUDA. On the CPU it runs in eager mode, with memory for length squared and without a gradient.
+    On CUDA it is compiled and differentiable. On the CPU it runs in eager mode, with memory for length squared and
+    without a gradient.
     """
     orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
     heads, kv_heads = q.shape[2], k.shape[2]
     count = block_mask = None
     if q.shape[1] == k.shape[1]:
         count, block_mask = _masks(call.pattern, call.is_causal, q.shape[1], heads, kv_heads, q.device)
-    # Otherwise it is a block of a ring: one branch of rate 1, in whose one segment every query sees every key.
+    # Otherwise it is a block of a ring: one branch of rate 1 with one segment, where every query sees every key.
 
     def add_log_count(score, b, h, query, key):
         return score + count(h, query, key).log()
@@ -90,12 +88,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
 
 
-def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
-    """The layout in which FlexAttention takes tokens: rows of one residue modulo every rate lie side by side.
+forward = attend  # as every backend names it
 
-    >>> residue_order(DilatedPattern((4, 8), (1, 2)), 6).perm.tolist()
-    [0, 2, 4, 1, 3, 5]
-    """
+
+def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
+    """The layout in which FlexAttention takes tokens: rows of one residue modulo every rate lie side by side."""
     return Ordering.residue(length, lcm(*pattern.dilation_rates))
 
 
@@ -104,10 +101,10 @@ def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
-    # How many branches a query finds a key through, of slots in `residue_order`, as FlexAttention traces it; and the
-    # mask of blocks of FLEX_BLOCK, found without a table of length squared: in a full one every pair attends.
+    # A function that FlexAttention traces: through how many branches a query finds a key, of slots in `residue_order`.
+    # And the mask of blocks, made without a table of length squared; in a full block every pair attends.
     position = residue_order(pattern, length).to(device).perm.int()
-    # Cut to the length, which changes nothing below it: a rate of 2^32 and more is none in 32 bits.
+    # Cut to the length, which changes nothing below it: 32 bits hold no rate of 2^32 and more.
     branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
     used = [tuple(min(_offset(pattern, i, g, kv_heads), length) for i in range(len(branches))) for g in range(kv_heads)]
     offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
@@ -116,7 +113,7 @@ def _masks(
         at_query, at_key = position[query], position[key]
         total = 0.0
         for i, (w, r) in enumerate(branches):
-            # Rows outside of the branch are in segments that meet none.
+            # Rows outside the branch get segments that equal no other.
             query_segment = torch.where(at_query % w % r == offsets[h, i], at_query // w, -1)
             key_segment = torch.where(at_key % w % r == offsets[h, i], at_key // w, -2)
             total = total + (query_segment == key_segment).float()
@@ -161,10 +158,12 @@ def _block_lists(
         last = position.new_zeros(blocks).scatter_reduce(0, block, position, "amax")
         some &= first <= last[:, None]
         full &= last <= first[:, None]
-    listed = []
-    for mask in (some & ~full, full):
-        listed += [mask.sum(1).int(), mask.byte().argsort(dim=1, descending=True, stable=True).int()]
-    return tuple(listed)
+    return *block_list(some & ~full), *block_list(full)
+
+
+def block_list(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of (query blocks, key blocks) bool has, and the columns, with these first: int32."""
+    return blocks.sum(1).int(), blocks.byte().argsort(dim=1, descending=True, stable=True).int()
 
 
 class _Permuted(torch.autograd.Function):
@@ -178,3 +177,97 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
         return dx.index_select(1, ctx.inverse), None, None
+
+
+def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor | tuple:
+    """torch's `flex_attention` of q, k, v (batch, heads, seq, head_dim) on CUDA, compiled for the shape and options.
+
+    Its backward may run again (`retain_graph`), as that of every operator.
+    """
+    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+        return run_to_keep(_compiled_flex(), q, k, v, **options)
+
+
+def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
+    """What a compiled function `run` returns, with a backward that takes over no buffers and so may run again.
+
+    run returns a tensor, or a tuple that begins with one.
+    """
+    # The backward is compiled here, where these settings hold, and not by autograd's thread when it first runs. The
+    # tag keeps it apart from code that does take buffers over: to inductor's cache they are one. Autograd's cache
+    # cannot keep code that holds tensors, like a mask's, and would warn of that; a kept warning keeps the tensors.
+    kept = functorch_config.patch(
+        donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+    )
+    tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}, buffers kept")
+    with kept, tag:
+        results = run(*arguments, **options)
+    given = [x.grad_fn for x in arguments if isinstance(x, Tensor)]
+    node = (results if isinstance(results, Tensor) else results[0]).grad_fn
+    while node is not None and node not in given:
+        if node.name() == "CompiledFunctionBackward":
+            # torch 2.11 to 2.13 refuse to run a backward again unless the indices of the buffers that it takes over
+            # are the empty list. They are None where nobody looked for any.
+            node._forward_cls.metadata.bw_donated_idxs = []
+            break
+        node = node.next_functions[0][0] if node.next_functions else None  # a view of what the code returned
+    return results
+
+
+@cache
+def _compiled_flex() -> Callable:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+# FlexAttention's lists of blocks, in bytes for each head and pair of blocks: while they are sorted, and kept.
+FLEX_SORTED, FLEX_KEPT = 59, 16
+# What the first call of a shape takes on an H200 is 0 to 92 MiB; this is the middle. 60 are as large as L2: torch's
+# compiler clears it between runs of a small kernel, of which it keeps the faster version, unless its cache on disk
+# knows that. 32 are cuBLAS's, which multiplies for the lists, unless the process has multiplied before.
+FLEX_FIRST = 46 * 2**20
+
+
+def _workspace(
+    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # On CUDA: of a forward that is the first of its pattern and length, and of a backward after it, which runs the
+    # forward once more.
+    q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
+    batch, rows, heads, _ = q.shape
+    lse = 4 * batch * rows * heads
+    stored = q.nbytes + 2 * k.nbytes  # in residue order, and as much again for their gradients
+    if direction == "backward":
+        most = 2 * stored + 3 * q.nbytes + 4 * lse  # out and dout in residue order, out in the sequence's
+    else:
+        pairs = heads * (-(-rows // FLEX_BLOCK)) ** 2
+        most = max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + stored + q.nbytes + 2 * lse + FLEX_FIRST)
+    return {"temporary": most - returned}
+
+
+def _refusal(q: Tensor, call: Call) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
+    if shared.mode() != "compiled":
+        return "needs triton, and not its interpreter"
+    return _limits(q, call) or half_refusal(q, call, largest_head_dim=256)
+
+
+def _limits(q: Tensor, call: Call) -> str:
+    if q.shape[-1] < 16:
+        return f"needs a head_dim of at least 16, got {q.shape[-1]}"
+    return half_limits(q, call, largest_head_dim=256)
+
+
+BACKENDS = (
+    Backend(
+        "flex",
+        "compiled FlexAttention; its backward runs the forward once more",
+        _refusal,
+        lambda device: (forward, backward),
+        # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
+        caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
+        limits=_limits,
+        workspace=_workspace,
+        colour="#E69F00",
+    ),
+)

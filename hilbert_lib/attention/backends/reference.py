@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.dropout import keep_mask
 
@@ -12,12 +13,8 @@ from hilbert_lib.attention.dropout import keep_mask
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention.
 
-    Args:
-        q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim).
-        call: the rest of the request.
-
-    Returns:
-        out (batch, queries, heads, head_dim) in q's dtype, lse (batch, heads, queries).
+    q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim). out: like q, lse: (batch, heads,
+    queries).
     """
     dtype = working_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -58,14 +55,17 @@ def backward(
 
 
 def _head_groups(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, int, list[Tensor], list[Tensor]]]:
-    # For each KV head: its query heads, and one mask (batch, 1, queries, keys) and one dropout factor a branch.
+    # For each KV head: its query heads, the head, and for each branch a mask (batch, 1, queries, keys) and a dropout
+    # factor (batch, group, queries, keys).
     batch, queries, heads, _ = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     group = heads // kv_heads
     query = torch.arange(call.first_query, call.first_query + queries, device=q.device)
     key = torch.arange(keys, device=q.device)
+    sequence = torch.arange(batch, device=q.device)[:, None, None, None]
+    pairs = {"batch": sequence, "queries": query[:, None], "keys": key}
     for g in range(kv_heads):
-        head = torch.arange(g * group, (g + 1) * group, device=q.device)
+        head = torch.arange(g * group, (g + 1) * group, device=q.device)[:, None, None]
         masks, kept = [], []
         for i in call.pattern.head_branches(g, kv_heads):
             mask = call.pattern.mask(i, query, key, kv_head=g, kv_heads=kv_heads, is_causal=call.is_causal)
@@ -73,24 +73,12 @@ def _head_groups(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, int,
             if call.key_padding_mask is not None:
                 mask = mask & ~call.key_padding_mask[:, None, None, :]
             masks.append(mask)
-            kept_pairs = _kept(call, batch, head, i, query, key).to(working_dtype(q.dtype))
-            kept.append((kept_pairs / (1.0 - call.dropout_p)).expand(batch, group, queries, keys))
+            factor = torch.ones((), dtype=working_dtype(q.dtype), device=q.device)
+            if call.dropout_p > 0.0:
+                is_kept = keep_mask(call.seed, call.dropout_p, head=head, branch=i, **pairs)
+                factor = is_kept.to(factor.dtype) / (1.0 - call.dropout_p)
+            kept.append(factor.expand(batch, group, queries, keys))
         yield slice(g * group, (g + 1) * group), g, masks, kept
-
-
-def _kept(call: Call, batch: int, head: Tensor, branch: int, query: Tensor, key: Tensor) -> Tensor:
-    if call.dropout_p == 0.0:
-        return torch.ones((), dtype=torch.bool, device=query.device)
-    sequence = torch.arange(batch, device=query.device)[:, None, None, None]
-    return keep_mask(
-        call.seed,
-        call.dropout_p,
-        batch=sequence,
-        head=head[:, None, None],
-        branch=branch,
-        queries=query[:, None],
-        keys=key,
-    )
 
 
 def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
@@ -99,7 +87,7 @@ def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, mask: list[Tensor]) -> Tensor:
-    # weights @ v, where a NaN or inf in a row of v reaches only the queries that attend to it: 0 * NaN is NaN.
+    # weights @ v. A NaN or inf in a row of v reaches only the queries that attend to it, though 0 * NaN is NaN.
     keys = v.shape[1]
     per_key = weights.unflatten(-1, (len(mask), keys)).sum(-2)
     finite = v.isfinite().all(-1)  # (batch, keys)
@@ -109,3 +97,13 @@ def _weighted_sum(weights: Tensor, v: Tensor, mask: list[Tensor]) -> Tensor:
         reached = per_key[b, :, :, key].T[..., None] * v[b, key]  # (queries, heads, head_dim)
         out[b] += torch.where(attends[b, 0, :, key, None, None], reached, 0.0)
     return out
+
+
+BACKENDS = (
+    Backend(
+        "reference",
+        "dense masks: memory grows with length squared",
+        functions=lambda device: (forward, backward),
+        colour="#F0E442",
+    ),
+)

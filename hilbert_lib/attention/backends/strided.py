@@ -1,37 +1,33 @@
 """Dilated attention by dense kernels over zero-copy views: few launches, of many heads each.
 
 The rows of one residue in all whole segments of a branch are `x[:, :whole].unflatten(1, (segments, w))[:, :, o::r]`,
-a view of shape (batch, segments, rows, heads, head_dim). Heads that share an offset are a slice of it, and so is one
-member of every group of query heads. Heads whose offsets follow each other are a view too: the next one is the stride
-of a head and that of a position further. Of the two ways that with fewer views is taken: 16 heads at rate 16 are one
-view. Dense kernels take four dimensions, so batch and segments are folded into one where the strides allow it;
-otherwise the shorter of batch and heads is looped over. Nothing is copied on the way in.
+a view of shape (batch, segments, rows, heads, head_dim). Heads that share an offset are a slice of it. Heads whose
+offsets follow each other are a view too: the step to the next one is the stride of a head plus that of a position. The
+way with fewer views is taken: 16 heads at rate 16 are one view. Dense kernels take four dimensions, so batch and
+segments are folded into one where the strides allow it; otherwise the shorter of batch and heads is looped over.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.dense import Eager, Kernel, Problem
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
+from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem
 from hilbert_lib.attention.call import Call, Part, working_dtype
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.merge import merge
-from hilbert_lib.environment import kernel_mode
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
-
-# What dense kernels on CUDA take as batch, or as heads, at most: a grid has no more blocks along its second dimension.
-# Kernels on a CPU are given no more either, so that a call falls into the same steps everywhere.
-MOST_SEQUENCES = 2**16 - 1
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`.
 
-    Where `_merges_at_once`, every kernel's result is kept until one Triton kernel merges them: beside out and lse,
-    memory for sum(1 / rate) more of both over the branches. Elsewhere each is merged at once into a float32 out.
+    Where `_merges_at_once`, all results are kept until one Triton kernel merges them: memory for sum(1 / rate) more of
+    out and lse, over the branches. Elsewhere each is merged at once into a float32 out.
     """
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
@@ -57,9 +53,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed.
 
-    Where `_merges_at_once`, the summands of all branches are kept until one Triton kernel a gradient sums them:
-    memory for sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere they are summed one by one
-    into float32.
+    Where `_merges_at_once`, all summands are kept until one Triton kernel a gradient sums them: memory for
+    sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere each is added at once, in float32.
     """
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
@@ -93,13 +88,13 @@ def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """Equal segments of some heads of one branch; every segment is a dense attention of its own."""
+    """Equal segments of some heads of one branch, each segment a dense attention."""
 
     branch: int
     segment_length: int
     rate: int
     kv_heads: slice
-    shift: int  # positions from the first row of one head to that of the next: 1, or 0 where they share an offset
+    shift: int  # positions from the first row of one head to the first of the next: 1, or 0 where they share an offset
     segments: int
     start: int  # position at which the first segment begins
     first_query: int  # first row of q, counted from there
@@ -131,32 +126,28 @@ def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Blo
     first, end = call.first_query, call.first_query + queries
     is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
     for branch, (w, r) in enumerate(call.pattern.branches):
-        # Whole segments with all their queries are one block, of as many as kernels take; what is cut is one each.
+        # Whole segments with all their queries share blocks, of as many as kernels take; a cut segment is one block.
         whole = range(-(-first // w), max(-(-first // w), end // w))
         cut = {segment for segment in (first // w, (end - 1) // w) if segment not in whole}
         runs = [(segment, min(MOST_SEQUENCES, whole.stop - segment)) for segment in whole[::MOST_SEQUENCES]]
         groups = call.pattern.offset_heads(branch, kv_heads)
         for segment, segments in runs + [(segment, 1) for segment in sorted(cut)]:
-            start = segment * w
-            rows_of = partial(_rows, rate=r, keys=min(w, keys - start), first=first - start, end=min(w, end - start))
-            for heads, offset, shift in _views(groups, kv_heads, rows_of, is_masked):
-                key_rows, before, rows = rows_of(offset)
+            start, rows = segment * w, {}
+            for offset in groups:  # rows of its keys, of the positions before the first query, of its queries
+                before, until = (rows_in_segment(x - start, r, offset) for x in (first, min(start + w, end)))
+                rows[offset] = rows_in_segment(min(w, keys - start), r, offset), before, until - before
+            for heads, offset, shift in _views(groups, kv_heads, rows, is_masked):
+                key_rows, before, query_rows = rows[offset]
                 at = offset + before * r
-                yield _Block(branch, w, r, heads, shift, segments, start, at, rows, offset, key_rows)
-
-
-def _rows(offset: int, rate: int, keys: int, first: int, end: int) -> tuple[int, int, int]:
-    """Rows of one offset in a segment: of its keys, of the positions before the first query, of its queries."""
-    before = rows_in_segment(first, rate, offset)
-    return rows_in_segment(keys, rate, offset), before, rows_in_segment(end, rate, offset) - before
+                yield _Block(branch, w, r, heads, shift, segments, start, at, query_rows, offset, key_rows)
 
 
 def _views(
-    groups: dict[int, slice], kv_heads: int, rows_of: Callable[[int], tuple[int, int, int]], is_masked: bool
+    groups: dict[int, slice], kv_heads: int, rows: dict[int, tuple[int, int, int]], is_masked: bool
 ) -> list[tuple[slice, int, int]]:
-    # Heads that one view holds, the offset of the first of them, and how far on the next one's is: by offsets, or by
-    # runs of heads at one distance whose offsets follow each other and have as many rows, in whichever way is shorter.
-    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items() if rows_of(offset)[2] > 0}
+    # The heads of each view, the offset of the first head, and the step to the offset of the next. Either a view holds
+    # the heads of one offset, or a run of evenly spaced heads with successive offsets and as many rows.
+    heads_of = {offset: range(kv_heads)[heads] for offset, heads in groups.items() if rows[offset][2] > 0}
     ways = [[(groups[offset], offset, 0) for offset in heads_of]]
     offset_of = {head: offset for offset, heads in heads_of.items() for head in heads}
     if len(heads_of) > 1 and not is_masked:  # a mask is of one offset
@@ -164,7 +155,7 @@ def _views(
             runs: dict[int, list[int]] = {}  # by their last heads
             for head in sorted(offset_of):
                 before, offset = head - distance, offset_of[head]
-                follows = offset_of.get(before) == offset - 1 and rows_of(offset - 1) == rows_of(offset)
+                follows = offset_of.get(before) == offset - 1 and rows[offset - 1] == rows[offset]
                 runs[head] = [*(runs.pop(before) if follows else ()), head]
             ways.append(
                 [(slice(run[0], run[-1] + 1, distance), offset_of[run[0]], int(len(run) > 1)) for run in runs.values()]
@@ -173,14 +164,36 @@ def _views(
 
 
 @dataclass(frozen=True)
+class _Fold:
+    """How five dimensions become four: batch and segments fold, or the segments of one head stand where heads do."""
+
+    batch: slice
+    head: int | None = None
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """(batch, segments, rows, heads, d) -> (batch, heads, rows, d) for a dense kernel."""
+        return x[:, :, :, self.head] if self.head is not None else x[self.batch].flatten(0, 1).transpose(1, 2)
+
+    def of_mask(self, mask: Tensor | None) -> Tensor | None:
+        """(batch, segments, heads, queries, keys), likewise."""
+        if mask is None:
+            return None
+        return mask[:, :, self.head] if self.head is not None else mask[self.batch].flatten(0, 1)
+
+    def unfolded(self, x: Tensor, segments: int) -> Tensor:
+        """(batch, heads, rows, ...), as a dense kernel returns it -> (batch, segments, rows, heads, ...)."""
+        return x[:, :, :, None] if self.head is not None else x.transpose(1, 2).unflatten(0, (-1, segments))
+
+
+@dataclass(frozen=True)
 class Step:
-    """One dense attention, with (batch, heads, rows, ...) views of the tensors on either side."""
+    """One dense attention, with (batch, heads, rows, ...) views of the tensors of queries and of keys."""
 
     problem: Problem
     queries: list[Tensor]
     keys: list[Tensor]
-    block: "_Block"
-    fold: "_Fold"
+    block: _Block
+    fold: _Fold
     query_row: int  # row of q at which the first segment has its first query, of the first head
     query_heads: range
     kv_heads: range
@@ -194,20 +207,18 @@ class Step:
         return self._part(results, self.block.start + self.block.first_key, self.kv_heads)
 
     def _part(self, results: tuple[Tensor, ...], start: int, heads: range) -> Part:
-        block = self.block
-        batch, heads = self.fold.sequences_and_heads(heads)
+        block, head = self.block, self.fold.head
+        if head is not None:
+            heads, start = heads[head : head + 1], start + head * block.shift
         tensors = tuple(self.fold.unfolded(x, block.segments) for x in results)
-        start += (self.fold.head or 0) * block.shift
-        return Part(tensors, batch, heads, start, block.segment_length, block.rate, block.shift)
+        at = slice(heads.start, heads.stop, heads.step)
+        return Part(tensors, self.fold.batch, at, start, block.segment_length, block.rate, block.shift)
 
 
 def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
-    """The dense attentions that one call falls into, each over views.
+    """The dense attentions that one call falls into.
 
-    Args:
-        call: the request.
-        query_side: q and what has its rows, (batch, queries, heads, ...).
-        key_side: k, v and what has their rows, (batch, keys, kv_heads, ...).
+    query_side: q and what has its rows, (batch, queries, heads, ...); key_side: k, v and what has their rows.
     """
     batch, queries, heads, _ = query_side[0].shape
     _, keys, kv_heads, _ = key_side[0].shape
@@ -215,82 +226,43 @@ def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Itera
     members = [x.unflatten(2, (kv_heads, group)) for x in query_side]
     for block in _blocks(call, queries, keys, kv_heads):
         start = block.start - call.first_query
+        causal_shift = (block.first_query - block.first_key) // block.rate
         key_views = [block.view(x, block.start, block.first_key, block.keys) for x in key_side]
         for member in range(group):
             query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
-            kept, allowed = _masks(call, block, batch, kv_heads, group, member, query_side[0])
+            masks = _masks(call, block, batch, range(member, heads, group), query_side[0])
             for fold in _folds([*query_views, *key_views]):
                 yield Step(
-                    Problem(
-                        call.scale,
-                        call.is_causal,
-                        causal_shift=(block.first_query - block.first_key) // block.rate,
-                        allowed=None if allowed is None else fold.of_mask(allowed),
-                        kept=None if kept is None else fold.of_mask(kept),
-                    ),
+                    Problem(call.scale, call.is_causal, causal_shift, *map(fold.of_mask, masks)),
                     [fold.of_rows(x) for x in query_views],
                     [fold.of_rows(x) for x in key_views],
                     block,
                     fold,
                     start + block.first_query,
-                    range(heads)[member::group][block.kv_heads],
+                    range(member, heads, group)[block.kv_heads],
                     range(kv_heads)[block.kv_heads],
                 )
-
-
-@dataclass(frozen=True)
-class _Fold:
-    """How five dimensions become four: all at once, one sequence of the batch, or one head."""
-
-    sequence: int | None = None
-    head: int | None = None
-
-    def of_rows(self, x: Tensor) -> Tensor:
-        """(batch, segments, rows, heads, d) -> (batch, heads, rows, d) for a dense kernel."""
-        if self.head is not None:
-            return x[:, :, :, self.head]  # the segments stand where heads do
-        return (x.flatten(0, 1) if self.sequence is None else x[self.sequence]).transpose(1, 2)
-
-    def of_mask(self, mask: Tensor) -> Tensor:
-        """(batch, segments, heads, queries, keys), likewise."""
-        if self.head is not None:
-            return mask[:, :, self.head]
-        return mask.flatten(0, 1) if self.sequence is None else mask[self.sequence]
-
-    def unfolded(self, x: Tensor, segments: int) -> Tensor:
-        """(batch, heads, rows, ...), as a dense kernel returns it -> (batch, segments, rows, heads, ...)."""
-        if self.head is not None:
-            return x[:, :, :, None]
-        return x.transpose(1, 2).unflatten(0, (-1, segments))
-
-    def sequences_and_heads(self, heads: range) -> tuple[slice, slice]:
-        """Of all sequences and some heads, those that are in the four dimensions."""
-        if self.head is not None:
-            heads = heads[self.head : self.head + 1]
-        batch = slice(None) if self.sequence is None else slice(self.sequence, self.sequence + 1)
-        return batch, slice(heads.start, heads.stop, heads.step)
 
 
 def _folds(views: list[Tensor]) -> list[_Fold]:
     batch, segments, _, heads, _ = views[0].shape
     fits = batch * segments <= MOST_SEQUENCES and all(x.stride(0) == segments * x.stride(1) for x in views)
     if batch == 1 or segments == 1 or fits:
-        return [_Fold()]
+        return [_Fold(slice(None))]
     if batch <= heads:
-        return [_Fold(sequence=b) for b in range(batch)]
-    return [_Fold(head=h) for h in range(heads)]
+        return [_Fold(slice(b, b + 1)) for b in range(batch)]
+    return [_Fold(slice(None), h) for h in range(heads)]
 
 
-def _masks(
-    call: Call, block: _Block, batch: int, kv_heads: int, group: int, member: int, q: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    # The dropout factor and the keys that padding allows, (batch, segments, heads, queries, keys), where asked for.
+def _masks(call: Call, block: _Block, batch: int, heads: range, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    # The keys that padding allows and the dropout factor, (batch, segments, heads, queries, keys), where asked for.
+    # heads: one query head of every KV head.
     if call.dropout_p == 0.0 and call.key_padding_mask is None:
         return None, None
     device = q.device
-    head = torch.arange(kv_heads, device=device)[block.kv_heads] * group + member
+    head = torch.arange(heads.start, heads.stop, heads.step, device=device)[block.kv_heads]
     key = block.positions(block.first_key, block.keys, device)
-    kept = allowed = None
+    allowed = kept = None
     if call.key_padding_mask is not None:
         # Expanded last: `~` writes out whatever it is given.
         allowed = (~call.key_padding_mask[:, key])[:, :, None, None].expand(-1, -1, len(head), block.queries, -1)
@@ -305,4 +277,44 @@ def _masks(
             queries=query[:, None, :, None],
             keys=key[:, None, None, :],
         ).to(working_dtype(q.dtype)) / (1.0 - call.dropout_p)
-    return kept, allowed
+    return allowed, kept
+
+
+def over_views(
+    kernel: Kernel, sizes: dict[int, tuple[int, int, int]] | None = None, on_cuda: Kernel | None = None
+) -> dict:
+    """The functions and the workspace of a backend that runs a dense kernel over views.
+
+    Args:
+        kernel: the dense kernel; on_cuda: another one for CUDA.
+        sizes: by bytes of an element, the bytes that the kernel's backward takes beside its results: for each element
+            of q where the rate is 1, for each where it is above 1 (some copy what is strided), and for each row of q.
+            Its forward takes nothing. Without sizes the workspace is found by running it on meta tensors.
+    """
+    pairs = [(partial(forward, kernel=one), partial(backward, kernel=one)) for one in (kernel, on_cuda or kernel)]
+    workspace = partial(_workspace, sizes=sizes) if sizes else None
+    return {"functions": lambda device: pairs[device.type == "cuda"], "workspace": workspace}
+
+
+def _workspace(
+    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int, sizes: dict
+) -> dict[str, int] | None:
+    # Highest point where the results of all kernels are kept and merged at once, as on CUDA.
+    if device.type != "cuda":
+        return None
+    if direction == "forward":
+        (q, k, v), lse_size, held = given, 4, 0
+        query_side, workspace = [q], (0, 0, 0)
+    else:
+        dout, q, k, v, out, lse = given
+        lse_size, held = 0, lse.nbytes  # of a copy in another layout
+        query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
+        workspace = sizes[q.element_size()]
+    peak, (dense, thinned, per_row) = 0, workspace
+    for step in steps(call, query_side, [k, v]):
+        per_element = dense if step.block.rate == 1 else thinned
+        q, k = step.queries[0], step.keys[0]
+        rows = q.numel() // q.shape[-1]
+        held += q.nbytes + lse_size * rows + (2 * k.nbytes if direction == "backward" else 0)
+        peak = max(peak, held + per_element * q.numel() + per_row * rows)
+    return {"temporary": max(peak, held + returned) - returned}

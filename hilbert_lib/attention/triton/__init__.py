@@ -2,14 +2,14 @@
 
 limits     what they need of a call and of a GPU; imports no triton
 schedule   which rows a program takes, and in how many passes: pure, on the host
-geometry   where a tile of rows stands in the segments of a branch
+geometry   where a tile of rows lies in the segments of a branch
 forward    output and lse
 backward   dq; dk and dv
 hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once
-rows       rows of a whole by index: merged, or added to, in place
+rows       rows by index: merged, or added to, in place
 arguments  configurations, grids and the arguments that kernels share
 launch     the two entry points
-start      starts the kernels of a call, which a first one compiles beside each other
+start      starts the kernels of a call; the first time all are compiled at once
 """

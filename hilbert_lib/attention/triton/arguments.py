@@ -14,21 +14,14 @@ from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and resources of one kernel.
+    """Tile sizes and resources of one kernel."""
 
-    Attributes:
-        block_m, block_n: queries and keys of a tile.
-        num_warps, num_stages: as Triton takes them.
-        maxnreg: registers that a thread begins with, where more would keep a second program off a multiprocessor.
-        together: as in `schedule.tables`.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
     num_warps: int = 4
     num_stages: int = 2
-    maxnreg: int | None = None
-    together: int = schedule.TILES_TOGETHER
+    maxnreg: int | None = None  # registers of a thread at first, where more would keep a second program off an SM
+    together: int = schedule.TILES_TOGETHER  # as in `schedule.tables`
 
 
 INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
@@ -36,30 +29,18 @@ INTERPRETED = {name: Config(16, 16) for name in ("forward", "dq", "dkv")}
 # what others do is in reports/HISTORY.md ("Configurations of the plain kernels").
 CONFIGS = {
     "forward": {
-        (2, 64): Config(128, 64, 4, 3),
-        (2, 128): Config(128, 64, 8, 3),
-        (2, 256): Config(64, 64, 8, 2),
-        (4, 64): Config(64, 64, 8, 2),
-        (4, 128): Config(64, 32, 8, 2),
-        (4, 256): Config(32, 32, 8, 2),
+        (2, 64): Config(128, 64, 4, 3), (2, 128): Config(128, 64, 8, 3), (2, 256): Config(64, 64, 8, 2),
+        (4, 64): Config(64, 64, 8, 2), (4, 128): Config(64, 32, 8, 2), (4, 256): Config(32, 32, 8, 2),
     },
     "dq": {
-        (2, 64): Config(64, 64, 4, 3),
-        (2, 128): Config(128, 64, 8, 3),
-        (2, 256): Config(64, 32, 4, 2),
-        (4, 64): Config(32, 32, 4, 2),
-        (4, 128): Config(64, 32, 8, 2),
-        (4, 256): Config(16, 16, 4, 1),
+        (2, 64): Config(64, 64, 4, 3), (2, 128): Config(128, 64, 8, 3), (2, 256): Config(64, 32, 4, 2),
+        (4, 64): Config(32, 32, 4, 2), (4, 128): Config(64, 32, 8, 2), (4, 256): Config(16, 16, 4, 1),
     },
     "dkv": {
-        (2, 64): Config(32, 128, 8, 3),
-        (2, 128): Config(32, 128, 8, 3),
-        (2, 256): Config(32, 64, 8, 2),
-        (4, 64): Config(32, 32, 4, 1),
-        (4, 128): Config(32, 32, 8, 1),
-        (4, 256): Config(16, 16, 4, 1),
+        (2, 64): Config(32, 128, 8, 3), (2, 128): Config(32, 128, 8, 3), (2, 256): Config(32, 64, 8, 2),
+        (4, 64): Config(32, 32, 4, 1), (4, 128): Config(32, 32, 8, 1), (4, 256): Config(16, 16, 4, 1),
     },
-}
+}  # fmt: skip
 STRIDES = [f"stride_{name}{axis}" for name in "qkv" for axis in "bnh"]  # as the kernels name them
 
 
@@ -67,15 +48,18 @@ def config_of(kernel: str, q: Tensor) -> Config:
     """The configuration of a kernel for a dtype and head_dim."""
     if is_interpreted():
         return INTERPRETED[kernel]
-    size, head_dim = q.element_size(), q.shape[-1]
-    return next(
-        config for (bytes_, largest), config in CONFIGS[kernel].items() if bytes_ == size and head_dim <= largest
-    )
+    configs = CONFIGS[kernel].items()
+    return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
 
 
 def is_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter in this process."""
     return triton.knobs.runtime.interpret
+
+
+def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a kernel is given: float32 for the interpreter, which computes bfloat16 wrongly."""
+    return tuple(x.float() for x in tensors) if is_interpreted() else tensors
 
 
 def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
@@ -85,63 +69,39 @@ def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
 
 
 def launch_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    one: schedule.Pass,
-    config: Config,
-    *,
-    rows: str,
-    first: bool,
-    last: bool,
-) -> tuple[tuple[int], dict]:
-    """Grid and the arguments that the kernels share. Where an argument is not used, q stands in for it."""
+    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, config: Config,
+    *, rows: str, first: bool, last: bool,
+) -> tuple[tuple[int], dict]:  # fmt: skip
+    """Grid and shared arguments of a pass over the tiles of `rows`, "queries" or "keys". q stands in for unused ones.
+
+    The first pass reads no partial results, and the last writes none.
+    """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    start, rows_there, block = (
-        (call.first_query, queries, config.block_m) if rows == "queries" else (0, keys, config.block_n)
-    )
-    together = config.together if rows_there == keys else 0
+    if rows == "queries":
+        begin, length, block, tile_heads = call.first_query, queries, config.block_m, heads
+    else:
+        begin, length, block, tile_heads = 0, keys, config.block_n, kv_heads
+    together = config.together if length == keys else 0
     tables = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device)
-    chunks = (start + rows_there - 1) // tables.chunk - start // tables.chunk + 1
+    chunks = (begin + length - 1) // tables.chunk - begin // tables.chunk + 1
     phases, count = tables.items.shape[1:3]
-    tile_heads = {"heads": heads} if rows == "queries" else {"kv_heads": kv_heads}
+    strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     shared = {
-        "branches": tables.branches,
-        "offsets": tables.offsets,
-        "branch_ids": tables.branch_ids,
-        "items": tables.items,
-        "classes": tables.classes,
+        "branches": tables.branches, "offsets": tables.offsets, "branch_ids": tables.branch_ids,
+        "items": tables.items, "classes": tables.classes,
         "inverse": q if call.inverse is None else call.inverse,
         "padding": q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         "seed": q if call.seed is None else call.seed,
-        "scale": call.scale,
-        "drop_below": drop_below(call.dropout_p),
-        **dict(zip(STRIDES, q.stride()[:3] + k.stride()[:3] + v.stride()[:3], strict=True)),
-        "first_query": call.first_query,
-        "queries": queries,
-        "keys": keys,
-        **tile_heads,
-        "group": heads // kv_heads,
-        "chunk": tables.chunk,
-        "stride": one.stride,
-        "chunks": chunks,
-        "phases": phases,
-        "count": count,
+        "scale": call.scale, "drop_below": drop_below(call.dropout_p),
+        **dict(zip(STRIDES, strides, strict=True)),
+        "first_query": call.first_query, "queries": queries, "keys": keys,
+        "heads" if rows == "queries" else "kv_heads": tile_heads, "group": heads // kv_heads,
+        "chunk": tables.chunk, "stride": one.stride, "chunks": chunks, "phases": phases, "count": count,
         "n_branches": len(one.branches),
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d(head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "CAUSAL": call.is_causal,
-        "GATHER": call.inverse is not None,
-        "PADDING": call.key_padding_mask is not None,
-        "DROPOUT": call.dropout_p > 0.0,
-        "READ_PARTIAL": not first,
-        "WRITE_PARTIAL": not last,
-        "PRECISION": products_of_float32(),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    return (batch * (heads if rows == "queries" else kv_heads) * chunks * count,), shared
+        "HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "CAUSAL": call.is_causal, "GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None,
+        "DROPOUT": call.dropout_p > 0.0, "READ_PARTIAL": not first, "WRITE_PARTIAL": not last,
+        "PRECISION": products_of_float32(), "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    return (batch * tile_heads * chunks * count,), shared

@@ -19,9 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["rows", "queries", "heads"])
 def delta_kernel(
-    out, dout, delta,
-    stride_db, stride_dn, stride_dh,
-    rows, queries, heads,
+    out, dout, delta, stride_db, stride_dn, stride_dh, rows, queries, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, queries) of dense out and strided dout; a row is one (sequence, query, head)."""
@@ -42,9 +40,7 @@ def dq_kernel(
     q, k, v, dout, lse, delta, dq, partial_dq,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, drop_below,
-    stride_qb, stride_qn, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count, n_branches,
@@ -52,7 +48,7 @@ def dq_kernel(
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (batch, queries, heads, head_dim) of one tile of queries; the walk is that of the forward."""
+    """dq (batch, queries, heads, head_dim) of one tile of queries, which walks over keys as the forward does."""
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
@@ -143,9 +139,7 @@ def dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, drop_below,
-    stride_qb, stride_qn, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
     first_query, queries, keys, kv_heads, group,
     chunk, stride, chunks, phases, count, n_branches,
@@ -153,10 +147,9 @@ def dkv_kernel(
     CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (batch, keys, kv_heads, head_dim), in sequence order, of one tile of BLOCK_N keys.
+    """dk and dv (batch, keys, kv_heads, head_dim) of one tile of BLOCK_N keys, which may be the partial results too.
 
-    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys. The partial
-    results may be dk and dv themselves.
+    Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
     """
     b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
         tl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
@@ -234,10 +227,9 @@ def dkv_kernel(
 
 @triton.jit
 def _dkv_walk(
-    dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position,
-    sees, start, w, o, r, begin, stop, again, end, first_query, b, h, branch, scale, drop_below, stride_qn,
-    stride_dn, dims, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse, delta, seed, position, sees, start, w, o, r, begin, stop,
+    again, end, first_query, b, h, branch, scale, drop_below, stride_qn, stride_dn, dims, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Queries from begin to stop and from again to end, in one loop: twice as much code would compile as long again.
     cols = tl.arange(0, BLOCK_M)

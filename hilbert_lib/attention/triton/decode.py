@@ -1,9 +1,9 @@
 """Forward for a few queries against many keys: the keys are split over programs, and the parts merged.
 
-A tile of `forward` holds queries of one head and reads all their keys; with one query that is a handful of programs,
-and the heads of a group read the same keys. Here a program takes a chunk of the keys that one KV head sees in one
-branch, for all queries of all heads of the group at once, so that a key row crosses from memory once a branch.
-Where these rows are more than a tile, its tiles run side by side and find the keys in the cache.
+A tile of `forward` holds queries of one head and reads all their keys: with one query that is a handful of programs,
+and the heads of a group read the same keys again. Here a program takes a chunk of the keys that one KV head sees in one
+branch, for all queries of all heads of the group, so that a key row is read from memory once a branch. Tiles of one
+chunk run side by side and find the keys in the cache.
 """
 
 import torch
@@ -13,13 +13,8 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton.geometry import (
-    block_d,
-    dropout_factor,
-    power_of_2,
-    products_of_float32,
-    segment_rows,
-)
+from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
+from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, power_of_2, products_of_float32, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -43,18 +38,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def serves(q: Tensor, k: Tensor, call: Call) -> bool:
     """Whether this forward suits a call better than `launch.forward`.
 
-    It does where a KV head has few query rows and some branch shows them so many keys that partial results are small
-    beside these. No count of programs is asked for: where the calls fill the GPU anyway, keys are still read once for
-    all heads of a group.
-
-    Args:
-        q, k, call: as for `forward`.
+    It does where a KV head has few query rows and some branch shows them so many keys that partial results are small.
+    How many programs there are does not count: the keys are read once for all heads of a group in any case.
 
     >>> q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 4096, 2, 64)
     >>> serves(q, k, Call(DilatedPattern((1024,), (1,)), query_start=4095))
     True
-    >>> serves(k, k, Call(DilatedPattern((1024,), (1,))))
-    False
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     if rows > MOST_ROWS:
@@ -63,23 +52,9 @@ def serves(q: Tensor, k: Tensor, call: Call) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention, as `launch.forward` gives them; deterministic, no atomics.
-
-    Scratch: batch * heads * queries * parts * (head_dim + 1) float32, one part for each chunk of each branch's
-    keys.
-
-    Args:
-        q: (batch, queries, heads, head_dim).
-        k, v: (batch, keys, kv_heads, head_dim).
-        call: the rest of the request.
-
-    Returns:
-        out (batch, queries, heads, head_dim) in q's dtype, lse (batch, heads, queries) float32.
-    """
+    """Output and lse of dilated attention, as `launch.forward` gives them; deterministic, no atomics."""
     dtype = q.dtype
-    is_interpreted = triton.knobs.runtime.interpret
-    if is_interpreted:  # bfloat16 would be computed wrongly
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = as_computed(q, k, v)
     batch, queries, heads, head_dim = q.shape
     kv_heads, first = k.shape[2], call.first_query
     keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
@@ -88,7 +63,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     block_n = step_keys(head_dim, k.element_size())
     chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
-    pairs = len(call.pattern.branches) * kv_heads
+    branches = len(call.pattern.branches)
+    pairs = branches * kv_heads
+    # One part for each chunk of each branch's keys.
     partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
     block_m = min(TILE_ROWS[k.element_size()], max(16, power_of_2(rows)))
@@ -113,9 +90,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    numbers = (first, queries, keys, heads, kv_heads, group, len(call.pattern.branches), chunk, parts)
+    arguments = (
+        partial_out, partial_lse, out, lse, table,
+        first, queries, keys, heads, kv_heads, group, branches, chunk, parts,
+    )  # fmt: skip
     named = {"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK": MERGED_ELEMENTS // columns}
-    arguments = (partial_out, partial_lse, out, lse, table, *numbers)
     starts.append(Start(merge_kernel, (batch * queries * heads,), arguments, named))
     start(starts)
     return out, lse
@@ -123,33 +102,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def step_keys(head_dim: int, element_size: int) -> int:
     """Keys of one step of a program: a tile of k has `TILE_BYTES` at most."""
-    if triton.knobs.runtime.interpret:
+    if is_interpreted():
         return INTERPRETED_BLOCK
     return min(128, TILE_BYTES // (block_d(head_dim) * element_size))
 
 
 def split(
-    pattern: DilatedPattern,
-    keys: int,
-    first: int,
-    queries: int,
-    batch: int,
-    kv_heads: int,
-    least: int,
-    block: int,
+    pattern: DilatedPattern, keys: int, first: int, queries: int, batch: int, kv_heads: int, least: int, block: int
 ) -> tuple[int, int, int]:
-    """How the keys are split: as the kernels see it, which work out for themselves who takes what.
+    """How `keys` that queries from position `first` on may see are split: chunk, units and parts.
 
-    Args:
-        pattern: the pattern.
-        keys: that any query may see.
-        first, queries: position of the first query, and how many there are.
-        batch, kv_heads: sequences and KV heads.
-        least: keys of a program, at least.
-        block: keys of a step; a program takes whole steps.
-
-    Returns:
-        chunk: keys of a program. units: programs of one sequence. parts: those of all branches together.
+    chunk: keys of a program, at least `least` and whole steps of `block`. units: programs of one sequence. parts:
+    chunks of all branches together. The kernels work out for themselves who takes what.
 
     >>> split(DilatedPattern((4096,), (1,)), 4096, 4095, 1, batch=1, kv_heads=2, least=8, block=64)
     (64, 128, 64)
@@ -184,11 +148,9 @@ def splits_of(w, r, first_query, keys, chunk):
 
 @triton.jit
 def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS: tl.constexpr):
-    """The work of a program: pairs of a branch and a KV head that see no query get none.
+    """The work of a program: its pair, branch * kv_heads + g; the chunk of its keys; the part's number among all parts.
 
-    Returns:
-        pair: the pair's number, branch * kv_heads + g. part: which chunk of its keys. number: that of the part among
-        the parts of all branches.
+    Pairs of a branch and a KV head that see no query get no program.
     """
     pair = tl.arange(0, PAIRS)
     w = tl.load(table + 3 * pair, mask=pair < pairs, other=1)
@@ -210,19 +172,14 @@ def pair_of(unit, table, first_query, queries, keys, kv_heads, pairs, chunk, PAI
 def decode_kernel(
     q, k, v, partial_out, partial_lse, table, inverse, padding, seed,
     scale, drop_below,
-    stride_qb, stride_qn, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh, stride_pb,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_pb,
     first_query, queries, keys, kv_heads, group, pairs, chunk, units, tiles, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
     SEVERAL: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the keys of one branch and KV head, for all queries of the head's group.
-
-    partial_out (batch, heads, queries, parts, head_dim) and partial_lse (batch, heads, queries, parts) are written
-    where a query is in the branch.
-    """
+    """One chunk of the keys of one branch and KV head, for all queries of the head's group that are in the branch."""
+    # partial_out [batch, heads, queries, parts, HEAD_DIM], partial_lse [batch, heads, queries, parts]
     unit = tl.program_id(0) // tiles
     b = (unit // units).to(tl.int64)
     pair, part, number = pair_of(unit % units, table, first_query, queries, keys, kv_heads, pairs, chunk, PAIRS)

@@ -21,9 +21,7 @@ def forward_kernel(
     q, k, v, out, lse, partial_out, partial_lse, flag,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
     scale, drop_below,
-    stride_qb, stride_qn, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count, n_branches,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -32,9 +30,9 @@ def forward_kernel(
 ):  # fmt: skip
     """One tile of queries of one head through the branches of one pass; with IF_FLAG only where flag is set.
 
-    out (batch, queries, heads, head_dim) and lse (batch, heads, queries) are dense. With WRITE_PARTIAL the result goes
-    to partial_out and partial_lse, of the same shapes; with READ_PARTIAL it goes on from them. They may be out and lse.
+    Partial results, which may be out and lse, are written with WRITE_PARTIAL and gone on from with READ_PARTIAL.
     """
+    # Dense: out [batch, queries, heads, HEAD_DIM], lse [batch, heads, queries], and the partial results.
     if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
         if tl.load(flag) == 0:
             return

@@ -1,4 +1,4 @@
-"""Where a tile of rows stands in the segments of a branch: the arithmetic that every kernel shares."""
+"""Where a tile of rows lies in the segments of a branch: the arithmetic that every kernel shares."""
 
 import torch
 import triton
@@ -24,11 +24,7 @@ def block_d(head_dim: int) -> int:
 
 
 def power_of_2(number: int) -> int:
-    """The next one from a number above 0 on; Triton's own function is made for kernels, and slow on the host.
-
-    >>> [power_of_2(number) for number in (1, 2, 3, 64, 65)]
-    [1, 2, 4, 64, 128]
-    """
+    """The smallest power of two that is at least a positive number. Triton's own function is slow on the host."""
     return 1 << (number - 1).bit_length()
 
 
@@ -39,12 +35,10 @@ def products_of_float32() -> str:
 
 @triton.jit
 def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases, count, heads, group):
-    """The tile of a program, of the rows from `first_row` on that there are; `schedule.Tables` holds the tiles.
+    """The tile of a program, among `rows` rows from `first_row` on; `schedule.Tables` holds the tiles.
 
-    Returns:
-        b, h: sequence and head. start, members, n, u: what `tile_positions` takes. size: rows, 0 where there is no
-        tile. end: position before which rows lie. first: position of row 0. lowest, highest: positions of the first
-        and the last row, of those that exist.
+    start, members, n and u are what `tile_positions` takes; size is 0 where there is no tile; rows lie before `end`;
+    first is the position of row 0, lowest and highest are those of the first and the last row that exist.
     """
     # Tiles of a chunk, or of a few, share segments: close together they find them in the cache.
     number = pid % count
@@ -92,9 +86,7 @@ def key_range(
 ):
     """Which keys of a segment a tile of queries at positions lowest to highest sees.
 
-    Returns:
-        n: keys that the segment holds. full: of these, how many (whole blocks) every query of the tile sees, so that
-        nothing is masked. end: how many any of them sees.
+    The segment holds n keys; every query sees the first `full`, whole blocks without a mask; any sees the first `end`.
     """
     n = segment_rows(start, w, r, o, keys)
     end = n
@@ -124,7 +116,7 @@ def key_rows(first, rate, number, valid, in_dim, inverse, MASKED: tl.constexpr, 
 
 @triton.jit
 def dropout_factor(seed, drop_below, b, h, branch, query, key):
-    """0 for a dropped pair, else 1 / (1 - dropout_p), by `attention.dropout.keep_mask` and its `drop_below`."""
+    """0 for a dropped pair, else 1 / (1 - dropout_p), with the bits of `attention.dropout.keep_mask`."""
     words = tl.load(seed)
     if seed.dtype.element_ty == tl.int32:  # what `attention.dropout.named` made
         words = (tl.load(seed + 1).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
 """All partial results of one call, merged or summed by one kernel that writes each row once.
 
-The kernel goes by the rows of the whole. A table tells it which parts hold rows of a sequence and head, and where these
-begin in memory; which row of a part a row is follows by arithmetic. Parts stay as the dense kernels wrote them.
+The kernel walks over the rows of the whole. A table says which parts hold rows of a sequence and head, and where these
+begin in memory; a row's place in a part follows by arithmetic. Parts stay as the dense kernels wrote them.
 """
 
 import numpy as np
@@ -19,14 +19,9 @@ ELEMENTS = 8192  # of a tile: 64 registers of float32 a thread
 
 
 def merge_parts(parts: list[Part], q: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` over any number of parts, in float32.
+    """Merge parts of out, in q's dtype, and of lse, float32; rows that no part holds are 0 and -inf.
 
-    Args:
-        parts: of out, in q's dtype, and lse, float32. The last stride of out is 1; rows begin at 16-byte addresses.
-        q: (batch, rows, heads, head_dim), whose shape, dtype and device the whole has.
-
-    Returns:
-        out like q, dense; lse (batch, heads, rows), float32. Rows that no part holds: 0 and -inf.
+    out is shaped like q. The last stride of a part's out is 1, and its rows begin at 16-byte addresses.
 
     >>> out, lse = merge_parts([], torch.ones(1, 2, 1, 4))
     >>> out.any().item(), lse.tolist()
@@ -40,15 +35,7 @@ def merge_parts(parts: list[Part], q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_parts(parts: list[Part], x: Tensor) -> Tensor:
-    """The sum of parts of one tensor each, in float32 and rounded once, shaped like x.
-
-    Args:
-        parts: in x's dtype. Their last stride is 1; rows begin at 16-byte addresses.
-        x: (batch, rows, heads, head_dim), whose shape, dtype and device the sum has.
-
-    >>> sum_parts([], torch.ones(1, 2, 1, 4)).any().item()
-    False
-    """
+    """The sum, in float32 and rounded once, of parts of one tensor each: shaped like x, stored as for `merge_parts`."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(sum_kernel, parts, total)
     return total
@@ -65,7 +52,7 @@ def _launch(kernel: triton.JITFunction, parts: list[Part], whole: Tensor, *rest:
 
 
 def _table(parts: list[Part], batch: int, heads: int, tensors: int) -> Tensor:
-    """(slots, batch, heads, numbers) int64, pinned where there is a GPU. A slot that a head does not need is zero."""
+    # (slots, batch, heads, numbers) int64, pinned where there is a GPU. A slot that a head does not need is zero.
     depth = np.zeros((batch, heads), dtype=np.int64)  # slots taken
     slots = []
     for part in parts:

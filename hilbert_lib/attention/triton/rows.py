@@ -1,6 +1,6 @@
-"""Rows of a whole, by index: merged with others or added to, in place, each read and written once.
+"""Rows by index: merged with others or added to, in place, each read and written once.
 
-In plain torch each of the two is a gather, the arithmetic and a scatter, up to seventeen kernels.
+In plain torch each of the two takes up to seventeen kernels: a gather, the arithmetic and a scatter.
 """
 
 import triton
@@ -13,45 +13,31 @@ ELEMENTS = 2048  # of a tile: 16 a thread
 
 
 def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tensor, other_lse: Tensor) -> None:
-    """As `hilbert_lib.attention.merge.merge_rows`.
-
-    >>> import torch
-    >>> out, lse = torch.zeros(2, 1, 1, 2), torch.full((2, 1, 1), -torch.inf)
-    >>> merge_rows(out, lse, (torch.tensor([1]),), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    >>> out.flatten().tolist()
-    [0.0, 0.0, 1.0, 1.0]
-    """
+    """As `hilbert_lib.attention.merge.merge_rows`."""
     _launch(merge_kernel, at, [(out, other_out), (lse, other_lse)])
 
 
 def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
-    """As `hilbert_lib.attention.merge.add_rows`.
-
-    >>> import torch
-    >>> total = torch.zeros(2, 1, 1, 2)
-    >>> add_rows(total, (torch.tensor([1]),), torch.ones(1, 1, 1, 2))
-    >>> total.flatten().tolist()
-    [0.0, 0.0, 1.0, 1.0]
-    """
+    """As `hilbert_lib.attention.merge.add_rows`."""
     _launch(add_kernel, at, [(total, more)])
 
 
 def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
     rows = at[0].numel()
+    if not rows:
+        return
     group, batch, head_dim = pairs[0][0].shape[-3:]
     block_d = power_of_2(head_dim)
     block_m = max(1, ELEMENTS // block_d)
     tensors, strides = [], []
     for whole, others in pairs:
         tensors += [whole, others.contiguous()]
-        by_row = whole.stride()[: len(at)]
-        # Of one index, the second is the first one again, and counts for nothing.
-        strides += [*by_row, *[0] * (2 - len(at)), *whole.stride()[len(at) :]]
-    if rows:
-        kernel[(triton.cdiv(rows, block_m) * group * batch,)](
-            *tensors, at[0].contiguous(), at[-1].contiguous(), rows, group, batch, *strides,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
-        )  # fmt: skip
+        # A single index is given twice, the second time with stride 0.
+        strides += [*whole.stride()[: len(at)], *[0] * (2 - len(at)), *whole.stride()[len(at) :]]
+    kernel[(triton.cdiv(rows, block_m) * group * batch,)](
+        *tensors, at[0].contiguous(), at[-1].contiguous(), rows, group, batch, *strides,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

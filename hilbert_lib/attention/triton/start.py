@@ -1,9 +1,8 @@
-"""Starts the kernels of a call. The first time they are compiled beside each other: the call waits for the longest."""
+"""Starts the kernels of a call. The first time, all are compiled at once: the call waits for the slowest alone."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import Context
 from functools import cache
 from typing import NamedTuple
@@ -16,32 +15,20 @@ _compiled: set[tuple] = set()
 
 
 class Start(NamedTuple):
-    """A kernel and what it is started with.
-
-    Attributes:
-        kernel: a function of `triton.jit`, or of Gluon's.
-        grid: programs along each axis.
-        arguments: without names; a tensor is the first.
-        named: by name, constants and Triton's own options among them.
-    """
+    """A kernel, of `triton.jit` or of Gluon's, and what it is started with."""
 
     kernel: triton.runtime.KernelInterface
     grid: tuple[int, ...]
-    arguments: tuple
-    named: dict
+    arguments: tuple  # by position; a tensor is the first
+    named: dict  # by name, with constants and Triton's own options
 
 
 def start(starts: Sequence[Start]) -> None:
-    """Start kernels on the current stream, one after the other; all are compiled before the first starts.
-
-    Args:
-        starts: in order, at least one; all on one device.
-    """
+    """Start kernels of one device on the current stream, in order; all are compiled before the first starts."""
     if not triton.knobs.runtime.interpret:
         kind = _kind(starts)
         if kind not in _compiled:
-            # In a context of its own, where no other mode of compiling is active.
-            Context().run(_compile, starts)
+            Context().run(_compile, starts)  # a context without another mode of compiling
             if len(_compiled) >= KINDS:
                 _compiled.clear()
             _compiled.add(kind)
@@ -62,22 +49,17 @@ def _constants(kernel: triton.JITFunction) -> tuple[str, ...]:
 
 
 def _compile(starts: Sequence[Start]) -> None:
-    # A thread begins on device 0, for which the kernels of another would then be loaded.
+    # A thread begins on device 0, where it would load another device's kernels.
     at = {"initializer": torch.cuda.set_device, "initargs": (starts[0].arguments[0].device,)}
-    with _no_collections(), ThreadPoolExecutor(len(starts), **at) as pool:
-        with triton.AsyncCompileMode(pool):
-            found = [each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named) for each in starts]
-        list(pool.map(_load, set(found)))
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    # Compiling makes many objects and little garbage: collections would begin often, each going through all that torch
-    # has loaded, and free next to nothing.
+    # Compiling makes many objects and little garbage: collections would go through all of torch and free next to
+    # nothing.
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with ThreadPoolExecutor(len(starts), **at) as pool:
+            with triton.AsyncCompileMode(pool):
+                found = [each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named) for each in starts]
+            list(pool.map(_load, set(found)))
     finally:
         if was_on:
             gc.enable()

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from itertools import product
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Neighbourhood, block_pairs, mask_blocks, rows_exchanged
+from hilbert_lib.grid import Neighbourhood, check_length, mask_blocks
 from hilbert_lib.ordering import Ordering
 
 CURVES = ("raster", "snake", "tile", "morton", "hilbert")
@@ -136,3 +138,58 @@ def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_by
             peers = (needed > 0).sum(dim=1)
             rows.append((name, count, int(received.sum()), int(received.max()), int(peers.max())))
     return pd.DataFrame(rows, columns=["order", "ranks", "total_bytes", "most_bytes", "most_peers"])
+
+
+def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Tensor:
+    """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids.
+
+    >>> block_pairs(Neighbourhood((2, 2), 2), Ordering.linear(4), q_block=2, kv_block=4).tolist()
+    [[8], [8]]
+    """
+    check_length(neighbourhood, ordering)
+    cells = neighbourhood.coordinates(ordering.perm.cpu())
+    first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")
+    keys = first[:, None] + (neighbourhood.keys(0))
+    blocks = [-(-neighbourhood.length // size) for size in (q_block, kv_block)]
+    q = torch.arange(neighbourhood.length, device="cpu")[:, None] // q_block
+    kv = ordering.inverse.cpu()[keys] // kv_block
+    return (q * blocks[1] + kv).flatten().bincount(minlength=blocks[0] * blocks[1]).view(blocks)
+
+
+def rows_exchanged(neighbourhood: Neighbourhood, ordering: Ordering, ranks: int) -> Tensor:
+    """Key rows that ranks need from each other when each holds a run of consecutive slots.
+
+    Args:
+        neighbourhood: which keys a query attends to.
+        ordering: of the cells; the runs are as long as `torch.tensor_split` makes them.
+        ranks: how many, from 1 to the number of cells.
+
+    Returns:
+        (ranks, ranks) int64: in row i, column j the rows of j's that i's queries attend to; 0 on the diagonal.
+
+    Raises:
+        ValueError: if the ordering has not the length of the grid, or ranks is out of range.
+
+    >>> rows_exchanged(Neighbourhood((1, 6), 1), Ordering.linear(6), 2).tolist()
+    [[0, 0], [0, 0]]
+    """
+    check_length(neighbourhood, ordering)
+    ranks = checks.integer("ranks", ranks, least=1, most=neighbourhood.length)
+    runs = ordering.perm.cpu().tensor_split(ranks)
+    owner = torch.empty(neighbourhood.length, dtype=torch.int64, device="cpu")
+    for rank, run in enumerate(runs):
+        owner[run] = rank
+    rows = torch.stack([owner[_seen(neighbourhood, run)].bincount(minlength=ranks) for run in runs])
+    return rows.fill_diagonal_(0)
+
+
+def _seen(neighbourhood: Neighbourhood, positions: Tensor) -> Tensor:
+    # The positions that some of these queries attend to: each window adds 1 at its corners, and sums run over the grid.
+    rows, cols = neighbourhood.shape
+    corners = torch.zeros(rows + 1, cols + 1, dtype=torch.int32, device=positions.device)
+    row, col = neighbourhood.first(neighbourhood.coordinates(positions)).unbind(-1)
+    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        at = (row + down * neighbourhood.window, col + right * neighbourhood.window)
+        corners.index_put_(at, corners.new_tensor(1 if down == right else -1), accumulate=True)
+    covered = corners.cumsum(0).cumsum(1)[:rows, :cols]
+    return covered.flatten().nonzero()[:, 0]

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.cache.predicted import model_errors
 from hilbert_lib.lab.figures.axes import panel_grid, powers_of_two
 from hilbert_lib.lab.figures.record import COLOURS, MARKERS
@@ -26,10 +27,10 @@ STYLES = [
     ("#AA4499", "\\\\", "X"),
     ("#661100", "xx", "d"),
 ]
-# Every figure of speeds gives a backend the same one.
-NAMES = ["triton", "cudnn", "flash", "flash_attn_4", "flex", "torchscale", "fkodom", "eager", "sdpa", "xformers"]
-NAMES += ["flash_attn_2", "flash_attn_3", "reference", "triton, decoding"]
-BACKEND_STYLES = dict(zip(NAMES, STYLES, strict=True))
+# Every figure of speeds gives a backend its own colour, and a hatch and a marker by its place; others' ways too.
+OTHERS = {"torchscale": "#CC79A7", "fkodom": "#000000", "triton, decoding": "#882255"}
+BACKEND_COLOURS = {name: backend.colour for name, backend in BACKENDS.items()} | OTHERS
+BACKEND_STYLES = {name: (colour, *STYLES[place][1:]) for place, (name, colour) in enumerate(BACKEND_COLOURS.items())}
 LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
 LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
 FEWEST_BYTES = 2**17  # the kernels' own code is 52 to 81 KiB, which the cache model leaves out

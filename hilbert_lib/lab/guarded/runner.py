@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.environment import MACHINE, environment
+from hilbert_lib.lab.environment import MACHINE, environment
 from hilbert_lib.lab.guarded.cases import ATTENTION, Benchmark
 from hilbert_lib.lab.records import append_lines, read_records
 from hilbert_lib.launch.isolated import OVER_A_LIMIT, Ending, run_isolated

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from hilbert_lib.environment import say_hardware
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.committed import MACHINES, TELLING, newest_run, run_environment
+from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger.advice import CHOICE, GRIDS, KERNELS, short_answer
 from hilbert_lib.lab.ledger.kernels import grid_gains
 from hilbert_lib.lab.ledger.numbers import RING, kernel_numbers, key_numbers

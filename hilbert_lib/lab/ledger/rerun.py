@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.environment import environment
 from hilbert_lib.lab.committed import TELLING, newest_run
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs, time_again
 from hilbert_lib.lab.records import RESULTS

@@ -25,7 +25,7 @@ def run_points(
     Args:
         points: in the order of the run.
         run_folder: folder of the run-id; made where missing.
-        facts: as `hilbert_lib.environment.environment` gives them.
+        facts: as `hilbert_lib.lab.environment.environment` gives them.
         timeout: seconds for each notebook.
         force: run finished ones again, and begin unfinished ones anew.
 

@@ -13,7 +13,8 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from packaging.requirements import Requirement
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend
-from hilbert_lib.environment import check_gpu, environment, kernel_mode, prepare_kernels
+from hilbert_lib.lab.environment import environment
+from hilbert_lib.machine import check_gpu, kernel_mode, prepare_kernels
 from hilbert_lib.pattern import DilatedPattern
 
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
@@ -58,7 +59,7 @@ def _packages() -> Finding:
     wrong = []
     for line in required:
         requirement = Requirement(line)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": "suite"}):
             continue
         try:
             installed = importlib.metadata.version(requirement.name)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from hilbert_lib.environment import MACHINE, code_hash, sm_clocks_mhz
 from hilbert_lib.files import write_whole
+from hilbert_lib.lab.environment import MACHINE, sm_clocks_mhz
 from hilbert_lib.lab.records import FAILED
 from hilbert_lib.lab.suite.points import Point
+from hilbert_lib.machine import code_hash
 
 MANIFEST = "manifest.json"
 RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
@@ -36,7 +37,7 @@ def run_id(facts: dict) -> str:
     otherwise run everything again. The manifests hold it.
 
     Args:
-        facts: as `hilbert_lib.environment.environment` gives them.
+        facts: as `hilbert_lib.lab.environment.environment` gives them.
 
     Returns:
         Device, torch's version and a hash, as `cpu-torch2.13.0-0a1b2c3d`.
@@ -54,7 +55,7 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
     Args:
         point: what runs.
         folder: of the run.
-        facts: as `hilbert_lib.environment.environment` gives them.
+        facts: as `hilbert_lib.lab.environment.environment` gives them.
 
     Returns:
         The manifest, with status "running"; "failed" where the disk has no room for the run to begin.

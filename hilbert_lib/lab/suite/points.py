@@ -10,7 +10,6 @@ from pathlib import Path
 
 import nbformat
 
-from hilbert_lib.environment import code_hash
 from hilbert_lib.lab.suite.parameters import (
     Parameter,
     Value,
@@ -20,6 +19,7 @@ from hilbert_lib.lab.suite.parameters import (
     read_parameter_file,
     read_parameters,
 )
+from hilbert_lib.machine import code_hash
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from jinja2 import Environment
 from nbformat.reader import NotJSONError
 
-from hilbert_lib.environment import say_hardware
 from hilbert_lib.files import write_whole
+from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.suite.html import markdown_html, write_html
 from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.suite.pages import RUN, RUNS, STYLE

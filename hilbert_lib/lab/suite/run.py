@@ -78,7 +78,7 @@ def run_point(
     Args:
         point: what to run.
         run_folder: folder of the run-id; made where missing.
-        facts: as `hilbert_lib.environment.environment` gives them.
+        facts: as `hilbert_lib.lab.environment.environment` gives them.
         timeout: seconds for the whole notebook, and so for each of its cells.
         resume: whether to begin with the records of an attempt that did not finish.
         on_cell: called with the point's name and the number of each code cell when it starts.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.environment import environment
 from hilbert_lib.lab.cache.cache import SECTOR_BYTES, Storage
 from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.lab.cache.sweeps import compared_orderings
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import get_gpu_info

@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib import checks
-from hilbert_lib.attention.grid import exact_dk_dv, exact_dq, exact_out, neighbourhood_attention, neighbourhood_mask
+from hilbert_lib.attention.grid import neighbourhood_attention, neighbourhood_mask
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import check_windows, neighbourhood_orderings
+from hilbert_lib.lab.exact_rows import exact_grid_dk_dv, exact_grid_dq, exact_grid_out
 from hilbert_lib.lab.pairs import Results, Side, relative_difference
 from hilbert_lib.ordering import Ordering
 
@@ -83,14 +84,14 @@ class GridWorkload:
     @cached_property
     def _exact_out(self) -> list[Tensor]:
         q, k, v, _ = self.tensors
-        return [torch.stack([exact_out(q, k, v, self.neighbourhood, head=h, query=p) for h, p in self._rows[0]])]
+        return [torch.stack([exact_grid_out(q, k, v, self.neighbourhood, head=h, query=p) for h, p in self._rows[0]])]
 
     @cached_property
     def _exact_gradients(self) -> list[Tensor]:
         inputs = (*self.tensors, self.neighbourhood)
-        exact = [torch.stack([exact_dq(*inputs, head=h, query=p) for h, p in self._rows[0]])]
+        exact = [torch.stack([exact_grid_dq(*inputs, head=h, query=p) for h, p in self._rows[0]])]
         if self.neighbourhood.window < max(self.neighbourhood.shape):
-            both = [exact_dk_dv(*inputs, head=h, key=p) for h, p in self._rows[1]]
+            both = [exact_grid_dk_dv(*inputs, head=h, key=p) for h, p in self._rows[1]]
             exact += [torch.stack(rows) for rows in zip(*both, strict=True)]
         return exact
 

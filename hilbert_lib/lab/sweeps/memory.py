@@ -15,7 +15,7 @@ from torch import Tensor
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.environment import environment
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, identity, recorded_before, relative_difference
 from hilbert_lib.lab.records import append_records, measured_before
 from hilbert_lib.lab.sweeps.graphs import captured, from_idle, require_cuda

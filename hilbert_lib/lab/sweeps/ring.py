@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.environment import environment, sm_clocks_mhz
+from hilbert_lib.lab.environment import environment, sm_clocks_mhz
 from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
 from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
 from hilbert_lib.lab.sweeps.ring_trace import exchange_of

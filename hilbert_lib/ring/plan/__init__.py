@@ -6,3 +6,7 @@ balance    how many query-key pairs fall to a shard, and shard lengths that bala
 cost       bytes on the wire, bytes of memory and FLOP of a rank
 plan       the plan: transports, and why
 """
+
+from hilbert_lib.ring.plan.plan import plan_ring
+
+__all__ = ["plan_ring"]

@@ -1,6 +1,6 @@
 """What a plan costs a rank: bytes on the wire, bytes of memory, FLOP."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
 
@@ -8,52 +8,44 @@ from hilbert_lib.ring.plan.balance import pairs_before
 from hilbert_lib.ring.plan.rows import Message, common_heads
 from hilbert_lib.ring.plan.segments import BranchPlan
 
+Messages = dict[tuple[int, int], Message]  # by (source, destination)
+
 
 @dataclass(frozen=True)
 class RankCost:
-    """Of one rank.
+    """What a plan costs one rank."""
 
-    Attributes:
-        sent_forward, received_forward, sent_backward, received_backward: bytes of rows that cross between ranks; what
-            ranks agree by (a call's header, the seed of dropout) is not in them.
-        memory_forward, memory_backward: bytes of the call's tensors and of the exchange's buffers at the highest point;
-            what a backend takes beside them is its own, and so are the copies that a block of rows is computed from.
-        flop_forward, flop_backward: useful FLOP, counted as `DilatedPattern.work` does.
-    """
-
+    # Bytes of rows that cross between ranks, without a call's header and the seed of dropout.
     sent_forward: int
     received_forward: int
     sent_backward: int
     received_backward: int
+    # Bytes of the call's tensors and of the exchange's buffers at the highest point, without what a backend takes for
+    # itself, and without the copies that a block of rows is computed from.
     memory_forward: int
     memory_backward: int
+    # Useful FLOP, counted as in `DilatedPattern.work`.
     flop_forward: int
     flop_backward: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the tensors are made of.
-
-    Attributes:
-        batch, heads, kv_heads, head_dim: as in the call.
-        element, sum: bytes of an element of q, k, v and out; and of lse, delta, merged results and gradients.
-        padding: bytes that say of a row whether it is padded; they come with the rows of a forward, and are kept.
-    """
+    """Sizes of a call's tensors."""
 
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
-    element: int
-    sum: int
-    padding: int = 0
+    element: int  # bytes of an element of q, k, v and out
+    sum: int  # bytes of an element of lse, delta, merged results and gradients
+    padding: int = 0  # bytes that say whether a row is padded: they come with the rows of a forward, and are kept
 
     def on_wire(self, transport: str, direction: str) -> tuple[int, int]:
         """Bytes for each (position, KV head) of a message: on its way, and of the answer that goes back.
 
         Gathering: k and v; no answer. In its backward k and v again; the answer is dk and dv, in float32.
-        All-to-all: q, k and v; out and lse. In its backward, where the exchanged q, k and v were kept, dout, lse and
+        All-to-all: q, k and v; out and lse. In its backward, for which q, k and v were kept, dout, lse and
         delta = rowsum(dout * out); dq, dk and dv, in float32. A KV head brings its group of query heads.
         """
         queries = self.heads // self.kv_heads
@@ -71,52 +63,59 @@ class Sizes:
         return 2 * self.batch * length * self.kv_heads * self.head_dim * self.element
 
 
-def traffic(messages: Iterable[Message], transport: str, direction: str, sizes: Sizes, ranks: int) -> list[list[int]]:
-    """Bytes that each rank sends, and that each receives."""
-    there, back = sizes.on_wire(transport, direction)
-    if direction == "forward":
-        there += sizes.batch * sizes.padding
+def traffic(messages: dict[str, Messages], direction: str, sizes: Sizes, ranks: int) -> list[list[int]]:
+    """Bytes that each rank sends, and that each receives, by messages of some transports."""
     sent, received = [0] * ranks, [0] * ranks
-    for message in messages:
-        if message.source != message.destination:
-            for source, destination, row in (
-                (message.source, message.destination, there),
-                (message.destination, message.source, back),
-            ):
-                sent[source] += row * message.size
-                received[destination] += row * message.size
+    for transport, between in messages.items():
+        there, back = sizes.on_wire(transport, direction)
+        if direction == "forward":
+            there += sizes.batch * sizes.padding
+        for (source, destination), message in between.items():
+            if source != destination:
+                sent[source] += there * message.size
+                sent[destination] += back * message.size
+                received[destination] += there * message.size
+                received[source] += back * message.size
     return [sent, received]
 
 
-def memory(
-    rank: int,
-    length: int,
-    shared: int,
-    messages: dict[str, dict[tuple[int, int], Message]],
+def costs(
+    branches: tuple[BranchPlan, ...],
+    messages: dict[str, Messages],
+    shard_lengths: tuple[int, ...],
     sizes: Sizes,
-    direction: str,
-) -> int:
-    """Bytes at the highest point of a forward or backward on a rank.
+    is_causal: bool,
+) -> tuple[RankCost, ...]:
+    """What a plan, with these messages by transport, costs each rank."""
+    wire, held = [], []
+    shared = [_shared_rows(branches, rank) for rank in range(len(shard_lengths))]
+    for direction in ("forward", "backward"):
+        wire += traffic(messages, direction, sizes, len(shard_lengths))
+        by_rank = enumerate(zip(shard_lengths, shared, strict=True))
+        held.append([_memory(rank, *rows, messages, sizes, direction) for rank, rows in by_rank])
+    queries = sizes.batch * sizes.heads // sizes.kv_heads
+    products = [2 * queries * sizes.head_dim * each for each in _pairs(branches, shard_lengths, is_causal)]
+    flop = [[count * each for each in products] for count in (2, 5)]  # products of matrices forward, and backward
+    return tuple(map(RankCost, *wire, *held, *flop))
 
-    Args:
-        rank: which. length: tokens of its shard.
-        shared: its pairs of a position and a KV head in shared segments, where several results are added up.
-        messages: of the plan. sizes: of the tensors. direction: "forward" or "backward".
-    """
+
+def _memory(rank: int, length: int, shared: int, messages: dict[str, Messages], sizes: Sizes, direction: str) -> int:
+    # Bytes at the highest point, of a shard of so many tokens with so many rows in shared segments, where several
+    # results are added up.
     queries = sizes.heads // sizes.kv_heads
-    rows = sizes.batch * length * sizes.kv_heads
+    rows = length * sizes.kv_heads
     if direction == "forward":  # q, k, v, out, lse; the sums of out and lse
         one_row = (2 * queries + 2) * sizes.head_dim * sizes.element + queries * sizes.sum
         one_shared = queries * (sizes.head_dim + 1) * sizes.sum
     else:  # q, k, v, out, dout, lse, delta, dq, dk, dv; the sums of dq, dk and dv
         one_row = (4 * queries + 4) * sizes.head_dim * sizes.element + 2 * queries * sizes.sum
         one_shared = (queries + 2) * sizes.head_dim * sizes.sum
-    total = rows * one_row + sizes.batch * shared * one_shared
+    total = sizes.batch * (rows * one_row + min(shared, rows) * one_shared)
     for transport, between in messages.items():
         there, back = sizes.on_wire(transport, direction)
         out = [message.size for (source, _), message in between.items() if source == rank]
         into = [message.size for (_, destination), message in between.items() if destination == rank]
-        if transport == "ring":  # one being filled while the other is read
+        if transport == "ring":  # one buffer is filled while the other is read
             total += (there + back) * sum(min(2, len(some)) * max(some, default=0) for some in (out, into))
         else:
             total += (there + back) * (sum(out) + sum(into))
@@ -126,8 +125,13 @@ def memory(
     return total
 
 
-def pairs(branches: tuple[BranchPlan, ...], shard_lengths: tuple[int, ...], is_causal: bool) -> list[int]:
-    """(query, key) pairs that each rank computes, for one sequence and one query head of each KV head."""
+def _shared_rows(branches: tuple[BranchPlan, ...], rank: int) -> int:
+    held = (rows for branch in branches for segment in branch.shared for rows in segment.rows.get(rank, ()))
+    return sum(rows.size for rows in held)
+
+
+def _pairs(branches: tuple[BranchPlan, ...], shard_lengths: tuple[int, ...], is_causal: bool) -> list[int]:
+    # (query, key) pairs that each rank computes, for one sequence and one query head of each KV head.
     ends = tuple(accumulate(shard_lengths))
     totals = [0] * len(ends)
     for branch, (rank, end) in product(branches, enumerate(ends)):
@@ -151,32 +155,3 @@ def _computed(branch: BranchPlan, rank: int, shard: range) -> Iterator[tuple[ran
     for segment in branch.shared:
         if rank in segment.ranks:
             yield range(segment.start, segment.stop), segment.computed[rank]
-
-
-def costs(
-    branches: tuple[BranchPlan, ...],
-    messages: dict[str, dict[tuple[int, int], Message]],
-    shard_lengths: tuple[int, ...],
-    sizes: Sizes,
-    is_causal: bool,
-) -> tuple[RankCost, ...]:
-    """What a plan costs each rank."""
-    ranks = range(len(shard_lengths))
-    shared = [min(_shared_rows(branches, rank), shard_lengths[rank] * sizes.kv_heads) for rank in ranks]
-    columns = {}
-    for direction in ("forward", "backward"):
-        wire = [traffic(some.values(), transport, direction, sizes, len(ranks)) for transport, some in messages.items()]
-        for way, name in enumerate(("sent", "received")):
-            columns[f"{name}_{direction}"] = [sum(one[way][rank] for one in wire) for rank in ranks]
-        columns[f"memory_{direction}"] = [
-            memory(rank, shard_lengths[rank], shared[rank], messages, sizes, direction) for rank in ranks
-        ]
-    queries = sizes.batch * sizes.heads // sizes.kv_heads
-    products = [2 * queries * sizes.head_dim * each for each in pairs(branches, shard_lengths, is_causal)]
-    columns["flop_forward"], columns["flop_backward"] = [2 * each for each in products], [5 * each for each in products]
-    return tuple(RankCost(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
-
-
-def _shared_rows(branches: tuple[BranchPlan, ...], rank: int) -> int:
-    held = (rows for branch in branches for segment in branch.shared for rows in segment.rows.get(rank, ()))
-    return sum(rows.size for rows in held)

@@ -1,7 +1,7 @@
 """Who sends which rows to whom: a pure function of the pattern and the shard lengths. No process group, no GPU."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, product
 
@@ -10,9 +10,8 @@ import torch
 from hilbert_lib.checks import boolean, integer, integers
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.ring.plan.balance import check_weights
-from hilbert_lib.ring.plan.cost import RankCost, Sizes, costs, traffic
-from hilbert_lib.ring.plan.rows import Message
-from hilbert_lib.ring.plan.segments import BranchPlan, layout, messages_for
+from hilbert_lib.ring.plan.cost import Messages, RankCost, Sizes, costs, traffic
+from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch, messages_for
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
 GATHERING = {"all_gather": "room for all rows at once", "ring": "no room for all rows at once"}
@@ -21,14 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What `plan_ring` found. `print` shows it as a table.
-
-    Attributes:
-        pattern, shard_lengths, dtype, is_causal: as planned for.
-        sizes: batch, heads, head_dim and bytes of an element.
-        branches: one plan a branch.
-        speeds: relative speeds of the ranks, where weights were given.
-    """
+    """What `plan_ring` found; `print` shows it as a table. The first fields are what it was asked."""
 
     pattern: DilatedPattern
     shard_lengths: tuple[int, ...]
@@ -36,7 +28,7 @@ class RingPlan:
     dtype: torch.dtype
     is_causal: bool
     branches: tuple[BranchPlan, ...]
-    speeds: tuple[float, ...] | None = None
+    speeds: tuple[float, ...] | None = None  # relative speeds of the ranks, where weights were given
 
     @property
     def length(self) -> int:
@@ -49,12 +41,11 @@ class RingPlan:
         return (0, *accumulate(self.shard_lengths[:-1]))
 
     @cached_property
-    def messages(self) -> dict[str, dict[tuple[int, int], Message]]:
-        """For each transport in use, what one rank sends to another, by (source, destination).
+    def messages(self) -> dict[str, Messages]:
+        """For each transport in use, what one rank sends to another: one message with the rows of all its branches.
 
-        One message holds the rows of all branches with that transport. Step t of the ring: rank a sends to
-        (a + t) mod p and receives from (a - t) mod p, where there is a message. With "all_to_all" a rank also has a
-        message to itself: its own rows of the heads that it computes.
+        In step t of the ring, rank a sends to (a + t) mod p and receives from (a - t) mod p, where there is a message.
+        By "all_to_all" a rank also has a message to itself: its own rows of the heads that it computes.
         """
         messages = {}
         for transport in TRANSPORTS:
@@ -65,26 +56,22 @@ class RingPlan:
 
     @cached_property
     def ranks(self) -> tuple[RankCost, ...]:
-        """What it costs each rank."""
+        """What the plan costs each rank."""
         return costs(self.branches, self.messages, self.shard_lengths, self.sizes, self.is_causal)
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Bytes of k and v that the fullest rank receives in a forward by "ring" and "all_gather"."""
-        received = [0] * len(self.shard_lengths)
-        for transport, messages in self.messages.items():
-            if transport != "all_to_all":
-                more = traffic(messages.values(), transport, "forward", self.sizes, len(received))[1]
-                received = [a + b for a, b in zip(received, more, strict=True)]
-        return max(received)
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that a rank receives in a forward that passes all k and v to every rank; the most of any rank."""
+        """Bytes that the fullest rank receives in a forward that passes all k and v to every rank."""
         return self.sizes.kv_bytes(self.length - min(self.shard_lengths))
 
     def __str__(self) -> str:
-        return "\n\n".join([_title(self), _branch_table(self), _rank_table(self)])
+        sizes = self.sizes
+        title = (
+            f"{self.length:,} tokens on {len(self.shard_lengths)} ranks, batch {sizes.batch}, {sizes.heads} heads, "
+            f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{'causal' if self.is_causal else 'not causal'}"
+        )
+        return "\n\n".join([title, _branch_table(self), _rank_table(self)])
 
 
 def plan_ring(
@@ -102,12 +89,12 @@ def plan_ring(
     weights: Sequence[float] | None = None,
     padded: bool = False,
 ) -> RingPlan:
-    """What each rank sends to whom, so that every query finds its keys; the same on every rank.
+    """The plan of which rank sends which rows to whom, so that every query finds its keys; the same on every rank.
 
-    Only dilated rows travel, only between ranks that share a segment, and, where causal, only to later ranks. Where g
-    ranks share a segment, "auto" exchanges heads if g divides the KV heads and that sends fewer bytes than gathering k
-    and v, which in aligned shards is g > 1 + heads / kv_heads. The other branches gather: all rows at once where there
-    is room, otherwise those of one rank after the other, round the ring.
+    Only dilated rows travel, only between ranks that share a segment, and, if causal, only to later ranks. Where g
+    ranks share a segment, "auto" exchanges heads if g divides the KV heads and this sends fewer bytes than gathering k
+    and v: in aligned shards, if g > 1 + heads / kv_heads. The other branches gather: all rows at once if there is room,
+    otherwise round the ring, one rank's rows after another's.
 
     Args:
         pattern: which keys a query sees.
@@ -117,18 +104,15 @@ def plan_ring(
         is_causal: whether keys after the query are excluded.
         transport: of the shared segments: "ring", "all_gather", "all_to_all"; or "auto", which chooses for each branch.
         memory_limit: bytes that the call and its exchange may take on one rank, counted as in `RankCost`. Forward and
-            backward are to fit; where no plan does that, the forward. By default gathered rows may take as much as the
+            backward should fit; if no plan achieves that, the forward. By default gathered rows may take as much as the
             longest shard's k and v, so that memory stays O(N/p).
-        weights: relative speeds of the ranks. The table then shows who waits for whom; "auto" exchanges heads, which
-            shares the work out evenly, only where the speeds are equal.
-        padded: whether the call has a key_padding_mask, of which a byte travels with each row.
-
-    Returns:
-        The plan.
+        weights: relative speeds of the ranks. The table then shows which ranks wait; "auto" exchanges heads, which
+            divides the work evenly, only if the speeds are equal.
+        padded: whether the call has a key_padding_mask: one byte of it travels with each row.
 
     Raises:
-        TypeError, ValueError: naming the argument and what is allowed; also where nothing fits memory_limit, and where
-            "all_to_all" is asked for and a segment has more ranks than the branch has KV heads.
+        TypeError, ValueError: naming the argument and what is allowed; also if nothing fits memory_limit, or if by
+            "all_to_all" a segment has more ranks than its branch has KV heads.
 
     >>> plan = plan_ring(
     ...     DilatedPattern((2048,), (4,)), (512,) * 8, batch=1, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16,
@@ -146,9 +130,7 @@ def plan_ring(
         raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    check_transport(transport)
-    memory_limit = check_memory_limit(memory_limit)
-    speeds = check_weights(weights, len(shard_lengths))
+    _, speeds, memory_limit = check_planning(transport, weights, memory_limit, len(shard_lengths)).values()
     sizes = Sizes(
         batch=integer("batch", batch, least=1),
         heads=heads,
@@ -158,15 +140,8 @@ def plan_ring(
         sum=max(4, dtype.itemsize),
         padding=int(boolean("padded", padded)),
     )
-    asked = {
-        "pattern": pattern,
-        "shard_lengths": shard_lengths,
-        "sizes": sizes,
-        "dtype": dtype,
-        "is_causal": boolean("is_causal", is_causal),
-        "speeds": speeds,
-    }
-    bare = RingPlan(**asked, branches=layout(pattern, shard_lengths, kv_heads))
+    branches = tuple(cut_branch(pattern, number, shard_lengths, kv_heads) for number in range(len(pattern.branches)))
+    bare = RingPlan(pattern, shard_lengths, sizes, dtype, boolean("is_causal", is_causal), branches, speeds)
     for plan in _candidates(bare, transport, even=speeds is None or len(set(speeds)) == 1):
         if _has_room(plan, memory_limit):
             return plan
@@ -179,34 +154,18 @@ def plan_ring(
     return plan
 
 
-def check_transport(transport: object) -> str:
-    """What was asked for, if it is one of `TRANSPORTS` or "auto".
-
-    Raises:
-        TypeError: if it is no string.
-        ValueError: if it is another one.
-
-    >>> check_transport("auto")
-    'auto'
-    """
+def check_planning(transport: object, weights: object, memory_limit: object, ranks: int | None = None) -> dict:
+    """These arguments of `plan_ring` by name, if they are allowed (for so many ranks, if that is known)."""
     if not isinstance(transport, str):
         raise TypeError(f"transport must be a string, got {transport!r}")
     if transport not in ("auto", *TRANSPORTS):
         raise ValueError(f"transport must be one of auto, {', '.join(TRANSPORTS)}; got {transport!r}")
-    return transport
-
-
-def check_memory_limit(memory_limit: object) -> int | None:
-    """The bytes as an int, or None; TypeError or ValueError unless they are an integer of at least 1.
-
-    >>> check_memory_limit(2**30)
-    1073741824
-    """
-    return None if memory_limit is None else integer("memory_limit", memory_limit, least=1)
+    memory_limit = None if memory_limit is None else integer("memory_limit", memory_limit, least=1)
+    return {"transport": transport, "weights": check_weights(weights, ranks), "memory_limit": memory_limit}
 
 
 def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan]:
-    """Plans in the order of preference; the last takes the least memory."""
+    # In the order of preference; the last takes the least memory.
     if transport != "auto":
         if transport == "all_to_all":
             _check_heads_suffice(bare)
@@ -234,7 +193,7 @@ def _check_heads_suffice(bare: RingPlan) -> None:
 
 
 def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
-    """Why a branch exchanges no heads; empty if it should."""
+    # Why a branch exchanges no heads; empty if it should.
     heads = sum(map(len, branch.kv_heads))
     for segment in branch.shared:
         if heads % len(segment.ranks):
@@ -246,8 +205,8 @@ def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
 
 
 def _bytes_alone(bare: RingPlan, branch: BranchPlan, transport: str) -> int:
-    messages = messages_for({0: branch}, transport, bare.is_causal).values()
-    return max(map(max, traffic(messages, transport, "forward", bare.sizes, len(bare.shard_lengths))))
+    messages = {transport: messages_for({0: branch}, transport, bare.is_causal)}
+    return max(map(max, traffic(messages, "forward", bare.sizes, len(bare.shard_lengths))))
 
 
 def _with_transports(bare: RingPlan, transports: list[str], reasons: list[str]) -> RingPlan:
@@ -263,16 +222,9 @@ def _with_transports(bare: RingPlan, transports: list[str], reasons: list[str]) 
 def _has_room(plan: RingPlan, memory_limit: int | None) -> bool:
     if memory_limit is not None:
         return max(max(cost.memory_forward, cost.memory_backward) for cost in plan.ranks) <= memory_limit
-    return "all_gather" not in plan.messages or plan.gathered_bytes <= plan.sizes.kv_bytes(max(plan.shard_lengths))
-
-
-def _title(plan: RingPlan) -> str:
-    sizes = plan.sizes
-    return (
-        f"{plan.length:,} tokens on {len(plan.shard_lengths)} ranks, batch {sizes.batch}, {sizes.heads} heads, "
-        f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(plan.dtype).removeprefix('torch.')}, "
-        f"{'causal' if plan.is_causal else 'not causal'}"
-    )
+    at_once = {transport: some for transport, some in plan.messages.items() if transport == "all_gather"}
+    _, received = traffic(at_once, "forward", plan.sizes, len(plan.shard_lengths))
+    return max(received) <= plan.sizes.kv_bytes(max(plan.shard_lengths))
 
 
 def _branch_table(plan: RingPlan) -> str:
@@ -289,15 +241,13 @@ def _branch_table(plan: RingPlan) -> str:
 def _rank_table(plan: RingPlan) -> str:
     titles = ("rank", "tokens", "MB sent", "received", "backward: sent", "received")
     titles += ("GB of memory", "backward", "TFLOP", "backward")
+    units = (1e6,) * 4 + (1e9,) * 2 + (1e12,) * 2  # of the fields of a `RankCost`
     if plan.speeds:
         titles += ("time to the mean",)
         flop_at_speed_1 = sum(cost.flop_forward for cost in plan.ranks) / sum(plan.speeds) or 1
     lines = []
     for rank, (length, cost) in enumerate(zip(plan.shard_lengths, plan.ranks, strict=True)):
-        wire = cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward
-        line = [f"{length:,}", *(_amount(each / 1e6) for each in wire)]
-        line += [_amount(each / 1e9) for each in (cost.memory_forward, cost.memory_backward)]
-        line += [_amount(each / 1e12) for each in (cost.flop_forward, cost.flop_backward)]
+        line = [f"{length:,}", *(_amount(each / unit) for each, unit in zip(astuple(cost), units, strict=True))]
         if plan.speeds:
             line.append(f"{cost.flop_forward / plan.speeds[rank] / flop_at_speed_1:.0%}")
         lines.append(line)

@@ -4,20 +4,12 @@ from dataclasses import dataclass
 
 from hilbert_lib.pattern import rows_in_segment
 
+Place = tuple[int, int, int]  # indices of a branch, of one of its shared segments, of one of its `offsets`
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions first, first + step, ... of some KV heads.
-
-    Attributes:
-        first: the first position in the sequence.
-        count: how many positions; may be 0.
-        step: distance between two of them.
-        kv_heads: the KV heads that use them.
-
-    >>> Rows(first=13, count=3, step=4, kv_heads=range(1, 8, 2)).last
-    21
-    """
+    """Positions first, first + step, ...: `count` of them, maybe 0; and the KV heads that use them."""
 
     first: int
     count: int
@@ -26,7 +18,7 @@ class Rows:
 
     @property
     def last(self) -> int:
-        """The last position, of a count above 0."""
+        """The last position, if there is one."""
         return self.first + (self.count - 1) * self.step
 
     @property
@@ -38,46 +30,30 @@ class Rows:
         """`count` of the rows, without the first `skip`."""
         return Rows(self.first + skip * self.step, count, self.step, self.kv_heads)
 
-    def of_heads(self, kv_heads: range) -> "Rows":
-        """The same positions, of those KV heads that are in a contiguous range too."""
-        return Rows(self.first, self.count, self.step, common_heads(self.kv_heads, kv_heads))
-
 
 @dataclass(frozen=True)
 class Part:
-    """Where a message holds rows of one branch, shared segment and offset.
-
-    Attributes:
-        branch: index of the branch.
-        segment: index of the segment in the branch.
-        group: index into the branch's `offsets`.
-        rows: the positions and KV heads.
-        piece: index of the message's piece that holds them.
-        index: selects them from the piece's tensor, (batch, count, kv_heads, ...).
-    """
+    """Where a message holds rows of one `Place`."""
 
     branch: int
     segment: int
     group: int
     rows: Rows
-    piece: int
-    index: tuple[slice, slice, slice]
+    piece: int  # index of the message's piece that holds them
+    index: tuple[slice, slice, slice]  # selects them from the piece's tensor, (batch, count, kv_heads, ...)
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to another.
+    """What one rank sends to another; or to itself, which is what an all-to-all leaves where it is.
 
-    Attributes:
-        source, destination: ranks. They are equal for what an all-to-all leaves where it is.
-        pieces: the rows sent, one after the other.
-        parts: where each branch finds its rows, in the order of the branches and of the positions. Two parts may lie
-            in one piece: a row that several branches need is sent once.
+    Parts are in the order of branches and positions. Two may lie in one piece: a row that several branches need is sent
+    once.
     """
 
     source: int
     destination: int
-    pieces: tuple[Rows, ...]
+    pieces: tuple[Rows, ...]  # sent one after the other
     parts: tuple[Part, ...]
 
     @property
@@ -86,55 +62,34 @@ class Message:
         return sum(piece.size for piece in self.pieces)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Rows of one branch, shared segment and offset that a rank needs of another."""
-
-    branch: int
-    segment: int
-    group: int
-    rows: Rows
-
-
 def common_heads(kv_heads: range, contiguous: range) -> range:
-    """Those of some evenly spaced heads that are in a contiguous range.
-
-    >>> common_heads(range(1, 16, 4), range(4, 12))
-    range(5, 13, 4)
-    """
+    """Those of some evenly spaced heads that are in a contiguous range."""
     first, stop = (rows_in_segment(head, kv_heads.step, kv_heads.start) for head in (contiguous.start, contiguous.stop))
     return kv_heads[first:stop]
 
 
 def rows_between(positions: range, segment_start: int, rate: int, offset: int, kv_heads: range) -> Rows:
-    """The dilated rows of one segment at some consecutive positions.
-
-    >>> rows_between(range(6, 15), segment_start=4, rate=3, offset=1, kv_heads=range(2))
-    Rows(first=8, count=3, step=3, kv_heads=range(0, 2))
-    """
+    """The dilated rows of one segment at some consecutive positions."""
     before = rows_in_segment(positions.start - segment_start, rate, offset)
     count = rows_in_segment(positions.stop - segment_start, rate, offset) - before
     return Rows(segment_start + offset + before * rate, count, rate, kv_heads)
 
 
-def pack(wanted: list[Wanted], *, once: bool = True) -> tuple[tuple[Rows, ...], tuple[Part, ...]]:
-    """The pieces that hold everything wanted, and where in them each is.
+def pack(wanted: list[tuple[Place, Rows]], *, once: bool) -> tuple[tuple[Rows, ...], tuple[Part, ...]]:
+    """The pieces that hold all wanted rows, and the parts that say where.
 
-    Rows that lie on the progression of a finer branch's piece, for heads of that piece, are found there, unless `once`
-    is False, which makes every part a piece of its own. Where r_i divides r_j, both divide their segment lengths and
-    offsets are "head", every (position, head) is sent once.
+    With `once`, a part lies in a finer branch's piece where that has its positions and heads; without, every part is a
+    piece of its own. Every (position, head) is sent once where r_i divides r_j, both divide their segment lengths, and
+    offsets are "head".
 
     >>> fine, coarse = Rows(0, 8, 2, range(2)), Rows(0, 8, 4, range(2))  # the coarser reaches further
-    >>> pieces, parts = pack([Wanted(0, 0, 0, fine), Wanted(1, 0, 0, coarse)])
-    >>> [(piece.first, piece.count, piece.step) for piece in pieces]
-    [(0, 8, 2), (16, 4, 4)]
-    >>> [(part.branch, part.piece, part.index[1]) for part in parts]
-    [(0, 0, slice(0, 8, 1)), (1, 0, slice(0, 8, 2)), (1, 1, slice(0, 4, 1))]
+    >>> [(piece.first, piece.count) for piece in pack([((0, 0, 0), fine), ((1, 0, 0), coarse)], once=True)[0]]
+    [(0, 8), (16, 4)]
     """
     pieces: list[Rows] = []
     parts: list[Part] = []
-    for want in sorted(wanted, key=lambda want: (want.rows.step, -want.rows.count)):
-        missing = [want.rows]
+    for place, needed in sorted(wanted, key=lambda want: (want[1].step, -want[1].count)):
+        missing = [needed]
         for number in range(len(pieces) if once else 0):
             still_missing = []
             for rows in missing:
@@ -142,33 +97,32 @@ def pack(wanted: list[Wanted], *, once: bool = True) -> tuple[tuple[Rows, ...], 
                 if not found:
                     still_missing.append(rows)
                     continue
-                parts.append(_part(want, rows.take(found.start, len(found)), number, pieces[number]))
+                parts.append(_part(place, rows.take(found.start, len(found)), number, pieces[number]))
                 still_missing += [rows.take(0, found.start), rows.take(found.stop, rows.count - found.stop)]
             missing = [rows for rows in still_missing if rows.count]
         for rows in missing:
-            parts.append(_part(want, rows, len(pieces), rows))
+            parts.append(_part(place, rows, len(pieces), rows))
             pieces.append(rows)
     parts.sort(key=lambda part: (part.branch, part.segment, part.group, part.rows.first))
     return tuple(pieces), tuple(parts)
 
 
 def _found(rows: Rows, piece: Rows) -> range | None:
-    # Which of the rows, by their number, the piece holds.
-    heads, held = rows.kv_heads, piece.kv_heads
+    # The numbers of the rows that the piece holds.
     on_progression = rows.step % piece.step == 0 and (rows.first - piece.first) % piece.step == 0
-    if not on_progression or not all(head in held for head in heads):
+    if not on_progression or not all(head in piece.kv_heads for head in rows.kv_heads):
         return None
     start = max(0, -(-(piece.first - rows.first) // rows.step))
     stop = min(rows.count, (piece.last - rows.first) // rows.step + 1)
     return range(start, stop) if start < stop else None
 
 
-def _part(want: Wanted, rows: Rows, number: int, piece: Rows) -> Part:
+def _part(place: Place, rows: Rows, number: int, piece: Rows) -> Part:
     heads, held = rows.kv_heads, piece.kv_heads
     distance = heads.step // held.step if len(heads) > 1 else 1
     along = _slice((rows.first - piece.first) // piece.step, rows.count, rows.step // piece.step)
     across = _slice(held.index(heads[0]), len(heads), distance)
-    return Part(want.branch, want.segment, want.group, rows, number, (slice(None), along, across))
+    return Part(*place, rows, number, (slice(None), along, across))
 
 
 def _slice(first: int, count: int, step: int) -> slice:

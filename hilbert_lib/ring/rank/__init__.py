@@ -3,6 +3,6 @@
 layout     its part of a plan as index tensors
 exchange   rows on their way between ranks, and the answers to them
 blocks     the dense attentions of shared segments
-local      the attention of the segments inside its shard
+local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
 """

@@ -1,13 +1,12 @@
 """One rank's part of a plan as index tensors: which rows it sends, and which dense attentions it computes.
 
 A row is one (position, KV head), with the query heads of that KV head. Rows of the rank's own shard have the number
-position * kv_heads + head, positions counted from the shard's first; received rows are numbered as they arrive.
-
-Where own rows are, tensors (2, *rows) say, positions and KV heads: made once, so that no pass has to divide.
+position * kv_heads + head, where positions count from the shard's first; received rows are numbered as they arrive.
+Where own rows are is kept as (2, *rows), positions and KV heads, so that no pass has to divide.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,134 +16,109 @@ from hilbert_lib.ring.plan.plan import RingPlan
 from hilbert_lib.ring.plan.rows import Message, Rows
 from hilbert_lib.ring.plan.segments import BranchPlan
 
-Positions = Callable[[Tensor], Tensor]
+Positions = Callable[[Tensor], Tensor]  # from numbers of rows
+# Rows of an answer, and their places in `Layout.touched`: none twice in a layer, so that no sum depends on chance.
+Layers = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Equal dense attentions of one branch: in each, every query sees every key, or with is_causal those before it.
+    """Equal dense attentions of one branch: in each, every query sees every key; with is_causal, in which case queries
+    and keys are the same rows, row i sees rows 0 to i."""
 
-    Attributes:
-        branch: index of the branch.
-        is_causal: whether row i of the queries sees only rows 0 to i of the keys, which are the same rows.
-        kv_heads: (heads,) numbers of the KV heads.
-        queries, keys: (segments, rows, heads), which rows.
-        own_queries, own_keys: (2, segments, rows, heads), where they are in the shard; None for received ones.
-        names: (5, segments, heads), their positions, as the last five words of `dropout.named` tell them.
-    """
-
-    branch: int
+    branch: int  # its index
     is_causal: bool
-    kv_heads: Tensor
-    queries: Tensor
+    kv_heads: Tensor  # (heads,)
+    queries: Tensor  # (segments, rows, heads), which rows
     keys: Tensor
-    own_queries: Tensor | None = None
+    own_queries: Tensor | None = None  # (2, segments, rows, heads), where they are in the shard; None if received
     own_keys: Tensor | None = None
-    names: Tensor | None = None
-
-    def to(self, device: torch.device) -> "Block":
-        """The same with its tensors on a device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
+    names: Tensor | None = None  # (5, segments, heads), their positions: the last five words of `dropout.named`
 
 
 @dataclass(frozen=True, eq=False)
 class Mail:
     """What one rank exchanges with all by one transport.
 
-    Attributes:
-        rows: (2, rows), the own rows that it sends, destination after destination.
-        sent, received: how many rows to and from each rank.
-        blocks: what it computes from received rows: for the ring by source, otherwise from all of them, under None.
-        answers: how the answer to the rows sent is added up, for the ring by destination, otherwise under None: pairs
-            of rows of the answer and their places in `Layout.touched`. No place is twice in a pair, so that the sum
-            does not depend on chance.
+    `blocks` are computed from the rows received, and `answers` say how the answers to the rows sent are added up: by
+    source and by destination for the ring; for other transports, of all ranks, under None.
     """
 
-    rows: Tensor
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    rows: Tensor  # (2, rows), the own rows that it sends, destination after destination
+    sent: tuple[int, ...]  # how many rows to each rank
+    received: tuple[int, ...]  # how many from each
     blocks: dict[int | None, tuple[Block, ...]]
-    answers: dict[int | None, tuple[tuple[Tensor, Tensor], ...]]
+    answers: dict[int | None, Layers]
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What one rank does.
+    """What one rank does: one fused call on the shard as it lies, and dense blocks.
 
-    Attributes:
-        start: the shard's first position. kv_heads: KV heads.
-        fused: the branches that one call computes on the shard as it lies, as a pattern; None for none.
-        branches: their indices.
-        touched: (2, rows), the own rows, in ascending order, that take part in more than that call.
-        own: attention inside the shard beside `fused`. Queries and keys are places in `touched`.
-        mail: by transport. Queries of the blocks are places in `touched`, but with "all_to_all" they have been sent
-            to the rank that computes them: there they are received rows, as all keys are.
+    The blocks' queries, and the keys of `own`, are places in `touched`; received rows are all other keys, and the
+    queries of "all_to_all", which were sent to the rank that computes them.
     """
 
-    start: int
+    start: int  # the shard's first position
     kv_heads: int
-    fused: DilatedPattern | None
-    branches: tuple[int, ...]
-    touched: Tensor
-    own: tuple[Block, ...]
-    mail: dict[str, Mail]
+    fused: DilatedPattern | None  # the fused call's branches, if there are any
+    branches: tuple[int, ...]  # their indices
+    touched: Tensor  # (2, rows), the own rows, in ascending order, that take part in more than the fused call
+    own: tuple[Block, ...]  # attention inside the shard that the fused call does not compute
+    mail: dict[str, Mail]  # by transport
 
     @property
     def is_fused(self) -> bool:
-        """Whether that call is all that the rank does."""
+        """Whether the fused call is all that the rank does."""
         return not self.own and not self.mail
 
 
-def layout_of(plan: RingPlan, rank: int, device: torch.device, *, by_offset: bool) -> Layout:
-    """The part of a plan that one rank executes.
-
-    Args:
-        plan: the plan.
-        rank: which one.
-        device: where the index tensors go.
-        by_offset: whether heads of different offsets are kept apart, because a mask tells their keys apart.
-    """
-    shard = _Shard(plan, rank, by_offset)
-    fused = shard.fused()
-    own = [block for i in range(len(plan.branches)) if i not in fused for block in shard.own_blocks(i)]
-    mail = {transport: shard.mail(transport) for transport in plan.messages}
+def layout_of(plan: RingPlan, rank: int, device: torch.device) -> Layout:
+    """The part of a plan that one rank executes, with its index tensors on a device."""
+    here = _RankPlan(plan, rank)
+    fused = here.fused()
+    own = [block for i in range(len(plan.branches)) if i not in fused for block in here.own_blocks(i)]
+    mail = {transport: here.mail(transport) for transport in plan.messages}
     numbers = [block.queries for block in own]
     for transport, one in mail.items():
         numbers.append(one.rows)
         if transport != "all_to_all":
             numbers += [block.queries for blocks in one.blocks.values() for block in blocks]
-    touched = torch.cat([torch.zeros(0, dtype=torch.int64), *(x.flatten() for x in numbers)]).unique()
+    touched = _concatenated(numbers).unique()
 
     def placed(block: Block, *names: str) -> Block:
         places = {name: torch.searchsorted(touched, getattr(block, name)) for name in names}
-        places |= {f"own_{name}": shard.at(getattr(block, name)) for name in names}
-        return replace(block, **places).to(device)
+        places |= {f"own_{name}": here.at(getattr(block, name)) for name in names}
+        tensors = {name: x for name, x in (vars(block) | places).items() if isinstance(x, Tensor)}
+        return replace(block, **{name: x.to(device) for name, x in tensors.items()})
 
     for transport, one in mail.items():
         names = () if transport == "all_to_all" else ("queries",)
+        places = torch.searchsorted(touched, one.rows)
+        answered = enumerate(places.split(one.sent)) if transport == "ring" else [(None, places)]
         mail[transport] = replace(
             one,
-            rows=shard.at(one.rows).to(device),
+            rows=here.at(one.rows).to(device),
             blocks={source: tuple(placed(block, *names) for block in blocks) for source, blocks in one.blocks.items()},
-            answers=_answers(torch.searchsorted(touched, one.rows), one.sent, transport, device),
+            answers={destination: _layers(some, device) for destination, some in answered},
         )
     return Layout(
-        start=shard.start,
+        start=here.start,
         kv_heads=plan.sizes.kv_heads,
         fused=_pattern_of(plan.pattern, fused),
         branches=fused,
-        touched=shard.at(touched).to(device),
+        touched=here.at(touched).to(device),
         own=tuple(placed(block, "queries", "keys") for block in own),
         mail=mail,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Shard:
+class _RankPlan:
+    """A plan as one rank sees it."""
+
     plan: RingPlan
     rank: int
-    by_offset: bool
 
     @property
     def start(self) -> int:
@@ -159,7 +133,7 @@ class _Shard:
         """The branches whose segments, counted from the shard's first position, are as in the sequence."""
         branches, rules = self.plan.branches, (self.plan.pattern.offsets, self.plan.pattern.mixing)
         aligned = tuple(i for i, branch in enumerate(branches) if self._is_aligned(branch))
-        # These rules go by the number of the branch: a pattern of fewer branches would mean other rows.
+        # These rules depend on the number of the branch: a pattern of fewer branches would mean other rows.
         if len(aligned) < len(branches) and ("branch" in rules or "head_groups" in rules):
             return ()
         return aligned
@@ -186,36 +160,29 @@ class _Shard:
             yield from self._joined(some, self._own_positions, self._own_positions)
         if branch.transport != "all_to_all":
             for segment in branch.shared:
-                if self.rank in segment.ranks:
-                    own = segment.rows[self.rank]
-                    squares = [self._square(number, x.kv_heads, self._numbers(x)) for x in own]
-                    yield from self._joined(squares, self._own_positions, self._own_positions)
+                own = segment.rows.get(self.rank, ())
+                squares = [self._square(number, x.kv_heads, self._numbers(x)) for x in own]
+                yield from self._joined(squares, self._own_positions, self._own_positions)
 
     def mail(self, transport: str) -> Mail:
+        """In numbers of rows, without the answers."""
         messages, ranks = self.plan.messages[transport], range(len(self.plan.starts))
-        outgoing = [messages.get((self.rank, other)) for other in ranks]
-        incoming = [messages.get((other, self.rank)) for other in ranks]
-        rows = [self._numbers(piece).flatten() for message in outgoing if message for piece in message.pieces]
-        received = tuple(message.size if message else 0 for message in incoming)
-        there = [(source, message) for source, message in enumerate(incoming) if message]
-        if transport == "ring":
-            blocks = {source: self._received_blocks(transport, [message]) for source, message in there}
-        else:
-            blocks = {None: self._received_blocks(transport, [message for _, message in there])}
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return Mail(
-            rows=torch.cat([nothing, *rows]),
-            sent=tuple(message.size if message else 0 for message in outgoing),
-            received=received,
-            blocks=blocks,
-            answers={},
+        outgoing = {other: messages[self.rank, other] for other in ranks if (self.rank, other) in messages}
+        incoming = {other: messages[other, self.rank] for other in ranks if (other, self.rank) in messages}
+        sent, received = (
+            tuple(some[other].size if other in some else 0 for other in ranks) for some in (outgoing, incoming)
         )
+        rows = _concatenated([self._numbers(piece) for message in outgoing.values() for piece in message.pieces])
+        if transport == "ring":
+            blocks = {source: self._received_blocks(transport, [message]) for source, message in incoming.items()}
+        else:
+            blocks = {None: self._received_blocks(transport, list(incoming.values()))}
+        return Mail(rows, sent, received, blocks, answers={})
 
     def _received_blocks(self, transport: str, messages: list[Message]) -> tuple[Block, ...]:
         """What is computed from the rows of some messages, one message after the other."""
         found: dict[tuple[int, int], dict[int, list[tuple[Rows, Tensor]]]] = {}
-        pieces = [_positions(piece).flatten() for message in messages for piece in message.pieces]
-        positions = torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
+        positions = _concatenated([_positions(piece) for message in messages for piece in message.pieces])
         queries_at = positions.__getitem__ if transport == "all_to_all" else self._own_positions
         first = 0
         for message in messages:
@@ -237,7 +204,7 @@ class _Shard:
                     continue
                 (segment,) = (each for each in self.plan.branches[number].shared if each.index == index)
                 own = segment.rows[self.rank][group]
-                # Sources that come later send nothing where causal: every key is before every query.
+                # If causal, later sources send nothing: every key is before every query.
                 some.append(Block(number, False, torch.tensor(heads), self._numbers(own), keys))
             blocks += self._joined(some, queries_at, positions.__getitem__)
         return tuple(blocks)
@@ -253,14 +220,13 @@ class _Shard:
         return self.start + numbers // self.plan.sizes.kv_heads
 
     def _joined(self, blocks: list[Block], queries_at: Positions, keys_at: Positions) -> Iterator[Block]:
-        """Blocks of as many queries and keys as one, with the heads of all; without those that are empty.
-
-        `queries_at` and `keys_at` tell the positions of rows.
-        """
+        # Blocks with equal numbers of queries and keys as one, with the heads of all; without those that are empty.
+        # With a padding mask heads of different offsets stay apart, since it differs between their keys.
+        by_offset = self.plan.sizes.padding
         alike: dict[tuple, list[Block]] = {}
         for number, block in enumerate(blocks):
             if block.queries.numel() and block.keys.numel():
-                key = block.queries.shape[1], block.keys.shape[1], number if self.by_offset else 0
+                key = block.queries.shape[1], block.keys.shape[1], number if by_offset else 0
                 alike.setdefault(key, []).append(block)
         names = ("kv_heads", "queries", "keys")
         for same in alike.values():
@@ -271,8 +237,8 @@ class _Shard:
 
 
 def _names(queries: Tensor, keys: Tensor, rate: int) -> Tensor:
-    """`Block.names` of positions (segments, rows, heads). Rows of one branch are missing in one place at most: where
-    keys come from ranks before and after, and the own ones are elsewhere."""
+    # `Block.names` of positions (segments, rows, heads). Keys have at most one gap: where they come from ranks before
+    # and after, and the own ones are elsewhere.
     first, last, count = keys[:, 0], keys[:, -1], keys.shape[1]
     before = (keys == first[:, None] + rate * torch.arange(count)[:, None]).sum(1)
     missing = (last - first) // rate - (count - 1)
@@ -284,14 +250,12 @@ def _positions(rows: Rows) -> Tensor:
     return (rows.first + torch.arange(rows.count) * rows.step)[None, :, None].expand(-1, -1, len(rows.kv_heads))
 
 
-def _answers(places: Tensor, sent: tuple[int, ...], transport: str, device: torch.device) -> dict[int | None, tuple]:
-    if transport != "ring":
-        return {None: _layers(places, device)}
-    return {destination: _layers(some, device) for destination, some in enumerate(places.split(sent)) if len(some)}
+def _concatenated(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(x.flatten() for x in tensors)])
 
 
-def _layers(places: Tensor, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The first of every place, the second of those that come twice, and so on."""
+def _layers(places: Tensor, device: torch.device) -> Layers:
+    # The first of every place, the second of those that come twice, and so on.
     ordered, rows = places.sort(stable=True)
     number = torch.arange(len(places)) - torch.searchsorted(ordered, ordered)
     layers = (rows[number == n] for n in range(int(number.max()) + 1 if len(number) else 0))

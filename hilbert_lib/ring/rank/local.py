@@ -1,78 +1,53 @@
-"""A rank's own tensors by rows, and what several computations add up in them."""
+"""A rank's own tensors by rows, and what several computations add up in them.
+
+A row is one (position, KV head), with that KV head's group of query heads. What more than one computation adds to is
+held in float32 (float64 for float64), which is the dtype of lse.
+"""
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
-
-Layers = tuple[tuple[Tensor, Tensor], ...]  # as `layout.Mail.answers` has them
+from hilbert_lib.ring.rank.layout import Layers
 
 
 class Merged:
-    """Attention of some queries over ever more keys, at first over none.
-
-    Args:
-        shape: (rows, group, batch, head_dim).
-        lse: a tensor of the dtype and device of lse.
-
-    Attributes:
-        out: (rows, group, batch, head_dim), in the dtype of lse.
-        lse: (rows, group, batch).
-    """
+    """Attention of some queries over ever more keys, at first over none."""
 
     def __init__(self, shape: tuple[int, ...], lse: Tensor):
-        self.out = lse.new_zeros(shape)
+        self.out = lse.new_zeros(shape)  # (rows, group, batch, head_dim)
         self.lse = lse.new_full(shape[:-1], -torch.inf)
 
     def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merges what `rows` of the queries, each once, found elsewhere."""
+        """Merges what some of the rows, each once, found elsewhere."""
         merge_rows(self.out, self.lse, (rows,), out, lse)
 
 
 class Sums:
-    """Gradients that come from several places.
-
-    Args:
-        shape: (rows, group, batch, head_dim).
-        lse: a tensor of the dtype and device of the sums.
-
-    Attributes:
-        dq: (rows, group, batch, head_dim).
-        dkv: (rows, 2, batch, head_dim).
-    """
+    """Gradients of some rows, each from several places."""
 
     def __init__(self, shape: tuple[int, ...], lse: Tensor):
-        self.dq = lse.new_zeros(shape)
-        self.dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads
+        self.dq = lse.new_zeros(shape)  # (rows, group, batch, head_dim)
+        # (rows, 2, batch, head_dim), dk and dv each dense, as `Shard.add` reads them
+        self.dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)
 
     def add_queries(self, rows: Tensor, dq: Tensor) -> None:
-        """Adds to `rows`, each once, of q."""
+        """Adds to some of the rows, each once, of q."""
         add_rows(self.dq, (rows,), dq)
 
     def add_keys(self, rows: Tensor, dkv: Tensor) -> None:
-        """Adds to `rows`, each once, of k and v."""
+        """Adds to some of the rows, each once, of k and v."""
         add_rows(self.dkv, (rows,), dkv)
 
     def add_answer(self, layers: Layers, dkv: Tensor) -> None:
-        """Adds the answer to rows of k and v."""
+        """Adds the answer to the rows of k and v that were sent."""
         for rows, places in layers:
             self.add_keys(places, dkv[rows])
 
-    def add_answers(self, layers: Layers, gradients: Tensor) -> None:
-        """Adds the answer to rows of q, k and v: (rows, group + 2, batch, head_dim)."""
-        for rows, places in layers:
-            self.add_queries(places, gradients[rows, :-2])
-            self.add_keys(places, gradients[rows, -2:])
-
 
 class Shard:
-    """Reads and writes rows of a rank's tensors: a row is one (position, KV head), with that KV head's query heads.
-
-    Args:
-        kv_heads: KV heads.
-        ordering: in which k and v are stored, or None.
-        device: of the tensors. What the ordering needs there is made now.
+    """Reads and writes rows of a rank's tensors, whose k and v are stored in an ordering, or in sequence order (None).
 
     >>> x = torch.arange(8).view(1, 2, 4, 1)  # 2 positions, 4 heads
     >>> Shard(2, None, x.device).queries(x, torch.tensor([[1], [1]])).flatten().tolist()

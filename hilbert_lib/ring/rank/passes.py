@@ -4,12 +4,10 @@ What more than one computation adds to is held in float32 (float64 for float64),
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from weakref import ref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
@@ -17,62 +15,20 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import named
 from hilbert_lib.attention.merge import add_rows
-from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank import blocks
-from hilbert_lib.ring.rank.blocks import Request
+from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
 from hilbert_lib.ring.rank.layout import Block, Layout, Mail
 from hilbert_lib.ring.rank.local import Merged, Shard, Sums
 
 EXCHANGING = "all_to_all"
+Kept = dict[str, Tensor]  # what a backward needs of other ranks' rows, by name
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """What a rank computes, but for q, k and v.
+def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
+    """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
-    Attributes:
-        layout: its part of the plan.
-        request: what all its attentions have in common.
-        known_group: the ranks, which a result that outlives its group does not keep: threads of the group would end
-            with the interpreter and abort it.
-        is_causal: whether keys after the query are excluded.
-        ordering: in which the shards of k and v are stored, or None.
-        key_padding_mask: (batch, rows of the shard) bool, or None.
-    """
-
-    layout: Layout
-    request: Request
-    known_group: "ref[ProcessGroup]"
-    is_causal: bool
-    ordering: Ordering | None
-    key_padding_mask: Tensor | None
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks.
-
-        Raises:
-            RuntimeError: if the group was destroyed since.
-        """
-        group = self.known_group()
-        if group is None:
-            raise RuntimeError("group was destroyed between the forward and the backward")
-        return group
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output and lse of a rank's queries, and what the backward needs of other ranks' rows, by name.
-
-    Args:
-        q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
-        job: the rest.
-        confirm: called before anything is sent, when the shard's own attention is under way.
-
-    Returns:
-        out like q, lse (batch, heads, rows), and the rows kept.
+    `confirm` is called when the shard's own attention is under way, before anything is sent.
     """
     shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
@@ -87,13 +43,9 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: dict[str, Tensor]
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: Kept
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a rank's q, k and v, from the gradient of its out, and the merged out and lse.
-
-    Args:
-        dout: like out. q, k, v, job: as for `forward`. out, lse, kept: what it returned.
-    """
+    """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
     shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
@@ -105,10 +57,8 @@ def backward(
     return grads
 
 
-def _beside_forward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job
-) -> tuple[Merged, dict[str, Tensor]]:
-    """All but the fused call, of the touched queries; of lse only the kind matters: it is being computed."""
+def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job) -> tuple[Merged, Kept]:
+    # All but the fused call, for the touched queries. Only the dtype and device of lse are read: it is being computed.
     layout = job.layout
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
@@ -120,7 +70,7 @@ def _beside_forward(
 
     def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
         queries = shard.queries(q, block.own_queries)
-        merged.add(block.queries, *blocks.forward(queries, kv, block, job.request, padded))
+        merged.add(block.queries, *blocks.forward(queries, kv, block, job, padded))
 
     for block in layout.own:
         add(block, shard.keys(k, v, block.own_keys), _own_padded(block, shard, job))
@@ -140,17 +90,9 @@ def _beside_forward(
 
 
 def _beside_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    shard: Shard,
-    job: Job,
-    kept: dict[str, Tensor],
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, kept: Kept
 ) -> Sums:
-    """All but the fused call: what it adds to the gradients of the touched rows."""
+    # All but the fused call: what it adds to the gradients of the touched rows.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
@@ -166,7 +108,7 @@ def _beside_backward(
     def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
         # Adds up dq and returns the gradient of kv.
         mine = (shard.queries(x, block.own_queries) for x in (dout, q, out, lse_rows))
-        dq, dkv = blocks.backward(*mine, kv, block, job.request, padded)
+        dq, dkv = blocks.backward(*mine, kv, block, job, padded)
         sums.add_queries(block.queries, dq)
         return dkv
 
@@ -185,10 +127,13 @@ def _beside_backward(
             if late:
                 sums.add_answer(late[0], late[1].wait())
             # While this answer travels, the next step is computed.
-            late = mail.answers.get(arrived.destination, ()), gather.answer(dkv, arrived)
+            late = mail.answers[arrived.destination], gather.answer(dkv, arrived)
         sums.add_answer(late[0], late[1].wait())
     if exchanging:
-        sums.add_answers(exchanging.answers[None], answer.wait())
+        gradients = answer.wait()
+        for rows, places in exchanging.answers[None]:
+            sums.add_queries(places, gradients[rows, :-2])
+            sums.add_keys(places, gradients[rows, -2:])
     return sums
 
 
@@ -210,21 +155,20 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
     return gathers
 
 
-def _exchanged_forward(mail: Mail, kept: dict[str, Tensor], job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
-    """Attention of all ranks' rows of the heads that this rank computes; sends out and lse back."""
-    received = kept["exchanged"]
+def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
+    # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
+    received = kept["exchanged"]  # (rows, group + 2, batch, head_dim): q, k and v
     merged = Merged(received[:, :-2].shape, lse)
     for block in mail.blocks[None]:
         rows = received[block.queries]
         padded = _padded(block, mail, kept, EXCHANGING, None)
-        found = blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job.request, padded)
-        merged.add(block.queries, *found)
+        merged.add(block.queries, *blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job, padded))
     back = mail.received, mail.sent, job.group
     return exchange(merged.out.to(received.dtype), *back), exchange(merged.lse, *back)
 
 
-def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Tensor], job: Job) -> Arriving:
-    """Likewise, sends dq, dk and dv back."""
+def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: Job) -> Arriving:
+    # Likewise; sends dq, dk and dv back.
     received = kept["exchanged"]
     dout, (lse, delta) = arriving[0].wait(), arriving[1].wait().unbind(1)
     out = _with_product(dout, delta)
@@ -233,29 +177,52 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: dict[str, Te
         rows = received[block.queries]
         mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
         padded = _padded(block, mail, kept, EXCHANGING, None)
-        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job.request, padded)
+        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job, padded)
         add_rows(sums, (block.queries,), torch.cat(some, 3))
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
 def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
-    # A backward uses out for delta = rowsum(dout * out) alone: the part of out along dout has the same delta, and
-    # saves sending out. Where dout is 0, so is delta.
+    # A backward uses out only for delta = rowsum(dout * out): the part of out along dout has the same delta, and saves
+    # sending out. Where dout is 0, so is delta.
     largest = dout.abs().amax(-1, keepdim=True).to(delta.dtype)
     unit = dout / largest.where(largest > 0.0, 1.0)  # whose squares neither overflow nor vanish
     share = delta[..., None] / largest / unit.square().sum(-1, keepdim=True)
     return torch.where(largest > 0.0, unit * share, 0.0).to(dout.dtype)
 
 
-def _fused_call(q: Tensor, k: Tensor, job: Job) -> tuple[Call, str]:
-    layout, request = job.layout, job.request
-    seed = None if request.seed is None else _shard_seed(request.seed, layout, *q.shape[::2])
-    asked = request.scale, request.dropout_p, seed, job.key_padding_mask
-    call = Call(layout.fused, job.is_causal, *asked, is_part=not layout.is_fused)
-    name = choose(q, call, request.backend, gradient=request.gradient)
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    if job.layout.fused is None:
+        batch, rows, heads, _ = q.shape
+        lse = torch.full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
+    return operators.forward(q, *_fused_call(q, k, v, job))
+
+
+def _fused_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
+) -> tuple[Tensor, Tensor, Tensor]:
+    if job.layout.fused is None:
+        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    k, v, call, name = _fused_call(q, k, v, job)
+    dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
+    if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
+        dk, dv = (job.ordering.apply(x, dim=1) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, Call, str]:
+    # k and v as the backend reads them: as they are stored, or in sequence order.
+    layout, seed = job.layout, job.call.seed
+    if seed is not None:
+        seed = _shard_seed(seed, layout, *q.shape[::2])
+    call = replace(job.call, pattern=layout.fused, seed=seed, is_part=not layout.is_fused)
+    name = choose(q, call, job.backend, gradient=job.gradient)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))
-    return call, name
+    elif job.ordering is not None:
+        k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
+    return k, v, call, name
 
 
 def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
@@ -265,36 +232,11 @@ def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
     return named(seed, names, layout.branches)
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-    if job.layout.fused is None:
-        lse = torch.full(
-            (q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=working_dtype(q.dtype), device=q.device
-        )
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
-    call, name = _fused_call(q, k, job)
-    if job.ordering is not None and call.inverse is None:
-        k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
-    return operators.forward(q, k, v, call, name)
-
-
-def _fused_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
-) -> tuple[Tensor, Tensor, Tensor]:
-    if job.layout.fused is None:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    call, name = _fused_call(q, k, job)
-    if job.ordering is None or call.inverse is not None:
-        return operators.backward(dout, q, k, v, out, lse, call, name)
-    k, v = (job.ordering.undo(x, dim=1) for x in (k, v))
-    dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
-    return dq, *(job.ordering.apply(x, dim=1) for x in (dk, dv))
-
-
-def _paddings(shard: Shard, job: Job) -> dict[str, Tensor]:
-    """Whether received rows are padded, by transport: (rows, batch) uint8."""
-    if job.key_padding_mask is None:
+def _paddings(shard: Shard, job: Job) -> Kept:
+    # Whether received rows are padded, by transport: (rows, batch) uint8.
+    if job.call.key_padding_mask is None:
         return {}
-    masks = job.key_padding_mask.byte()
+    masks = job.call.key_padding_mask.byte()
     arriving = {
         transport: exchange(shard.padding(masks, mail.rows), mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
@@ -302,8 +244,8 @@ def _paddings(shard: Shard, job: Job) -> dict[str, Tensor]:
     return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
 
 
-def _padded(block: Block, mail: Mail, kept: dict[str, Tensor], transport: str, source: int | None) -> Tensor | None:
-    """Of a block whose keys were received: (segments, keys, batch) bool."""
+def _padded(block: Block, mail: Mail, kept: Kept, transport: str, source: int | None) -> Tensor | None:
+    # Of a block whose keys were received: (segments, keys, batch) bool.
     padded = kept.get(f"padded {transport}")
     if padded is None:
         return None
@@ -312,5 +254,5 @@ def _padded(block: Block, mail: Mail, kept: dict[str, Tensor], transport: str, s
 
 
 def _own_padded(block: Block, shard: Shard, job: Job) -> Tensor | None:
-    mask = job.key_padding_mask
+    mask = job.call.key_padding_mask
     return None if mask is None else shard.padding(mask, block.own_keys[..., 0])

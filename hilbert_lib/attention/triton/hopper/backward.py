@@ -1,11 +1,11 @@
 """The backward for Hopper, warp-specialised: dk, dv and dq in one kernel of five products.
 
-A program holds 128 keys, two groups of warps 64 each, and walks over the queries that see them, 64 at a time. The
-scores are computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their
+A program holds 128 keys, 64 for each of two groups of warps, and walks over the queries that see them, 64 at a time.
+Scores are computed transposed, keys by queries, so that the weights stay in registers for dv and dk. Only their
 gradient goes through shared memory, where both groups' halves meet for the product with k. That product comes one block
-late, so that a group waits for nothing that the other does in the same block; the copy engine adds it to dq in global
-memory, in an order that differs from run to run. What a segment's loops do is in functions of its own, since Triton
-visits the body of a loop twice, at every level of loops, and a function once.
+late, so that no group waits for the other within a block; the copy engine adds it to dq in global memory, in an order
+that differs from run to run. The loops over a segment are functions: Triton visits the body of a loop twice at every
+level of loops, and a function once.
 """
 
 from triton._C.libtriton import ir
@@ -34,12 +34,11 @@ from hilbert_lib.attention.triton.hopper.tiles import (
     shared_layout,
 )
 
-# The hardware's barriers, by number: both groups have stored their parts of a block's dq; one of them, its gradients of
-# scores (four numbers, `_scores_of`); with 64 columns, both need a stage's tiles no more (a number for each stage).
-DQ_THERE = gl.constexpr(FIRST_BARRIER)
-SCORES_THERE = gl.constexpr(FIRST_BARRIER + 1)
-FREE = gl.constexpr(FIRST_BARRIER + 5)
-# For gradients of scores: while a group stores a block's, the other may still multiply those of two blocks before.
+# Numbers of the hardware's barriers.
+DQ_THERE = gl.constexpr(FIRST_BARRIER)  # both groups have stored their parts of a block's dq
+SCORES_THERE = gl.constexpr(FIRST_BARRIER + 1)  # and 3 more (`_scores_of`): a group has stored its gradients of scores
+FREE = gl.constexpr(FIRST_BARRIER + 5)  # and on, with 64 columns: both groups are done with the tiles of a stage
+# Of gradients of scores: while a group stores a block's, the other may still multiply those of two blocks before.
 SCORE_BUFFERS = gl.constexpr(3)
 
 
@@ -51,7 +50,7 @@ def keys_in_registers(columns):
 
 @gluon.constexpr_function
 def scores_ahead(columns, with_dq):
-    """Whether a step asks for the next block's scores before it is done; where not, it computes its own.
+    """Whether a step starts the next block's scores; where not, it computes its own.
 
     Without dq ptxas (12.8) would put the gradients of scores where the rows of v are, which the next step takes: a
     wrong dk. With 128 columns there are too few registers.
@@ -79,9 +78,7 @@ def backward_kernel(
     k, v, lse, delta, dk, dv,
     q0, d0, dq0, q1, d1, dq1, q2, d2, dq2, q3, d3, dq3, q4, d4, dq4, q5, d5, dq5,
     branches, offsets, items, classes,
-    scale,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
+    scale, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     keys, kv_heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -90,10 +87,10 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv of one tile of 128 keys, and its share of dq (float32, without the factor `scale`).
 
-    q0 to dq5 are descriptors of q, dout and dq as (batch, row, residue, head, dim), three for each branch. CUT says
-    whether any tile has fewer than 128 keys. With READ_PARTIAL dk and dv are added to what is there. Past a segment's
-    end stand rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
+    With CUT some tiles have fewer than 128 keys; with READ_PARTIAL dk and dv are added to what is there. Past a
+    segment's end lie rows of the next one, with weight 0: a NaN among them does reach the gradients of this segment.
     """
+    # q0 to dq5: descriptors of q, dout and dq as [batch, row, residue, head, dim], three for each branch.
     gl.static_assert(BLOCK_M == GROUP_ROWS)
     gl.static_assert(not keys_in_registers(BLOCK_D) or FREE + STAGES <= 16, "the hardware has 16 barriers")
     dtype: gl.constexpr = k.dtype.element_ty
@@ -145,7 +142,7 @@ def backward_kernel(
 
 @gluon.jit
 def _range(start, w, r, o, lowest, keys, CAUSAL: gl.constexpr):
-    """Which queries of a segment see any of the keys from `lowest` on: number of the first, and past the last."""
+    """The numbers of the first query of a segment that sees a key from `lowest` on, and past the last."""
     n = segment_rows(start, w, r, o, keys)
     begin = 0
     if CAUSAL:
@@ -165,7 +162,7 @@ def _copy(
     delta_rows, full, free, keys, kv_heads, group, chunk, stride, chunks, phases, count, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of q and dout, with lse (to base 2) and delta, into the ring of stages, in the order of their use."""
+    """Copies tiles of q and dout, lse (to base 2) and delta into the ring of stages, in the order of their use."""
     b, g, _, _, _, _, size, _, first, lowest, _ = tile_of(
         gl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
     )
@@ -183,11 +180,10 @@ def _copy(
 
 @gluon.jit
 def _copy_segment(
-    q_descriptor, d_descriptor, lse, delta, q_tiles, d_tiles, lse_rows, delta_rows, full, free,
-    block, begin, n, row, residue, origin, r, b, g, keys, kv_heads, group, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    q_descriptor, d_descriptor, lse, delta, q_tiles, d_tiles, lse_rows, delta_rows, full, free, block, begin, n, row,
+    residue, origin, r, b, g, keys, kv_heads, group, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of the queries of a segment, from number `begin` to n, one head of the group after the other."""
+    """Copies queries `begin` to n of a segment, one head of the group after the other."""
     for member in range(group):
         h = g * group + member
         lse_head = lse + (b.to(gl.int64) * kv_heads * group + h) * keys
@@ -219,13 +215,12 @@ def _copy_segment(
 
 @gluon.jit
 def _add(
-    dq_descriptors, branches, offsets, items, classes, dq_tiles, dq_free, keys, kv_heads, group, chunk,
-    stride, chunks, phases, count, BLOCK_M: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
-    WITH_DQ: gl.constexpr,
+    dq_descriptors, branches, offsets, items, classes, dq_tiles, dq_free, keys, kv_heads, group, chunk, stride, chunks,
+    phases, count, BLOCK_M: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """Adds what the groups computed for a block of queries to dq. Rows past a segment's end are zero there.
+    """Adds the groups' products to dq, where rows past a segment's end are zero.
 
-    The groups hand it over a block late: what they bring first is of no block.
+    The groups hand them over a block late: the first is of no block.
     """
     if WITH_DQ:
         b, g, _, _, _, _, size, _, first, lowest, _ = tile_of(
@@ -254,11 +249,10 @@ def _add(
 @gluon.jit
 def _differentiate(
     NUMBER: gl.constexpr, k, v, dk, dv, branches, offsets, items, classes, k_tile, v_tile, q_tiles, d_tiles, s_tiles,
-    lse_rows, delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn,
-    stride_kh, stride_vb, stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count,
-    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr, WITH_DQ: gl.constexpr,
-    READ_PARTIAL: gl.constexpr,
+    lse_rows, delta_rows, dq_tiles, k_full, dq_free, full, free, scale, stride_kb, stride_kn, stride_kh, stride_vb,
+    stride_vn, stride_vh, keys, kv_heads, group, chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    CUT: gl.constexpr, WITH_DQ: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys of the tile against every block of queries."""
     dtype: gl.constexpr = k.dtype.element_ty
@@ -293,7 +287,7 @@ def _differentiate(
         key_position = tile_positions(chunk_start, members, n_classes, u + key_rows, stride)
 
         is_there = (key_rows < size) & (key_position < chunk_end)
-        # Fewer queries see a group than its tile where causal, and more of them see all of it.
+        # Where causal, fewer queries see a group than its tile, and more of them see all of it.
         own_lowest = tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride)
         own_highest = tile_positions(chunk_start, members, n_classes, u + (NUMBER + 1) * GROUP_ROWS - 1, stride)
         is_empty = size <= NUMBER * GROUP_ROWS
@@ -307,7 +301,7 @@ def _differentiate(
             if inside:
                 begin, n = _range(start, w, r, o, lowest, keys, CAUSAL)
                 origin = start + o
-                # Blocks of queries that see no key of the group come first, then those that need a mask, then the rest.
+                # First come blocks of queries that see no key of the group, then those that need a mask.
                 first_masked = 0
                 first_free = 0
                 if CAUSAL:
@@ -329,7 +323,7 @@ def _differentiate(
             if block > 0:
                 part = warpgroup_mma_wait(0, deps=[_late_dq(NUMBER, k_tile, s_tiles, block, BLOCK_D)])
                 _hand_over(NUMBER, part, dq_tiles, dq_free, block)
-        # From where the products lie: positions in another layout would take registers all through the loop.
+        # Made only here: positions in this layout would take registers all through the loop.
         out_rows = gl.convert_layout(key_position, gl.SliceLayout(1, GRADIENTS))
         out_number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, GRADIENTS))
         out_dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, GRADIENTS))
@@ -350,18 +344,17 @@ def _walk(
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CUT: gl.constexpr,
     WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """A group's keys against the queries of one head in a segment, from number `begin` to n.
+    """A group's keys against queries `begin` to n of one head in a segment.
 
     `first_masked` blocks see no key, those up to query `free_from` need a mask, the rest see all.
     """
     if CAUSAL or CUT:
         for _j in range(first_masked):
             _empty_step(
-                NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
-                BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
+                NUMBER, k_tile, s_tiles, dq_tiles, dq_free, full, free, block, BLOCK_D, BLOCK_M, STAGES, WITH_DQ,
             )  # fmt: skip
             block += 1
-        # The number of the first query that sees each key; for a key that is not there, none.
+        # The number of the first query that sees each key: n, which is none, for a key that is not there.
         sees = gl.zeros_like(key_position)
         if CAUSAL:
             sees = (key_position - origin + r - 1) // r
@@ -393,7 +386,7 @@ def _first_scores(
     k_rows, q_tiles, full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """The scores of the first block of a walk; zeros, which nobody takes, where each step computes its own."""
+    """The scores of the first block of a walk; unused zeros where each step computes its own."""
     scores = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, product_layout(BLOCK_M))
     if scores_ahead(BLOCK_D, WITH_DQ):
         token = _start_scores(k_rows, q_tiles, full, block, BLOCK_D, BLOCK_M, STAGES)
@@ -402,10 +395,8 @@ def _first_scores(
 
 
 @gluon.jit
-def _start_scores(
-    k_rows, q_tiles, full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """The product of keys and a block of queries, once these are there; not waited for."""
+def _start_scores(k_rows, q_tiles, full, block, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the product of keys and a block of queries, once these are there."""
     stage = block % STAGES
     mbarrier.wait(full.index(stage), block // STAGES & 1)
     q_tile = q_tiles.index(stage)._reinterpret(q_tiles.dtype, [BLOCK_M, BLOCK_D], shared_layout())
@@ -419,10 +410,7 @@ def _step(
     dq_free, full, free, lse_rows, delta_rows, sees, block, goes_on, scale, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dq of a block of queries, and the scores of the next where the walk goes on.
-
-    With MASKED, a key is seen from column `sees` on.
-    """
+    """dk, dv and dq of a block of queries, the next block's scores. With MASKED a key is seen from column `sees` on."""
     dtype: gl.constexpr = k_tile.dtype
     SCORES: gl.constexpr = product_layout(BLOCK_M)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
@@ -445,7 +433,7 @@ def _step(
     dv_weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
     dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
     if AHEAD:
-        # The last step of a walk computes its own once more, which nobody takes.
+        # The last step of a walk computes its own once more, unused.
         after = gl.where(goes_on, block + 1, block)
         score_token = _start_scores(k_rows, q_tiles, full, after, BLOCK_D, BLOCK_M, STAGES)
         dweights = warpgroup_mma_wait(2, deps=[weight_token])
@@ -476,7 +464,7 @@ def _empty_step(
     NUMBER: gl.constexpr, k_tile, s_tiles, dq_tiles, dq_free, full, free, block,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """A step of a group whose keys no query of the block sees: its part of the product for dq alone."""
+    """A step of a group whose keys no query of the block sees: only its part of the product for dq."""
     mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
     _give_back(free, block % STAGES, BLOCK_D)
     if WITH_DQ:
@@ -489,7 +477,7 @@ def _empty_step(
 
 @gluon.jit
 def _give_back(free, stage, BLOCK_D: gl.constexpr):
-    """A group needs a stage's tiles no more."""
+    """A group is done with the tiles of a stage."""
     if keys_in_registers(BLOCK_D):
         arrive(FREE + stage)
     else:
@@ -498,16 +486,16 @@ def _give_back(free, stage, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _scores_of(NUMBER: gl.constexpr, block):
-    """Number of the barrier at which a group says that its gradients of a block's scores are stored.
+    """The barrier at which a group says that its gradients of a block's scores are stored.
 
-    It may say so of a block before the other group has met it for the block before: two barriers take turns.
+    It may arrive for a block before the other group has met it for the last one: two barriers take turns.
     """
     return SCORES_THERE + 2 * NUMBER + (block & 1)
 
 
 @gluon.jit
 def _store_scores(NUMBER: gl.constexpr, s_tiles, dscores, block):
-    """A group's gradients of a block's scores to where the other finds them."""
+    """Stores a group's gradients of a block's scores for the other group."""
     buffer = (block + SCORE_BUFFERS) % SCORE_BUFFERS  # the block before the first has one, too
     s_tiles.index(buffer).slice(NUMBER * GROUP_ROWS, GROUP_ROWS, 0).store(dscores)
     fence_async_shared()
@@ -516,7 +504,7 @@ def _store_scores(NUMBER: gl.constexpr, s_tiles, dscores, block):
 
 @gluon.jit
 def _late_dq(NUMBER: gl.constexpr, k_tile, s_tiles, block, BLOCK_D: gl.constexpr):
-    """A group's half of the columns of dq for the block before: both groups' gradients of scores with k."""
+    """Starts a group's half of the columns of the last block's dq: both groups' gradients of scores times k."""
     COLUMNS: gl.constexpr = BLOCK_D // 2
     left = s_tiles.index((block + SCORE_BUFFERS - 1) % SCORE_BUFFERS).permute((1, 0))
     right = k_tile.slice(NUMBER * COLUMNS, COLUMNS, 1)
@@ -526,7 +514,7 @@ def _late_dq(NUMBER: gl.constexpr, k_tile, s_tiles, block, BLOCK_D: gl.constexpr
 
 @gluon.jit
 def _hand_over(NUMBER: gl.constexpr, part, dq_tiles, dq_free, block):
-    """A group's part of dq to the warp that adds it."""
+    """Hands a group's part of dq to the warp that adds it."""
     mbarrier.wait(dq_free, (block & 1) ^ 1)
     dq_tiles.index(NUMBER)._reinterpret(gl.float32, part.shape, float_layout()).store(part)
     fence_async_shared()

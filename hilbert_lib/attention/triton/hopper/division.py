@@ -1,8 +1,7 @@
 """How branches are divided among launches of the warp-specialised kernels, so that their tiles are full and short.
 
-The more branches share a launch, the more lists of rows there are: each may end with a tile that is not full, and the
-rows of a tile lie farther apart, so that causality cuts off less. A further launch reads its queries again, and merges
-its results with those that are there.
+Branches that share a launch make more lists of rows: each may end with a tile that is not full, and the rows of a tile
+lie farther apart, so that causality cuts off less. A further launch reads its queries again and merges its results.
 """
 
 from functools import lru_cache
@@ -16,9 +15,8 @@ from hilbert_lib.pattern import DilatedPattern
 
 BLOCK = 128  # rows of a tile, and keys of a block
 BRANCHES = 6  # of one launch: those for which the kernels have descriptors
-# In blocks of scores: what a tile takes beside its own, and a further launch, at whose end multiprocessors wait. Of the
-# divisions that were timed on an H200, what they choose took at most 2.4 % longer than the fastest
-# (reports/HISTORY.md).
+# In blocks of scores: what a tile takes besides its own, and a further launch, at whose end multiprocessors wait. What
+# they choose took at most 2.4 % longer than the fastest division timed on an H200 (reports/HISTORY.md).
 TILE, LAUNCH = 5, 750
 LAUNCHES = 8  # of these kernels in one call: each rounds the results of its rows once more
 CLASSES = 4096  # residues up to which tiles are counted, since more would take seconds: then the fewest launches
@@ -32,14 +30,8 @@ def launches(
 ) -> tuple[tuple[schedule.Pass, ...], tuple[schedule.Pass, ...]]:
     """The launches of one call: those of the warp-specialised kernels, and those of the plain ones for what is left.
 
-    The finest rates come first. A launch changes what the rows of its branches have, and nothing else. The choice is
-    that of one sequence with as many heads of q as of k, so that a sequence's bits do not depend on those beside it.
-
-    Args:
-        pattern: the pattern.
-        length: tokens.
-        kv_heads: heads of k and v.
-        is_causal: whether a query sees no later key.
+    The finest rates come first. A launch changes the rows of its branches and nothing else. The choice counts one
+    sequence, with as many heads of q as of k, so that a sequence's bits do not depend on others in the batch.
 
     >>> pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
     >>> [one.branches for one in launches(pattern, 65536, 16, False)[0]]
@@ -59,7 +51,7 @@ def launches(
 def is_reached(segment_length: int, rate: int, length: int) -> bool:
     """Whether the copy engine reaches all rows of a branch.
 
-    Rows past the last multiple of the rate it finds from the row before, which segment 0 may not have.
+    It finds rows past the last multiple of the rate from the row before, which segment 0 may not have.
 
     >>> is_reached(32768, 12, 65536), is_reached(32768, 12, 32768)
     (True, False)
@@ -70,12 +62,11 @@ def is_reached(segment_length: int, rate: int, length: int) -> bool:
 def _divided(
     pattern: DilatedPattern, branches: tuple[int, ...], length: int, kv_heads: int, is_causal: bool
 ) -> list[schedule.Pass]:
-    # The launches of least work for branches that could share a pass.
+    # The launches of least work for branches that could share a pass, found by dynamic programming.
     if len(branches) == 1:
         return [schedule.pass_of(pattern, branches, length)]
     is_counted = schedule.pass_of(pattern, branches, length).stride <= CLASSES
-    # The cheapest way for the first n branches, from those for fewer: its cost, and its launches. One branch alone is
-    # always a choice.
+    # The cost and the launches of the cheapest way for the first n branches. One branch alone is always a choice.
     best: list[tuple[float, list[schedule.Pass]]] = [(0.0, [])]
     for end in range(1, len(branches) + 1):
         ways = []
@@ -89,7 +80,7 @@ def _divided(
 
 
 def _work(pattern: DilatedPattern, one: schedule.Pass, length: int, kv_heads: int, is_causal: bool) -> float:
-    # Of one launch, in blocks of scores. What it counts by is not kept with the tables of calls.
+    # The work of one launch in blocks of scores. Its tables are not kept with those of calls.
     tables = schedule.tables.__wrapped__(pattern, one, length, kv_heads, BLOCK, 0, torch.device("cpu"))
     branches, offsets, items, classes = (
         x.numpy() for x in (tables.branches, tables.offsets, tables.items, tables.classes)
@@ -121,7 +112,7 @@ def _work(pattern: DilatedPattern, one: schedule.Pass, length: int, kv_heads: in
 
 
 def _some(count: int, most: int) -> np.ndarray:
-    # Numbers below count: all, or some that are spread evenly, but not in steps that may be those of segments.
+    # All numbers below count, or some, spread evenly but not in steps that could be those of segments.
     if count <= most:
         return np.arange(count)
     return np.unique((np.arange(most) * GOLDEN % 1 * count).astype(int))

@@ -1,9 +1,8 @@
 """The forward for Hopper, warp-specialised: one warp copies tiles of k and v, two groups of warps compute.
 
-Written in Gluon, Triton's lower dialect; `forward.forward_kernel` is its plain twin and serves whatever this one does
-not. What it gains: the copy engine reads a dilated tile as the rows of one residue, without an instruction of the
-computing warps; each group multiplies 64 queries, and while one group is at its softmax the other has the tensor cores.
-What a group does with a block of keys is in `steps`.
+Written in Gluon, Triton's lower dialect; its plain twin in `triton.forward` serves all other calls. The copy engine
+reads a dilated tile as the rows of one residue, without an instruction of the computing warps. Each group multiplies 64
+queries; while one is at its softmax the other has the tensor cores. `steps` holds the work on one block of keys.
 """
 
 from triton.experimental import gluon
@@ -47,23 +46,21 @@ def forward_kernel(
     q, out, lse, flag,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
     branches, offsets, items, classes,
-    scale,
-    stride_qb, stride_qn, stride_qh,
+    scale, stride_qb, stride_qn, stride_qh,
     first_query, queries, keys, heads, group,
     chunk, stride, chunks, phases, count,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Output and lse of one tile of 128 queries through all branches.
+    """Output and lse of one tile of 128 queries through all branches, merged with what is there with READ_PARTIAL.
 
-    k0 to v5 are descriptors of k and v as (batch, row, residue, head, dim), a pair for each branch. MASKED says
-    whether any tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile gave
-    NaN: zero times a value that is not finite, which the plain kernel tells from a value that was attended to. With
-    READ_PARTIAL the results are merged with those of other branches, which are in out and lse.
+    With MASKED some tile of keys is cut off, by causality or by the end of a segment. flag becomes 1 where such a tile
+    gave NaN: it may come from a value that is not attended to and not finite, and the plain kernel then runs again.
     """
+    # k0 to v5: descriptors of k and v as [batch, row, residue, head, dim], a pair for each branch.
     dtype: gl.constexpr = q.dtype.element_ty
-    # Of the second group, where a multiprocessor runs two programs, and one. The first has what it and the copying
-    # warps leave: 112 of three times 80 (maxnreg of its configuration), since 24 are the fewest that those can have.
+    # Of the second group, where a multiprocessor runs two programs, and one. The first group has what it and the
+    # copying warps leave: 112 of three times 80 (maxnreg of its configuration), since those need at least 24.
     REGISTERS: gl.constexpr = 104 if in_halves(BLOCK_D) else 240
     q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
@@ -99,7 +96,7 @@ def _copy(
     k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
     count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of k and v into the ring of stages, in the order in which the groups take them."""
+    """Copies tiles of k and v into the ring of stages, in the order in which the groups take them."""
     b, h, _, _, _, _, size, _, first, lowest, highest = tile_of(
         gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
     )
@@ -129,11 +126,10 @@ def _copy(
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles,
-    k_full, v_full, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group,
-    chunk, stride, chunks, phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    READ_PARTIAL: gl.constexpr,
+    NUMBER: gl.constexpr, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full,
+    v_full, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks,
+    phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
     b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
@@ -153,10 +149,9 @@ def _attend(
             )  # fmt: skip
         else:
             _attend_whole(
-                NUMBER, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
-                stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
-                n_classes, u, size, chunk_end, first, lowest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
-                READ_PARTIAL,
+                NUMBER, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale, stride_qn,
+                first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
+                chunk_end, first, lowest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, READ_PARTIAL,
             )  # fmt: skip
     elif size > 0:  # this group's half of the tile is empty
         block = 0
@@ -176,10 +171,10 @@ def _attend_whole(
     chunk_end, first, lowest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """`_attend` where no tile of keys is cut off: only how many blocks there are counts."""
+    """`_attend` where no tile of keys is cut off: only the number of blocks counts."""
     SCORES: gl.constexpr = product_layout(BLOCK_N)
     ROWS: gl.constexpr = row_layout(BLOCK_D)
-    # A thread finds one position and hands it on: for every row that it loads, divisions would outlast the loads.
+    # A thread finds one position and hands it on: divisions for every row that it loads would outlast the loads.
     number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
     position = tile_positions(chunk_start, members, n_classes, u + number, stride)
     exists = (number < size) & (position >= lowest) & (position < chunk_end)
@@ -188,7 +183,7 @@ def _attend_whole(
     here = (row >= 0) & (dims < HEAD_DIM)
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)
     blocks = _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N, N_BRANCHES)
-    q_tile.store(q_rows)  # which were on their way until here
+    q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
     acc, total, m = nothing(BLOCK_D, BLOCK_N)
@@ -204,7 +199,7 @@ def _attend_whole(
         value_token = values(weights, acc, v_tiles, v_full, blocks - 1, BLOCK_D, BLOCK_N, STAGES)
         acc = warpgroup_mma_wait(0, deps=[value_token])
     result, result_lse = _normalized(acc, total, m)
-    # Handed on once more: what the loads had would take registers all through the steps.
+    # Handed on once more: the loads' own would take registers all through the steps.
     written = gl.where(exists, position, -1)
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
     lse_rows = (b.to(gl.int64) * heads + h) * queries + query - first_query
@@ -230,8 +225,8 @@ def _attend_by_branch(
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
-    It finds positions as they are needed: begun as `_attend_whole` is, it took 6 % longer at head_dim 128, by what the
-    compiler made of its steps. Any edit may change that: compare_kernels.py measures it.
+    It finds positions as they are needed: begun like `_attend_whole`, it took 6 % longer at head_dim 128 because of how
+    its steps were compiled. Any edit may change that: compare_kernels.py measures it.
     """
     SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
     ROWS: gl.constexpr = row_layout(BLOCK_D)
@@ -244,7 +239,7 @@ def _attend_by_branch(
     fence_async_shared()
     score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
     query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
-    # A group sees fewer keys than its tile where causal, and more of them without a mask.
+    # Where causal, a group sees fewer keys than its tile, and more of them without a mask.
     last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
     own_lowest = gl.maximum(lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride))
     own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
@@ -323,7 +318,7 @@ def _walk(
                         for _j in range(unseen - 1):
                             pass_over(block, k_full, v_full, STAGES)
                             block += 1
-                        # The last one stays, with weights of zero, as what the next step multiplies with v.
+                        # The last one stays, with weights of zero: the next step multiplies them with v.
                         mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
                         arrive(k_free(block, STAGES))
                         block += 1
@@ -374,7 +369,7 @@ def _walk_in_halves(
 def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
     """How many blocks of keys a tile sees where none is cut off.
 
-    A thread looks at one branch: all of them, one after the other, would take a block's time.
+    A thread looks at one branch: a loop over all of them would take a block's time.
     """
     gl.static_assert(N_BRANCHES <= 8)
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))
@@ -399,7 +394,7 @@ def _normalized(acc, total, m):
 
 @gluon.jit
 def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
-    """Output and lse of these keys and of those whose results are in memory already."""
+    """Output and lse merged with those in memory."""
     before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))
     largest = gl.maximum(lse, before)
     finite = gl.where(largest == float("-inf"), 0.0, largest)

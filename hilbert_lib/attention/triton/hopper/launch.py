@@ -11,8 +11,7 @@ from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.machine import get_gpu_info
 
-# The warp-specialised kernels by head_dim: the fastest of those tried on an H200, as reports/HISTORY.md tells. What
-# they reach is recorded in reports/h200.
+# By head_dim: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
 HOPPER_FORWARD = {
     64: Config(128, 128, 4, 2, maxnreg=80, together=2 * schedule.TILES_TOGETHER),
     128: Config(128, 128, 4, 2),
@@ -21,14 +20,9 @@ HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
 
 
 def serves(q: Tensor, keys: int, call: Call) -> bool:
-    """Whether the warp-specialised kernels can serve some branch of a call.
+    """Whether the warp-specialised kernels can serve some branch of a call, on a GPU that runs them.
 
-    They do so on a GPU that runs them; the plain kernels serve every call, and the other branches.
-
-    Args:
-        q: queries; shape and dtype count.
-        keys: rows of k and v.
-        call: the rest of the request.
+    The plain kernels serve every call, and the other branches.
     """
     return (
         q.element_size() == 2
@@ -39,22 +33,6 @@ def serves(q: Tensor, keys: int, call: Call) -> bool:
         and call.dropout_p == 0.0
         and any(division.is_reached(w, r, keys) for w, r in call.pattern.branches)
     )
-
-
-def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
-    # Segment length and rate of a pass's branches.
-    branches = call.pattern.branches
-    return [branches[i] for i in one.branches]
-
-
-def columns_of(q: Tensor) -> int:
-    """Columns of a tile."""
-    return 64 if q.shape[-1] <= 64 else 128
-
-
-def is_masked(call: Call, one: schedule.Pass, keys: int, block_n: int) -> bool:
-    """Whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
-    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in _branches(call, one))
 
 
 def runs(tensors: tuple[Tensor, ...], keys: int, call: Call) -> bool:
@@ -69,25 +47,32 @@ def runs(tensors: tuple[Tensor, ...], keys: int, call: Call) -> bool:
     )
 
 
+def columns_of(q: Tensor) -> int:
+    """Columns of a tile."""
+    return 64 if q.shape[-1] <= 64 else 128
+
+
+def is_masked(call: Call, one: schedule.Pass, keys: int, block_n: int) -> bool:
+    """Whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
+    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in _branches(call, one))
+
+
+def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
+    # Segment length and rate of a pass's branches.
+    branches = call.pattern.branches
+    return [branches[i] for i in one.branches]
+
+
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    one: schedule.Pass,
-    out: Tensor,
-    lse: Tensor,
-    flag: Tensor | None,
-    *,
-    first: bool,
-) -> Start:
+    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, out: Tensor, lse: Tensor, flag: Tensor | None,
+    *, first: bool,
+) -> Start:  # fmt: skip
     """The start of a launch that writes out and lse; unless it is the first, it goes on from them.
 
-    flag is that of the kernel, or None where no tile can be cut off.
+    flag is the kernel's, or None where no tile can be cut off.
     """
-    from hilbert_lib.attention.triton.hopper import (
-        forward as kernels,  # only where it runs: the interpreter knows no Gluon
-    )
+    # Imported only where it runs: the interpreter knows no Gluon.
+    from hilbert_lib.attention.triton.hopper import forward as kernels
     from hilbert_lib.attention.triton.hopper import tiles
 
     columns = columns_of(q)
@@ -96,26 +81,15 @@ def forward(
     descriptors = [tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    named = _known(kernels.forward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
-    named |= {"N_BRANCHES": len(branches), "MASKED": flag is not None, "maxnreg": config.maxnreg}
+    named = _named(kernels.forward_kernel, shared, columns, config, len(branches))
+    named |= {"MASKED": flag is not None, "maxnreg": config.maxnreg}
     return Start(kernels.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    call: Call,
-    one: schedule.Pass,
-    sums: Tensor | None,
-    *,
-    first: bool,
-) -> Start:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Call,
+    one: schedule.Pass, sums: Tensor | None, *, first: bool,
+) -> Start:  # fmt: skip
     """The start of a launch that writes dk and dv; unless it is the first, it adds to them.
 
     It adds dq, without its scale, to sums in an order that varies. Without sums the bits are always the same.
@@ -134,17 +108,18 @@ def backward(
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
     tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
-    named = _known(kernels.backward_kernel, shared) | {"BLOCK_D": columns, "STAGES": config.num_stages}
-    named |= {"N_BRANCHES": len(branches), "CUT": tables.cut, "WITH_DQ": sums is not None}
+    named = _named(kernels.backward_kernel, shared, columns, config, len(branches))
+    named |= {"CUT": tables.cut, "WITH_DQ": sums is not None}
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
 
 
-def _known(kernel, shared: dict) -> dict:
-    # Of the arguments that kernels share, those that this one takes; its own BLOCK_D; four warps a group.
+def _named(kernel, shared: dict, columns: int, config: Config, branches: int) -> dict:
+    # Those shared arguments that this kernel takes, and what both kernels take besides; four warps a group.
     names = _names(kernel)
-    return {name: value for name, value in shared.items() if name in names} | {"num_warps": 4}
+    own = {"BLOCK_D": columns, "STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
+    return {name: value for name, value in shared.items() if name in names} | own
 
 
 @cache
 def _names(kernel) -> frozenset[str]:
-    return frozenset(kernel.arg_names) - {"BLOCK_D"}
+    return frozenset(kernel.arg_names)

@@ -19,21 +19,21 @@ from hilbert_lib.attention.triton.hopper.tiles import (
     shared_layout,
 )
 
-# Bits by which scores may pass the maximum that they are taken off: what came before is scaled only where a row grows
-# by more, which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those
-# below 1; but the largest of a row, once exactly 1, is rounded too.
+# Bits by which scores may pass the maximum that is subtracted: earlier sums are scaled only where a row grows by more,
+# which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those below 1; but
+# the largest weight of a row, otherwise exactly 1, is then rounded too.
 SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
 def k_free(block, STAGES: gl.constexpr):
-    """Number of the barrier at which the groups say that they need a tile of k no more."""
+    """Number of the barrier at which the groups say that they are done with a tile of k."""
     return FIRST_BARRIER + block % STAGES
 
 
 @gluon.jit
 def v_free(block, STAGES: gl.constexpr):
-    """The same of v."""
+    """The same for v."""
     return FIRST_BARRIER + STAGES + block % STAGES
 
 
@@ -51,7 +51,7 @@ def keys_at_once(columns, block_n):
 
 @gluon.jit
 def nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What is summed over blocks of keys, before the first: products with v, sums of weights, and the maximum."""
+    """Products with v, sums of weights, and the maximum, before the first block of keys."""
     KEYS: gl.constexpr = keys_at_once(BLOCK_D, BLOCK_N)
     SCORES: gl.constexpr = product_layout(KEYS)
     acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
@@ -61,7 +61,7 @@ def nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def pass_over(block, k_full, v_full, STAGES: gl.constexpr):
-    """Let a block of keys go that this group does not see."""
+    """Skips a block of keys that this group does not see."""
     mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
     arrive(k_free(block, STAGES))
     mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
@@ -73,10 +73,7 @@ def halves(
     acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, left,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys, of which the group sees the first `left`, half after half.
-
-    With MASKED a row sees the first `seen` of them; without, that is not looked at.
-    """
+    """A block of keys by halves. The group sees the first `left` keys; with MASKED a row sees the first `seen`."""
     HALF: gl.constexpr = BLOCK_N // 2
     acc, total, m = _half(
         0, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
@@ -122,11 +119,11 @@ def step(
     acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, queries,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of a block of keys, beside the product of the block before with its v.
+    """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
-    WHOLE says that no block of the tile is cut off. It holds the wait for that product behind the softmax, 8 % less
-    time than without (the compiler then puts it before or behind), and scales what came before only where a row needs
-    it, 2 to 3 % less; where blocks are cut off both take more time (reports/HISTORY.md).
+    WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax, which takes 8 %
+    less time than where the compiler puts it, and earlier sums are scaled only where a row needs it, 2 to 3 % less;
+    where blocks are cut off both take more time (reports/HISTORY.md).
     """
     score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
     value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
@@ -148,19 +145,15 @@ def step(
 
 
 @gluon.jit
-def first_scores(
-    q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Of the first block, alone; from then on the product with v of a block runs beside the scores of the next."""
+def first_scores(q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Scores of the first block; from then on the product with v of a block runs during the scores of the next."""
     scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)])
     arrive(k_free(0, STAGES))
     return scores
 
 
 @gluon.jit
-def _scores(
-    q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def _scores(q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), block // STAGES & 1)
     k_tile = _tile(k_tiles, stage, BLOCK_D, BLOCK_N)
@@ -169,10 +162,8 @@ def _scores(
 
 
 @gluon.jit
-def values(
-    weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """The product of a block's weights with its v, under way, added to acc."""
+def values(weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the product of a block's weights with its v, added to acc."""
     stage = block % STAGES
     mbarrier.wait(v_full.index(stage), block // STAGES & 1)
     return warpgroup_mma(weights, _tile(v_tiles, stage, BLOCK_D, BLOCK_N), acc, is_async=True)
@@ -180,19 +171,19 @@ def values(
 
 @gluon.jit
 def _tile(tiles, stage, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The tile of a stage as (keys, dims), which the copy engine wrote in five dimensions."""
+    """The tile of a stage as [BLOCK_N, BLOCK_D]; the copy engine wrote it in five dimensions."""
     return tiles.index(stage)._reinterpret(tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
 
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Weights rounded, where the product with v takes them from."""
+    """Rounded weights, in the layout that the product with v takes."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, product_layout(BLOCK_D), 2))
 
 
 @gluon.jit
 def seen_keys(n, key, r, query, CAUSAL: gl.constexpr):
-    """How many keys of a segment each query sees: of n, at positions key, key + r, ..."""
+    """How many of the n keys of a segment, at positions key, key + r, ..., each query sees."""
     seen = gl.zeros_like(query) + n
     if CAUSAL:
         seen = gl.minimum(seen, (query - key + r) // r)
@@ -208,16 +199,16 @@ def masked(scores, seen):
 
 @gluon.jit
 def softmax(scores, m, total, scale, LAZY: gl.constexpr):
-    """Weights, decay of what came before, the new maximum (scaled, to base 2) and the partial sums.
+    """Weights, decay of earlier sums, the new maximum (scaled, to base 2) and the partial sums.
 
-    LAZY leaves the maximum of a row that grows by no more than SLACK as it is, so that what came before stays too.
+    LAZY keeps the maximum of a row that grows by no more than SLACK, so that its earlier sums stay as well.
     """
     largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
     if LAZY:
         largest = gl.where(largest - m > SLACK, largest, m)  # m + SLACK would round where m is large
     finite = gl.where(largest == float("-inf"), 0.0, largest)
     weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
-    # Both are rounded already: exactly 1 where they are equal. Rounding here would add up, once a block of keys.
+    # Both are rounded already: exactly 1 where they are equal. Rounding here would add up over the blocks.
     decay = gl.exp2(m - finite)
     own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
     return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
@@ -225,7 +216,7 @@ def softmax(scores, m, total, scale, LAZY: gl.constexpr):
 
 @gluon.jit
 def _partial_sums(weights):
-    """(rows, 4): what each of the four threads of a row holds, summed without a word between them."""
+    """[rows, 4]: the sum in each of the four threads of a row, without communication."""
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(weights.reshape([rows, columns // 8, 4, 2]), 3), 1)
@@ -233,21 +224,16 @@ def _partial_sums(weights):
 
 @gluon.jit
 def _scaled_if_any(acc, decay):
-    """acc times the decay of its rows; a warp in which all are 1 goes past the products.
+    """acc times the decay of its rows, skipped by a warp in which all are 1: Gluon's `if` decides for a whole group.
 
-    A thread holds two rows, two elements of each in turn. The decision is a warp's own: Gluon's `if` would need one of
-    the whole group.
+    A thread holds two rows, two elements of each in turn.
     """
     ELEMENTS: gl.constexpr = acc.shape[1] // 2  # of a thread
     factor = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.inline_asm_elementwise(
-        _scaled_if_any_asm(ELEMENTS),
-        _constraints(ELEMENTS),
-        [acc, factor],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=ELEMENTS,
-    )
+        _scaled_if_any_asm(ELEMENTS), _constraints(ELEMENTS), [acc, factor],
+        dtype=gl.float32, is_pure=True, pack=ELEMENTS,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels share: tiles in shared memory and registers, segments, the hardware's barriers."""
+"""What the warp-specialised kernels share: descriptors and layouts of tiles, segments, the hardware's barriers."""
 
 from functools import lru_cache
 
@@ -17,12 +17,9 @@ GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one w
 
 
 def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
-    """What the copy engine reads (rows, columns) tiles of one residue modulo `rate` by.
+    """The copy engine's descriptor for (rows, columns) tiles of x whose rows lie `rate` positions apart.
 
-    Args:
-        x: (batch, seq, heads, head_dim), rows at 16-byte addresses.
-        rate: positions between two rows of a tile.
-        rows, columns: of a tile; columns past head_dim are filled with zeros.
+    x is (batch, seq, heads, head_dim), with rows at 16-byte addresses. Columns past head_dim are filled with zeros.
     """
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(_described(tuple(x.shape), x.stride(), x.dtype, rate, rows, columns), base=x)
@@ -33,10 +30,10 @@ def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescripto
 def _described(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rate: int, rows: int, columns: int
 ) -> dict:
-    # All of a descriptor but the tensor, which a call has a dozen of. Triton checks them when one is made, once: that
-    # took a quarter of the host's time for a forward, launches apart.
+    # All of a descriptor but the tensor. Triton checks each when it is made: the dozen of a call took a quarter of
+    # the host's time for a forward, launches apart.
     batch, length, heads, head_dim = shape
-    # A stride of which no row is taken may be anything, and is checked all the same.
+    # The stride of an axis of length 1 may be anything, but is checked all the same.
     whole = 16 // dtype.itemsize
     stride_b, stride_n, stride_h = (
         whole if n == 1 and stride % whole else stride for stride, n in zip(strides[:3], shape, strict=False)
@@ -61,19 +58,19 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Of a (64, columns) product in the registers of four warps."""
+    """Layout of a (64, columns) product in the registers of four warps."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def row_layout(columns):
-    """Of (64, columns) where whole rows are read or written: 16 bytes a thread."""
+    """Layout of (64, columns) where whole rows are read or written: 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def shared_layout():
-    """Of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
+    """Layout of a 2-D tile in shared memory, as wgmma and the copy engine take it."""
     return gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -85,14 +82,14 @@ def branch_of(branches, offsets, i, kv_heads, g):
 
 @gluon.jit
 def is_inside(w, r, o, first):
-    """Whether the tile is in a branch, and the position at which its segment begins."""
+    """Whether the tile is in a branch, and where its segment begins."""
     start = first // w * w
     return (o >= 0) & is_in(first, start, r, o), start
 
 
 @gluon.jit
 def segment_of(branches, offsets, i, kv_heads, g, first):
-    """Whether the tile is in a branch; position at which its segment begins, length, rate and offset."""
+    """Whether the tile is in a branch; where its segment begins; length, rate and offset."""
     w, r, o = branch_of(branches, offsets, i, kv_heads, g)
     inside, start = is_inside(w, r, o, first)
     return inside, start, w, r, o
@@ -110,7 +107,7 @@ def segment_coordinates(position, r, n, length):
 
 @gluon.jit
 def arrive(barrier, THREADS: gl.constexpr = 288):
-    """Arrives at one of the hardware's barriers, by number, without waiting; `meet` says what THREADS are.
+    """Arrives at one of the hardware's barriers without waiting; for THREADS see `meet`.
 
     `mbarrier.arrive` joins the four warps of the group first, which costs time in every step.
     """
@@ -123,8 +120,8 @@ def arrive(barrier, THREADS: gl.constexpr = 288):
 def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
     """`arrive`, once `values`, exactly two a thread, are computed.
 
-    ptxas moves a wait for products before computations that do not need them; in what was compiled it moved none
-    before this. count is not negative, which it cannot know: its sign keeps the values out of the barrier's number.
+    ptxas moves a wait for products before computations that do not need them, but was not seen to move one before this.
+    count is not negative, which ptxas cannot know: its sign keeps the values out of the barrier's number.
     """
     gl.inline_asm_elementwise(
         f"""{{
@@ -144,7 +141,7 @@ def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
 def meet(barrier, THREADS: gl.constexpr = 288):
     """Arrives at one of the hardware's barriers and waits until THREADS have: 256 are both groups, 288 a warp more.
 
-    Triton does not see it, and joins the group once more where data in shared memory asks for that.
+    Triton does not see it, and joins the group once more where shared memory needs that.
     """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1

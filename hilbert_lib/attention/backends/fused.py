@@ -1,0 +1,95 @@
+"""The fused kernels as a backend: what they serve and the memory that they take. triton is imported when one runs."""
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends import backend as shared
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.triton import limits, schedule
+
+
+def _refusal(q: Tensor, call: Call) -> str:
+    return _limits(q, call) or shared.fused_absence(q.device)
+
+
+def _limits(q: Tensor, call: Call) -> str:
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    if (last := call.first_query + q.shape[1]) > limits.POSITIONS:
+        return f"serves up to {limits.POSITIONS:,} positions, got {last:,}"
+    if call.scale < limits.SMALLEST_SCALE:
+        return f"serves a scale of at least {limits.SMALLEST_SCALE:.1e}, got {call.scale}"
+    return ""
+
+
+def _functions(device: torch.device) -> tuple[Forward, Backward]:
+    from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
+
+    return launch.forward, launch.backward
+
+
+def _workspace(
+    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int
+) -> dict[str, int]:
+    # As `triton/launch.py` and `triton.decode` make them; interpreted kernels are taken for compiled ones.
+    from hilbert_lib.attention.triton import arguments, decode  # triton is imported only where a kernel is used
+
+    q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
+    batch, rows, heads, head_dim = q.shape
+    lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
+
+    def passes(kernel: str) -> tuple[schedule.Pass, ...]:
+        configs = arguments.CONFIGS[kernel].items()
+        config = next(c for (size, largest), c in configs if size == q.element_size() and head_dim <= largest)
+        return schedule.passes(call.pattern, k.shape[1], config.block_m if kernel != "dkv" else config.block_n)
+
+    if direction == "forward":
+        if decode.serves(q, k, call):
+            return {"parts of the keys, float32": _parts(q, k, call) * (in_float + lse)}
+        if len(passes("forward")) == 1 or _is_hopper_call(q, k, call, device):
+            return {}
+        return {"partial out, float32": in_float, "partial lse": lse}
+    workspace = {"delta": lse}
+    hopper = call.query_start is None and _is_hopper_call(q, k, call, device)
+    if hopper and not torch.are_deterministic_algorithms_enabled():
+        return workspace | {"sums of dq, float32": in_float}
+    if len(passes("dq")) > 1:
+        workspace["partial dq, float32"] = in_float
+    if len(passes("dkv")) > 1 and not hopper:
+        workspace["partial dk and dv, float32"] = 2 * 4 * k.numel()
+    return workspace
+
+
+def _parts(q: Tensor, k: Tensor, call: Call) -> int:
+    from hilbert_lib.attention.triton import decode
+    from hilbert_lib.attention.triton.geometry import block_d
+
+    batch, rows, heads, head_dim = q.shape
+    kv_heads, first = k.shape[2], call.first_query
+    keys = min(k.shape[1], first + rows) if call.is_causal else k.shape[1]
+    block = min(128, decode.TILE_BYTES // (block_d(head_dim) * k.element_size()))
+    least = decode.KEYS_PER_ROW * rows * heads // kv_heads
+    return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
+
+
+def _is_hopper_call(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
+    # Whether the warp-specialised kernels serve, as `launch` decides it for dense tensors.
+    from hilbert_lib.attention.triton.hopper import launch
+
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and hopper and launch.serves(q, k.shape[1], call)
+
+
+BACKENDS = (
+    Backend(
+        "triton",
+        "one fused pass over all branches",
+        _refusal,
+        _functions,
+        reads_orderings=True,
+        limits=_limits,
+        workspace=_workspace,
+        colour="#D55E00",
+    ),
+)

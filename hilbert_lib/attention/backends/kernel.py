@@ -1,0 +1,78 @@
+"""A dense attention kernel under one signature, and the plainest one."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.call import working_dtype
+
+Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One dense attention, apart from q, k and v."""
+
+    scale: float  # factor of the scores
+    is_causal: bool  # row i of q sees only rows 0 to i + causal_shift of k
+    causal_shift: int = 0
+    allowed: Tensor | None = None  # bool that broadcasts to (batch, heads, rows of q, rows of k); False = no weight
+    kept: Tensor | None = None  # factor on the probabilities, 0 or 1 / (1 - dropout_p), likewise
+
+
+class Kernel(Protocol):
+    """A dense kernel. Tensors are (batch, heads, rows, head_dim), lse (batch, heads, rows).
+
+    The backward is given the *merged* out and lse, so that it needs no gradient through lse.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]: ...
+
+    @staticmethod
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> Grads: ...
+
+
+class Eager:
+    """Matrix products and softmax in float32 (float64 for float64): any device, masks, dropout."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        scores = Eager._scores(q, k, problem)
+        lse = scores.logsumexp(-1)
+        probabilities = Eager._probabilities(scores, lse, problem)
+        if problem.kept is not None:
+            probabilities = probabilities * problem.kept
+        return probabilities @ v.to(scores.dtype), lse
+
+    @staticmethod
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
+        dtype = working_dtype(q.dtype)
+        dout, delta = dout.to(dtype), (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+        probabilities = Eager._probabilities(Eager._scores(q, k, problem), lse, problem)
+        dprobabilities = dout @ v.to(dtype).transpose(-1, -2)
+        dropped = probabilities
+        if problem.kept is not None:
+            dprobabilities, dropped = dprobabilities * problem.kept, probabilities * problem.kept
+        dscores = probabilities * (dprobabilities - delta) * problem.scale
+        return dscores @ k.to(dtype), dscores.transpose(-1, -2) @ q.to(dtype), dropped.transpose(-1, -2) @ dout
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, problem: Problem) -> Tensor:
+        dtype = working_dtype(q.dtype)
+        scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * problem.scale
+        if problem.is_causal:
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores = scores.masked_fill(~ones.tril(problem.causal_shift), -torch.inf)
+        if problem.allowed is not None:
+            # Not masked_fill: `~` would write out a mask that is expanded.
+            scores = torch.where(problem.allowed, scores, -torch.inf)
+        return scores
+
+    @staticmethod
+    def _probabilities(scores: Tensor, lse: Tensor, problem: Problem) -> Tensor:
+        return torch.where(scores == -torch.inf, 0.0, (scores - lse[..., None]).exp())

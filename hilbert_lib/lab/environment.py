@@ -1,0 +1,136 @@
+"""What machine, what software and which code this is: the facts that stand with every measurement."""
+
+import os
+import platform
+from collections import Counter
+from datetime import UTC, datetime
+from functools import cache
+
+import numpy
+import psutil
+import pynvml
+
+from hilbert_lib import machine
+
+# What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
+MACHINE = (
+    *("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode"),
+    "packages",
+)
+
+
+def environment() -> dict:
+    """Facts about this process that JSON can hold: code, versions, hardware, and the GPUs' clocks now.
+
+    No host names, user names or paths are among them. Outside a git checkout the variables HILBERT_COMMIT
+    and HILBERT_DIRTY (0 or 1) say which code runs; what nobody knows is None.
+
+    Returns:
+        `utc` (ISO 8601), `commit`, `dirty`, `code_hash`, `python`, `torch`, `triton`, `numpy`, `cuda`,
+        `cudnn`, `driver`, `platform`, `cpu`, `cpu_cores` (those this process may use), `torch_threads`,
+        `memory_gib`, `gpus` (a list of `name`, `capability`, `memory_gib`, `sm_clock_mhz`), `hardware`
+        (what `compare_runs` compares), `kernel_mode` and `packages` (versions by name of the installed
+        ones of `machine.ATTENTION_PACKAGES`; old records lack it).
+
+    Raises:
+        RuntimeError: if there is a GPU that torch cannot use, as `machine.check_gpu` says it.
+
+    >>> environment().keys() >= set(MACHINE) == machine.machine_facts().keys()
+    True
+    """
+    facts = machine.machine_facts()
+    commit, dirty = code_version()
+    return {
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": machine.cpu_model(),
+        "cpu_cores": machine.cpu_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "capability": f"{gpu.major}.{gpu.minor}",
+                "memory_gib": round(gpu.total_memory / 2**30, 1),
+                "sm_clock_mhz": clock,
+            }
+            for gpu, clock in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)
+        ],
+        **facts,
+    }
+
+
+def say_hardware(facts: dict) -> str:
+    """On what something ran, several GPUs of one kind as their number.
+
+    >>> say_hardware({"hardware": "NVIDIA H200 + NVIDIA H200"})
+    '2 × NVIDIA H200'
+    """
+    kinds = Counter(facts["hardware"].split(" + "))
+    return " + ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
+
+
+def describe_environment() -> str:
+    """The facts of `environment` as the short table that opens every notebook: a line each, its name and its value.
+
+    >>> print(describe_environment().splitlines()[0].split()[0])
+    hardware
+    """
+    facts = environment()
+    code = "unknown" if facts["commit"] is None else facts["commit"][:12]
+    rows = {
+        "hardware": facts["hardware"],
+        "kernels": {
+            "compiled": "compiled for the GPU",
+            "interpreted": "Triton kernels, where used, are interpreted: right results, meaningless times",
+            "absent": "absent: no GPU, or no triton for this platform",
+        }[facts["kernel_mode"]],
+        "code": f"{code}{' with local changes' if facts['dirty'] else ''}, library {facts['code_hash']}",
+        "software": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy")),
+        "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",
+    }
+    if facts["packages"]:
+        rows["packages"] = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
+    if facts["gpus"]:
+        clocks = ", ".join(str(gpu["sm_clock_mhz"]) for gpu in facts["gpus"])
+        rows["CUDA"] = ", ".join(f"{name} {facts[name]}" for name in ("cuda", "cudnn", "driver"))
+        rows["SM clock"] = f"{clocks} MHz"
+    rows["time"] = facts["utc"]
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+@cache
+def code_version() -> tuple[str | None, bool | None]:
+    """The commit that the library stands on, and whether the tree differs from it, its folder `reports` aside.
+
+    Outside a checkout of this project these are HILBERT_COMMIT and HILBERT_DIRTY (0 or 1, else ValueError), or None
+    where they are not set.
+    """
+    root = machine.PACKAGE.parent
+    if (root / ".git").exists():  # so that an enclosing repository's commit is never taken for ours
+        commit = machine.output("git", "-C", str(root), "rev-parse", "HEAD")
+        # Not the records: a run that writes its own among them would call the next one's code changed.
+        status = machine.output("git", "-C", str(root), "status", "--porcelain", "--", ".", ":(exclude)reports")
+        if commit is not None and status is not None:
+            return commit, status != ""
+    dirty = os.environ.get("HILBERT_DIRTY")
+    if dirty not in (None, "0", "1"):
+        raise ValueError(f"HILBERT_DIRTY must be 0 or 1, got {dirty!r}")
+    return os.environ.get("HILBERT_COMMIT"), None if dirty is None else dirty == "1"
+
+
+def sm_clocks_mhz() -> list[int | None]:
+    """The clock of each GPU's multiprocessors now, in torch's order; None where the driver does not tell (MIG)."""
+    clocks = []
+    for gpu in machine.gpu_properties():
+        try:
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}")
+            clocks.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+        except pynvml.NVMLError:
+            clocks.append(None)
+    return clocks

@@ -1,0 +1,241 @@
+"""The house: imports go downward, the library does not know the laboratory, public names are where one looks."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hilbert_lib
+
+HOME = {name: module for module, names in hilbert_lib.PUBLIC.items() for name in names}
+ROOT = Path(hilbert_lib.__file__).parent
+# From the ground up; a room imports only those before it. Below the line stands the laboratory.
+ROOMS = ["lazy", "files", "checks", "machine", "graph_cache", "curves", "ordering", "pattern", "grid"]
+ROOMS += ["attention", "limits", "launch", "ring"]
+LABORATORY = ["lab", "cli"]
+# The same inside two rooms of several floors.
+FLOORS = {
+    "attention": [
+        *("call", "dropout", "triton", "merge", "backends", "rules", "measured_rules", "choice", "operators"),
+        *("api", "modules", "grid"),
+    ],
+    "ring": ["plan", "rank", "agreement", "shards", "attention", "module"],
+}
+FOLDERS = {
+    "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention",
+    "curves": "curve_coordinates curve_index",
+    "ring": "ring_dilated_attention RingDilatedAttention plan_ring run_ranks shard gather",
+    "ring.plan": "plan_ring",
+    "launch": "run_ranks run_isolated ProgressiveTester",
+    "limits": "SafetyConfig MemorySafetyChecker Watcher estimate_memory",
+}
+
+
+def files() -> dict[str, Path]:
+    """Every module below hilbert_lib by its dotted name, without "hilbert_lib."; the top itself is ""."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix("__init__").rstrip(".")] = path
+    return found
+
+
+def imports_of(source: str, module: str, is_package: bool, known) -> set[str]:
+    """The modules that a source imports anywhere in it, relative imports too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ["hilbert_lib", *module.split(".")] if module else ["hilbert_lib"]
+                above = above[: len(above) - node.level + is_package]
+                base = ".".join([*above, base] if base else above)
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    found = {name.removeprefix("hilbert_lib").lstrip(".") for name in found if name.split(".")[0] == "hilbert_lib"}
+    return {name if name in known else name.rpartition(".")[0] for name in found}
+
+
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)}
+    return {name: imports_of(text, name, name in packages | {""}, sources) - {name} for name, text in sources.items()}
+
+
+def faults(edges: dict[str, set[str]]) -> list[str]:
+    """Imports that run up, reach the laboratory from above the line, or close a circle."""
+    found = []
+    order = ROOMS + LABORATORY
+    for name, targets in edges.items():
+        room = name.split(".")[0]
+        for target in targets - {""}:
+            other = target.split(".")[0]
+            if name and order.index(other) > order.index(room):
+                found.append(f"{name} imports {target}, which lies above it")
+            if room == other and room in FLOORS and "." in name and "." in target:
+                floor, below = name.split(".")[1], target.split(".")[1]
+                if FLOORS[room].index(below) > FLOORS[room].index(floor):
+                    found.append(f"{name} imports {target}, which lies above it")
+        if name in reached_from(name, edges):
+            found.append(f"{name} is part of a circle")
+    return sorted(found)
+
+
+def reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
+    """The modules that a module imports, directly or through others."""
+    reached, left = set(), [name]
+    while left:
+        new = edges.get(left.pop(), set()) - reached - {""}
+        reached |= new
+        left += new
+    return reached
+
+
+def sources() -> dict[str, str]:
+    return {name: path.read_text(encoding="utf-8") for name, path in files().items()}
+
+
+def test_imports_run_downward_and_close_no_circle():
+    edges = graph(sources())
+    assert len(edges) > 100
+    assert faults({name: targets for name, targets in edges.items() if name}) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fault"),
+    [
+        ("attention.api", "from hilbert_lib.lab.records import append_records", "lies above it"),
+        ("attention.api", "from ..lab import records", "lies above it"),
+        ("pattern", "def f():\n    import hilbert_lib.attention.api", "lies above it"),
+        ("attention.call", "from .api import dilated_attention", "lies above it"),
+        ("curves.hilbert", "from hilbert_lib.curves.coordinates import KINDS", "circle"),
+        ("ring.plan.rows", "from .plan import plan_ring", "circle"),
+    ],
+)
+def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
+    planted = sources()
+    planted[module] += f"\n{line}\n"
+    assert any(module in each and fault in each for each in faults(graph(planted)))
+
+
+def test_only_two_public_names_lead_to_the_laboratory():
+    lab = {name for name, module in HOME.items() if module.startswith("hilbert_lib.lab")}
+    assert lab == {"SafeBenchmarkRunner", "select_attention_backend"}
+
+
+def loaded_by(code: str) -> set[str]:
+    script = f"import sys; {code}; print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
+SUITE = ("pandas", "matplotlib", "click", "rich", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
+
+
+def test_the_library_loads_neither_the_laboratory_nor_its_packages():
+    assert "torch" not in loaded_by("import hilbert_lib")
+    product = [name for name in HOME if name not in ("SafeBenchmarkRunner", "select_attention_backend")]
+    loaded = loaded_by(f"import hilbert_lib; [getattr(hilbert_lib, name) for name in {product}]")
+    assert {"hilbert_lib.ring.attention", "torch"} <= loaded
+    assert not {name for name in loaded if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))}
+    torchs = loaded_by("import torch, torch.distributed")
+    assert not {name for name in loaded - torchs if name.split(".")[0] in SUITE}
+
+
+def test_the_library_takes_a_quarter_of_a_second_beyond_torch():
+    """In processor time, the least of three: other tests run beside this one."""
+    script = """
+import time, torch
+begin = time.process_time()
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+print(time.process_time() - begin)
+"""
+    command = [sys.executable, "-c", script]
+    taken = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    assert min(taken) <= 0.25
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_public_names_are_importable_from_the_top_and_from_their_folder(folder):
+    module = importlib.import_module(f"hilbert_lib.{folder}")
+    for name in FOLDERS[folder].split():
+        assert name in dir(module)
+        if name in dir(hilbert_lib):
+            assert getattr(module, name) is getattr(hilbert_lib, name)
+    with pytest.raises(AttributeError):
+        module.no_such_name  # noqa: B018
+
+
+def test_type_checkers_read_the_names_that_are_there():
+    (block,) = [node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == {name: module for name, module in HOME.items() if not module.startswith("hilbert_lib.lab")}
+    assert (ROOT / "py.typed").exists()
+    assert hilbert_lib.__version__
+
+
+def test_help_is_one_screen_that_begins_with_what_one_calls():
+    done = subprocess.run(
+        [sys.executable, "-c", "import hilbert_lib; help(hilbert_lib)"], capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 60
+    assert any("dilated_attention(q, k, v" in line for line in lines[:8])
+
+
+@pytest.mark.parametrize("name", sorted(HOME))
+def test_the_example_of_every_public_name_runs(name):
+    """Here, since pytest passes over functions that a decorator wraps."""
+    public = inspect.unwrap(getattr(hilbert_lib, name))
+    assert public.__doc__, name
+    found = doctest.DocTestFinder().find(public, name, globs=vars(inspect.getmodule(public)).copy())
+    examples = [test for test in found if test.examples]
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in examples:
+        runner.run(test)
+    assert runner.failures == 0
+    assert examples or name in ("GpuInfo",), f"{name} has no example"
+
+
+def test_a_near_name_is_suggested():
+    with pytest.raises(ImportError, match="did you mean 'neighbourhood_attention'"):
+        from hilbert_lib import neighborhood_attention  # noqa: F401
+    with pytest.raises(AttributeError, match=r"has no 'nothing_like_it'$"):
+        hilbert_lib.nothing_like_it  # noqa: B018
+
+
+@pytest.mark.parametrize("called", ["dilated_attention", "explain_backend", "ring_dilated_attention"])
+def test_a_near_keyword_is_suggested(called):
+    with pytest.raises(TypeError, match=rf"{called} has no argument 'causal'; did you mean 'is_causal'\?"):
+        getattr(hilbert_lib, called)(1, 2, 3, 4, causal=True)
+
+
+def test_tensors_that_look_heads_first_are_warned_of_once():
+    script = """
+import warnings, torch
+from hilbert_lib import DilatedPattern, dilated_attention
+q = torch.ones(1, 4, 32, 16)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        dilated_attention(q, q, q, DilatedPattern((4,), (1,)))
+    dilated_attention(*[q.transpose(1, 2)] * 3, DilatedPattern((4,), (1,)))
+print(len(seen), seen[0].filename, seen[0].message)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1 <string> k has 32 heads and 4 rows: ")
+    assert "give x.transpose(1, 2)" in done.stdout
+
+
+def test_a_command_that_lacks_the_suite_names_it(tmp_path):
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError(\"No module named 'click'\", name='click')\n")
+    command = "import sys; sys.path.insert(0, sys.argv.pop()); from hilbert_lib.cli import run; run()"
+    done = subprocess.run([sys.executable, "-c", command, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "click is missing. The command needs the packages of [suite]" in done.stderr
