@@ -101,7 +101,8 @@ WRONG = {
     "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
     | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}
     | {"check_segment_lengths": [], "check_dilation_rates": [1], "check_kv_heads": 2, "check_head_dim": 0}
-    | {"timed_ranks": [0], "weak_tokens": [-1], "strong_tokens": -1, "longest_growth": 1, "timed_repetitions": 0},
+    | {"timed_ranks": [0], "weak_tokens": [-1], "strong_tokens": -1, "longest_growth": 1, "timed_repetitions": 0}
+    | {"longest_both_tokens": -1, "longest_both_head_dim": 0, "sustained_seconds": 0.0},
     "08_where_a_curve_pays": {"predicted_sides": [], "predicted_windows": [0], "block_sizes": [-1], "map_side": 0}
     | {"map_window": 65, "map_block": 0, "sides": [0], "windows": [], "heads": 0, "head_dim": 0, "dtype": "half"}
     | {"ranks": [1, 2], "rank_window": 257, "rank_row_bytes": 0, "repetitions": 0, "seconds": 0.0},

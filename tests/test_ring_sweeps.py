@@ -1,14 +1,16 @@
 """What notebook 07 measures: kept as it is found, not measured twice, and drawn from the records alone."""
 
 import json
+import time
 
 import pytest
 import torch
 
 from hilbert_lib.lab.figures import ring_speed
+from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
 from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.lab.sweeps import ring_works as sweeps
-from hilbert_lib.lab.sweeps.ring import DENSE_RING, GATHERED, VALIDATED, Work, run_works
+from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, VALIDATED, Work, run_works
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
@@ -18,8 +20,10 @@ SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
 def measured(tmp_path_factory):
     """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
     folder = tmp_path_factory.mktemp("ring")
-    works = sweeps.scaling_works(ranks=[1, 2], weak_tokens=[32], strong_tokens=64, repetitions=3, **SIZES)
+    swept = {"weak_tokens": [32], "strong_tokens": 64, "repetitions": 3, "sustained_seconds": 0.01}
+    works = sweeps.scaling_works(ranks=[1, 2], **swept, **SIZES)
     longest = {"longest_tokens": 256, "longest_head_dim": 4, "longest_segment": 16, "longest_growth": 4}
+    longest |= {"longest_both_tokens": 128, "longest_both_head_dim": 4}
     works += sweeps.long_works(ranks=2, tokens=[128], **SIZES, **longest)
     return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
 
@@ -35,6 +39,8 @@ def test_records_hold_samples_and_small_errors_of_every_side(measured):
         assert (record["out_error"] or 0.0) < 1e-2  # bfloat16
         assert (record["dq_error"] or 0.0) < 1e-2
         assert record["environment"]["code_hash"]
+        assert len(record["forward_by_rank_ms"]) == work.ranks
+        assert len(record["sustained_samples_ms"]) == WINDOWS * (record["sweep"] == "weak")
     assert [work.sides for work in works if DENSE_RING in work.sides] == [(DENSE_RING,)]  # it heats the GPU
 
 
@@ -59,6 +65,38 @@ def test_tables_and_figures_are_of_the_records(measured):
     assert [text.get_text() for text in panel.get_yticklabels()] == list(strong.side)
     labels = ring_speed.draw_efficiency(sweeps.efficiency(table), source="a test").axes[0].get_legend().get_texts()
     assert [text.get_text() for text in labels] == ["strong: 64 tokens in all", "weak: 32 tokens a GPU"]
+
+
+def test_weak_scaling_is_held_against_one_rank_and_each_rank_by_itself_single_and_back_to_back(measured):
+    works, _, records = measured
+    side = {(each["ranks"], each["side"]): each for each in records if each["sweep"] == "weak"}
+    assert set(side) == {(1, "auto"), (2, "auto"), (2, ALONE)}
+    (work,) = (each for each in works if ALONE in each.sides)
+    assert work.pattern_of(ALONE).branches == spanning_pattern(32, SIZES["first_segment"]).branches  # one rank's
+    one, ring, alone = side[1, "auto"], side[2, "auto"], side[2, ALONE]
+    assert not alone["sent_forward"]
+    assert ring["sent_forward"]
+    table = sweeps.weak_scaling(records).set_index("timing")
+    assert set(table.ranks) == {2}
+    together = [sum(each) for each in zip(alone["forward_by_rank_ms"], alone["backward_by_rank_ms"], strict=True)]
+    for timing, alone_ms in (("single calls", together), ("back to back", alone["sustained_by_rank_ms"])):
+        row = table.loc[timing]
+        names = ["sustained_ms"] if timing == "back to back" else ["forward_ms", "backward_ms"]
+        assert row.ring_ms == sum(ring[name] for name in names)
+        assert row.of_one == pytest.approx(sum(one[name] for name in names) / row.ring_ms)
+        assert row.of_first == pytest.approx(alone_ms[0] / row.ring_ms)
+        assert row.of_slowest == pytest.approx(alone_ms[row.slowest] / row.ring_ms) == max(alone_ms) / row.ring_ms
+        assert row.low <= row.high
+    assert table.loc["back to back"].host_ms == max(ring["host_by_rank"]) > 0
+    assert sweeps.weak_scaling([each for each in records if each["side"] != ALONE]).empty  # as records of before
+
+
+def test_windows_of_calls_follow_each_other_and_are_timed_by_the_call():
+    calls = []
+    found = back_to_back(lambda: calls.append(time.sleep(0.002)), torch.device("cpu"), calls=3)
+    assert len(calls) >= 3 * (WARM_WINDOWS + WINDOWS)
+    assert all(2 <= each < 20 for each in found["windows_ms"])
+    assert 2 <= found["host"] < 20
 
 
 def test_one_number_of_ranks_has_no_efficiency(measured):

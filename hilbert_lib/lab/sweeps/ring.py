@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.environment import environment, sm_clocks_mhz
 from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
+from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
 from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
 from hilbert_lib.lab.sweeps.ring_trace import exchange_of
 from hilbert_lib.launch.workers import run_ranks
@@ -27,10 +28,10 @@ from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-GATHERED, DENSE_RING = "gathered", "dense ring"
+GATHERED, DENSE_RING, ALONE = "gathered", "dense ring", "each by itself"
 VALIDATED = "auto, validated"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
-SIDES = (*TRANSPORTS, VALIDATED, GATHERED, DENSE_RING, *ORDERS)
+SIDES = (*TRANSPORTS, VALIDATED, GATHERED, DENSE_RING, ALONE, *ORDERS)
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
@@ -51,12 +52,15 @@ class Work:
         sides: of `SIDES`. Transports compute by the library's own choice of backend, and only their first call is
             validated, as in a training loop; in "auto, validated" every call is. "gathered" gathers all k and v on
             every rank once and attends to them; its backward runs in the plain kernels, as the queries are fewer than
-            the keys. "dense ring" passes all of them round the ring and computes dense attention, another function; the
-            orders read k and v through the table of an order, by "auto".
+            the keys. "dense ring" passes all of them round the ring and computes dense attention, another function. In
+            "each by itself" every rank computes the branches inside its shard, at the same time as the others and
+            without them. The orders read k and v through the table of an order, by "auto".
         is_causal: whether keys after the query are excluded.
         backward: whether gradients are computed too.
         repetitions: samples a side.
         dtype: of q, k and v.
+        sustained_seconds: how long forwards and backwards run back to back before they are timed so too, in windows of
+            a fifth of it; 0 for single calls alone.
     """
 
     sweep: str
@@ -72,6 +76,7 @@ class Work:
     backward: bool = True
     repetitions: int = 10
     dtype: str = "bfloat16"
+    sustained_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates", "sides"):
@@ -86,10 +91,19 @@ class Work:
         """Its pattern."""
         return DilatedPattern(self.segment_lengths, self.dilation_rates)
 
+    def pattern_of(self, side: str) -> DilatedPattern:
+        """The pattern of what a side computes."""
+        if side == DENSE_RING:
+            return DilatedPattern((self.tokens,), (1,))
+        if side == ALONE:
+            inside = [branch for branch in self.pattern.branches if self.tokens // self.ranks % branch[0] == 0]
+            return DilatedPattern(*zip(*inside, strict=True))
+        return self.pattern
+
     def plan(self, side: str) -> RingPlan:
         """What a side sends and computes; of "gathered" what it computes."""
         return plan_ring(
-            DilatedPattern((self.tokens,), (1,)) if side == DENSE_RING else self.pattern,
+            self.pattern_of(side),
             (self.tokens // self.ranks,) * self.ranks,
             batch=1,
             heads=self.heads,
@@ -160,13 +174,15 @@ def measure(work: Work) -> list[dict]:
 
     Returns:
         For each side its identity, and over all ranks: forward_ms and backward_ms (medians), forward_samples_ms and
-        backward_samples_ms (each the slowest rank's); sent_forward and sent_backward (planned bytes of the costliest
+        backward_samples_ms (each the slowest rank's), forward_by_rank_ms and backward_by_rank_ms (each rank's median),
+        and likewise sustained_ms and so on of both together, a sample a window, with host_by_rank, mhz_by_rank and
+        watts_by_rank as `back_to_back` finds them; sent_forward and sent_backward (planned bytes of the costliest
         rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms and hidden, forward
         and backward: how long the exchange's kernels ran, and the share of it under other kernels (of the rank where
         that is least); exchange_begins_ms, likewise: when each rank's began, after they had met: the others wait for
         the last one (None where nothing is exchanged, or without a GPU); sm_clocks_mhz, each rank's after the last
-        sample. What was not asked for is None.
+        single call. What was not asked for is None.
     """
     q, k, v, dout = _inputs(work)
     records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
@@ -174,10 +190,10 @@ def measure(work: Work) -> list[dict]:
         record |= _checked(side, work, _passes(side, work, q, k, v, dout), (q, k, v, dout))
     passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
     for side, times in _times(passes, work, q.device).items():
-        for name, samples in times.items():
-            records[side][f"{name}_samples_ms"] = samples
-            records[side][f"{name}_ms"] = statistics.median(samples) if samples else None
+        records[side] |= times
     clocks = _from_ranks(sm_clocks_mhz()[q.device.index], q.device) if q.is_cuda else None
+    for side, record in records.items():  # after single calls, whose clocks it would lower, and before any trace
+        record |= _sustained(passes[side][: 1 + work.backward], record, work, q.device)
     for side, record in records.items():
         record["sm_clocks_mhz"] = clocks
         for name, run in zip(("forward", "backward"), passes[side], strict=True):  # one backward for each forward
@@ -215,7 +231,7 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     # The forward keeps its output for the backward after it, which drops it.
     if side == GATHERED:
         return _gathered(work, q, k, v, dout)
-    plan, graph = work.plan(side), []
+    pattern, graph = work.pattern_of(side), []
     options = {"transport": side if side in TRANSPORTS else "auto", "is_causal": work.is_causal}
     if side == DENSE_RING:
         options["transport"] = "ring"
@@ -226,7 +242,10 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 
     def forward() -> Tensor:
         graph.clear()
-        graph[:] = [ring_dilated_attention(q, k, v, plan.pattern, **options)]
+        if side == ALONE:
+            graph[:] = [dilated_attention(q, k, v, pattern, is_causal=work.is_causal)]
+            return graph[0]
+        graph[:] = [ring_dilated_attention(q, k, v, pattern, **options)]
         options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
         return graph[0]
 
@@ -273,14 +292,13 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
     errors = {"out": None, "dq": None}
     if side != DENSE_RING:
         tensors = [x if x is None else x.detach() for x in (q, k, v, dout)]
-        errors = sampled_errors(*tensors, out, dq, work.pattern, is_causal=work.is_causal)
+        errors = sampled_errors(*tensors, out, dq, work.pattern_of(side), is_causal=work.is_causal)
         if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
             raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
     return {"peak_bytes": peak, **{f"{name}_error": error for name, error in errors.items()}}
 
 
-def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Times in ms, of the slowest rank in each repetition."""
+def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict]:
     names = ("forward", "backward")[: 1 + work.backward]
     samples = {side: {name: [] for name in names} for side in passes}
     for _ in range(WARM_UP + work.repetitions):
@@ -291,14 +309,33 @@ def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.devic
                 call()
                 _wait(device)
                 samples[side][name].append((time.perf_counter() - started) * 1e3)
-    slowest = {}
+    found = {side: {} for side in passes}
     for side, times in samples.items():
-        slowest[side] = {"forward": [], "backward": []}
-        for name, each in times.items():
-            taken = torch.tensor(each[-work.repetitions :], device=device)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            slowest[side][name] = taken.tolist()
-    return slowest
+        for name in ("forward", "backward"):
+            found[side] |= _over_ranks(name, times.get(name, [])[-work.repetitions :], device)
+    return found
+
+
+def _over_ranks(name: str, own_ms: list[float], device: torch.device) -> dict[str, list[float | None] | float | None]:
+    # Samples of the slowest rank, their median, and the median of each rank.
+    if not own_ms:
+        return {f"{name}_samples_ms": [], f"{name}_ms": None, f"{name}_by_rank_ms": None}
+    slowest = torch.tensor(own_ms, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found = {f"{name}_samples_ms": slowest.tolist(), f"{name}_ms": statistics.median(slowest.tolist())}
+    return found | {f"{name}_by_rank_ms": _from_ranks(statistics.median(own_ms), device)}
+
+
+def _sustained(calls: Sequence[Pass], single: dict, work: Work, device: torch.device) -> dict:
+    names = ("host", "mhz", "watts")
+    if not work.sustained_seconds:
+        return _over_ranks("sustained", [], device) | {f"{name}_by_rank": None for name in names}
+    call_ms = single["forward_ms"] + (single["backward_ms"] or 0.0)  # of the slowest rank: the same on all
+    count = math.ceil(work.sustained_seconds / WARM_WINDOWS * 1e3 / call_ms)
+    _meet(device)
+    own = back_to_back(lambda: [call() for call in calls], device, calls=count)
+    told = {f"{name}_by_rank": _from_ranks(own.get(name), device) for name in names}
+    return _over_ranks("sustained", own["windows_ms"], device) | told
 
 
 def _meet(device: torch.device) -> None:
@@ -348,6 +385,7 @@ def _key(record: dict) -> str:
 
 def _line(record: dict) -> str:
     title = f"{record['sweep']}, {record['ranks']} ranks, {record['tokens']:,} tokens, {record['side']}"
-    times = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in ("forward", "backward") if record[f"{name}_ms"]]
+    names = [name for name in ("forward", "backward", "sustained") if record[f"{name}_ms"]]
+    times = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in names]
     errors = [f"{name} {record[f'{name}_error']:.1e}" for name in ("out", "dq") if record[f"{name}_error"] is not None]
     return f"{title}: {', '.join(times)}; error of {', '.join(errors) or 'nothing'}"

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
-from hilbert_lib.lab.sweeps.ring import DENSE_RING, GATHERED, ORDERS, TRANSPORTS, VALIDATED, Work
+from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, VALIDATED, Work
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 
 
@@ -18,6 +19,7 @@ def scaling_works(
     head_dim: int,
     first_segment: int,
     repetitions: int,
+    sustained_seconds: float = 0.0,
 ) -> list[Work]:
     """The same tokens a rank, and the same tokens in all, on few ranks and on many.
 
@@ -25,10 +27,12 @@ def scaling_works(
         ranks: numbers of ranks. weak_tokens: of each rank. strong_tokens: in all, 0 for none.
         heads, head_dim: sizes. first_segment: w of the spanning pattern's first branch.
         repetitions: samples a side; at most 3 of dense attention, which takes long.
+        sustained_seconds: as in `Work`, of weak scaling.
 
     Returns:
-        The works; on the most ranks strong scaling has every side, and dense attention by itself: what follows its
-        seconds finds the GPU's clock lowered.
+        The works; weak scaling on several ranks beside what each does by itself, where the branches of one rank's
+        sequence end with it. On the most ranks strong scaling has every side, and dense attention by itself: what
+        follows its seconds finds the GPU's clock lowered.
 
     >>> works = scaling_works(ranks=[1, 2], weak_tokens=[64], strong_tokens=0, heads=2, head_dim=8, first_segment=16,
     ...                       repetitions=3)
@@ -42,6 +46,10 @@ def scaling_works(
             every = sweep == "strong" and p == max(ranks) > 1
             if tokens:
                 work = _work(sweep, p, tokens, first_segment, sides=("auto",), **sizes)
+                if sweep == "weak":
+                    is_whole = tokens // p in work.segment_lengths
+                    sides = ("auto", ALONE) if p > 1 and is_whole else work.sides
+                    work = replace(work, sides=sides, sustained_seconds=sustained_seconds)
                 works.append(replace(work, sides=(*TRANSPORTS, GATHERED)) if every else work)
                 if every:
                     works.append(replace(work, sides=(DENSE_RING,), repetitions=min(repetitions, 3)))
@@ -84,19 +92,24 @@ def long_works(
     longest_head_dim: int,
     longest_segment: int,
     longest_growth: int,
+    longest_both_tokens: int = 0,
+    longest_both_head_dim: int = 16,
 ) -> list[Work]:
-    """Long sequences forward and backward, and the longest forward, each once or twice.
+    """Long sequences forward and backward, and the longest ones of one head, each once or twice.
 
     Args:
         ranks: how many. tokens: in all. heads, head_dim, first_segment: as in `scaling_works`.
         longest_tokens: in all, 0 for none, with one head of longest_head_dim, whose branches grow from
             w = longest_segment and r = 1 by longest_growth until a segment spans all.
+        longest_both_tokens, longest_both_head_dim: likewise, forward and backward.
     """
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "repetitions": 2}
     works = [_work("lengths", ranks, each, first_segment, **sizes) for each in tokens]
-    if longest_tokens:
-        sizes |= {"heads": 1, "kv_heads": 1, "head_dim": longest_head_dim, "backward": False}
-        works.append(_work("lengths", ranks, longest_tokens, longest_segment, longest_growth, **sizes))
+    one = (longest_tokens, longest_head_dim, False), (longest_both_tokens, longest_both_head_dim, True)
+    for each, size, backward in one:
+        if each:
+            sizes |= {"heads": 1, "kv_heads": 1, "head_dim": size, "backward": backward}
+            works.append(_work("lengths", ranks, each, longest_segment, longest_growth, **sizes))
     return works
 
 
@@ -169,3 +182,35 @@ def efficiency(table: pd.DataFrame) -> pd.DataFrame:
     fewest = auto.sort_values("ranks").groupby(["sweep", "tokens"]).tokens_per_s.transform("first")
     columns = ["sweep", "tokens", "ranks", "efficiency", "peak_gb", "planned_gb"]
     return auto.assign(efficiency=auto.tokens_per_s / fewest)[columns]
+
+
+def weak_scaling(records: Sequence[dict]) -> pd.DataFrame:
+    """Weak scaling by single calls and back to back, against one GPU and against each of the same GPUs by itself.
+
+    Args:
+        records: of `benchmarks.run_works`.
+
+    Returns:
+        tokens (of a rank), ranks, timing, ring_ms (forward and backward) with the least and the most (low, high); the
+        speed that the ring keeps of one GPU's while the others rest (of_one), and of the first's and the slowest's
+        while each works by itself (of_first, of_slowest); alone_ms of each, and which is the slowest. Back to back also
+        host_ms (the most of any rank), mhz and watts. Empty where no rank was timed by itself.
+    """
+    weak = {(r["ranks"], r["tokens"] // r["ranks"], r["side"]): r for r in records if r["sweep"] == "weak"}
+    rows = []
+    for (ranks, tokens, side), alone in weak.items():
+        for timing, names in (("single calls", ("forward", "backward")), ("back to back", ("sustained",))):
+            one, ring = weak.get((1, tokens, "auto")), weak.get((ranks, tokens, "auto"))
+            if side != ALONE or not one or not ring[f"{names[0]}_samples_ms"]:
+                continue
+            took, one_took = (sum(each[f"{name}_ms"] for name in names) for each in (ring, one))
+            samples = sum(np.array(ring[f"{name}_samples_ms"]) for name in names)
+            alone_ms = sum(np.array(alone[f"{name}_by_rank_ms"]) for name in names)
+            row = {"tokens": tokens, "ranks": ranks, "timing": timing, "ring_ms": took, "low": samples.min()}
+            row |= {"high": samples.max(), "of_one": one_took / took, "of_first": alone_ms[0] / took}
+            row |= {"of_slowest": alone_ms.max() / took, "slowest": alone_ms.argmax(), "alone_ms": alone_ms.round(2)}
+            if timing == "back to back":
+                row["host_ms"], row["mhz"] = max(ring["host_by_rank"]), ring["mhz_by_rank"]
+                row["watts"] = ring["watts_by_rank"]
+            rows.append(row)
+    return pd.DataFrame(rows)
