@@ -123,6 +123,18 @@ def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
     assert any(module in each and fault in each for each in faults(graph(planted)))
 
 
+def test_no_private_name_crosses_a_module():
+    crossing = [
+        f"{name} imports {alias.name}"
+        for name, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hilbert_lib")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert crossing == []
+
+
 def test_only_two_public_names_lead_to_the_laboratory():
     lab = {name for name, module in HOME.items() if module.startswith("hilbert_lib.lab")}
     assert lab == {"SafeBenchmarkRunner", "select_attention_backend"}
@@ -172,6 +184,14 @@ def test_public_names_are_importable_from_the_top_and_from_their_folder(folder):
         module.no_such_name  # noqa: B018
 
 
+def test_no_file_of_the_library_is_long_but_kernels():
+    lengths = {name: len(text.splitlines()) for name, text in sources().items() if not name.startswith("lab")}
+    assert {name for name, length in lengths.items() if length > 400} <= {
+        "attention.triton.hopper.backward",
+        "attention.triton.hopper.forward",
+    }
+
+
 def test_type_checkers_read_the_names_that_are_there():
     (block,) = [node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If)]
     typed = {alias.name: node.module for node in block.body for alias in node.names}
@@ -210,10 +230,13 @@ def test_a_near_name_is_suggested():
         hilbert_lib.nothing_like_it  # noqa: B018
 
 
-@pytest.mark.parametrize("called", ["dilated_attention", "explain_backend", "ring_dilated_attention"])
+@pytest.mark.parametrize(
+    "called", ["dilated_attention", "explain_backend", "ring_dilated_attention", "neighbourhood_attention"]
+)
 def test_a_near_keyword_is_suggested(called):
-    with pytest.raises(TypeError, match=rf"{called} has no argument 'causal'; did you mean 'is_causal'\?"):
-        getattr(hilbert_lib, called)(1, 2, 3, 4, causal=True)
+    near = {"neighbourhood_attention": ("order", "ordering")}.get(called, ("causal", "is_causal"))
+    with pytest.raises(TypeError, match=rf"{called} has no argument {near[0]!r}; did you mean {near[1]!r}\?"):
+        getattr(hilbert_lib, called)(1, 2, 3, 4, **{near[0]: True})
 
 
 def test_tensors_that_look_heads_first_are_warned_of_once():

@@ -11,12 +11,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hilbert_lib.attention.api import check_tensors
 from hilbert_lib.attention.backends.flex import FLEX_BLOCK, block_list, compiled_flex_attention
-from hilbert_lib.checks import integer
+from hilbert_lib.checks import integer, suggesting
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood, mask_blocks
 from hilbert_lib.ordering import Ordering
 
 
+@suggesting
 def neighbourhood_attention(
     q: Tensor,
     k: Tensor,

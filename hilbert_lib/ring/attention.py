@@ -18,7 +18,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention, needs_gradient, validated
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.checks import boolean
+from hilbert_lib.checks import boolean, suggesting
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.agreement import Agreement, resolved
@@ -31,6 +31,7 @@ _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary(
 _untraced: Callable | None = None  # `_attend`, which torch.compile leaves alone
 
 
+@suggesting
 def ring_dilated_attention(
     q: Tensor,
     k: Tensor,

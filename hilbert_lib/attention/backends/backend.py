@@ -1,7 +1,7 @@
 """What a backend is, and what backends of dense kernels refuse in common."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -19,6 +19,10 @@ Workspace = Callable[[tuple[Tensor, ...], Call, str, torch.device, int], dict[st
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along its second dimension
+# The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to `Call`
+# later is refused, unless a backend names it in `options`.
+FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
+_LATER = tuple((field.name, field.default) for field in fields(Call) if field.name not in FIRST_OPTIONS | {"is_part"})
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 
 
@@ -34,7 +38,7 @@ class Backend:
     Attributes:
         name: as `backend=` takes it.
         note: what it is, in a line.
-        refusal: gives the reason why it cannot serve a call, or "" where it can.
+        reason: why it cannot serve a call, or "" where it can.
         functions: gives forward and backward for tensors on a device.
         reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
         caveat: what it lacks that the reference has, or "".
@@ -44,11 +48,12 @@ class Backend:
             call, the direction, the device and the bytes of its results; None, or a function that gives None, where
             they are found by running it on meta tensors.
         colour: in figures.
+        options: later ones of a call that it serves.
     """
 
     name: str
     note: str
-    refusal: Callable[[Tensor, Call], str] = serves_all
+    reason: Callable[[Tensor, Call], str] = serves_all
     functions: Callable[[torch.device], tuple[Forward, Backward]] | None = None
     reads_orderings: bool = False
     caveat: str = ""
@@ -56,6 +61,14 @@ class Backend:
     limits: Callable[[Tensor, Call], str] = serves_all
     workspace: Workspace | None = None
     colour: str = "#000000"
+    options: tuple[str, ...] = ()
+
+    def refusal(self, q: Tensor, call: Call) -> str:
+        """Why it cannot serve a call, or "" where it can."""
+        for name, default in _LATER:
+            if name not in self.options and getattr(call, name) != default:
+                return f"no {name}"
+        return self.reason(q, call)
 
 
 def dense_refusal(q: Tensor, call: Call) -> str:
@@ -98,8 +111,8 @@ def half(
     name: str, note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, package: str = "", **own
 ) -> Backend:
     """A backend of a dense kernel in half precision; own: fields of its own."""
-    refusal = partial(half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
-    shared = {"refusal": refusal, "limits": partial(half_limits, largest_head_dim=largest_head_dim), "caveat": SPREADS}
+    reason = partial(half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
+    shared = {"reason": reason, "limits": partial(half_limits, largest_head_dim=largest_head_dim), "caveat": SPREADS}
     return Backend(name, f"{note} over strided views", package=package, **shared | own)
 
 

@@ -188,10 +188,10 @@ def _cudnn_refusal(q: Tensor, call: Call) -> str:
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/test_safety_estimate.py holds
 # them against what a GPU allocates.
 HALF = (
-    half("cudnn", "cuDNN", **over_views(CuDnn, {2: (4, 4, 4)}), colour="#0072B2", refusal=_cudnn_refusal,
+    half("cudnn", "cuDNN", **over_views(CuDnn, {2: (4, 4, 4)}), colour="#0072B2", reason=_cudnn_refusal,
          largest_head_dim=128),
     half("flash", "torch's FlashAttention-2", **over_views(Flash, {2: (4, 8, 4)}), colour="#56B4E9",
-         refusal=_flash_refusal),
+         reason=_flash_refusal),
 )  # fmt: skip
 BACKENDS = (
     Backend(
