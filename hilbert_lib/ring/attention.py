@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -276,16 +276,14 @@ def _request(asked: _Asked) -> dict[str, str]:
         batch, _, heads, head_dim = x.shape
         return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
 
-    call = asked.call
+    def in_words(option: object) -> str:
+        return "one" if isinstance(option, Tensor) else "none" if option is None else repr(option)
+
     return {
         "q": described(asked.q),
         "k": described(asked.k),
-        "pattern": repr(call.pattern),
+        **{field.name: in_words(getattr(asked.call, field.name)) for field in fields(asked.call)},
         **{name: repr(value) for name, value in asked.planning.items()},
-        "is_causal": repr(call.is_causal),
-        "scale": repr(call.scale),
-        "dropout_p": repr(call.dropout_p),
-        "key_padding_mask": "none" if call.key_padding_mask is None else "one",
         "kv_ordering": repr(asked.kv_ordering),
         "backend": repr(asked.backend),
         "requires_grad": repr(asked.gradient),

@@ -19,8 +19,8 @@ Workspace = Callable[[tuple[Tensor, ...], Call, str, torch.device, int], dict[st
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along its second dimension
-# The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to `Call`
-# later is refused, unless a backend names it in `options`.
+# The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to
+# `Call` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
 _LATER = tuple((field.name, field.default) for field in fields(Call) if field.name not in FIRST_OPTIONS | {"is_part"})
 SPREADS = "a NaN in a masked key reaches other rows of its segment"

@@ -30,7 +30,9 @@ STYLES = [
 # Every figure of speeds gives a backend its own colour, and a hatch and a marker by its place; others' ways too.
 OTHERS = {"torchscale": "#CC79A7", "fkodom": "#000000", "triton, decoding": "#882255"}
 BACKEND_COLOURS = {name: backend.colour for name, backend in BACKENDS.items()} | OTHERS
-BACKEND_STYLES = {name: (colour, *STYLES[place][1:]) for place, (name, colour) in enumerate(BACKEND_COLOURS.items())}
+BACKEND_STYLES = {
+    name: (colour, *STYLES[place % len(STYLES)][1:]) for place, (name, colour) in enumerate(BACKEND_COLOURS.items())
+}
 LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
 LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
 FEWEST_BYTES = 2**17  # the kernels' own code is 52 to 81 KiB, which the cache model leaves out

@@ -4,6 +4,7 @@ import importlib
 import json
 import warnings
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +18,8 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
-COLOURS = {
+COLOURS = defaultdict(lambda: "#666666")  # an order that is not named yet
+COLOURS |= {
     "hilbert": "#D55E00",
     "morton": "#E69F00",
     "snake": "#009E73",
@@ -27,7 +29,8 @@ COLOURS = {
     "residue": "#0072B2",
     "random": "#000000",
 }
-MARKERS = {
+MARKERS = defaultdict(lambda: "*")
+MARKERS |= {
     "hilbert": "o",
     "morton": "s",
     "snake": "^",
