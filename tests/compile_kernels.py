@@ -8,7 +8,6 @@ A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import tempfile
 from collections import Counter
 from functools import partial
 from itertools import product
-
-os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before triton is imported
 
 import triton
 from held_operands import held_operands
@@ -259,6 +256,7 @@ def made_by(architecture: int, groups: tuple[str, ...]) -> dict[str, dict]:
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
+    triton.knobs.compilation.disable_line_info = True
     architecture, *groups = sys.argv[1:] or [0]
     if groups:
         print(json.dumps(made_by(int(architecture), tuple(groups))))
