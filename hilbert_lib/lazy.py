@@ -23,7 +23,14 @@ def lazily(package: str, homes: Homes) -> tuple[Callable[[str], object], Callabl
     def get(name: str) -> object:
         if name not in home:
             raise _unknown(package, name, home)
-        value = vars(sys.modules[package])[name] = getattr(import_module(home[name]), name)
+        try:
+            value = getattr(import_module(home[name]), name)
+        except ModuleNotFoundError as error:
+            if not home[name].startswith("hilbert_lib.lab"):
+                raise
+            needs = f"{name} needs the packages of [suite]: pip install 'FOLDER[suite]'; {error.name} is missing"
+            raise ModuleNotFoundError(needs, name=error.name) from error
+        vars(sys.modules[package])[name] = value
         return value
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home})

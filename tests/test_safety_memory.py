@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -166,3 +167,19 @@ def test_what_the_allocator_keeps_counts_as_available():
 def test_the_peak_on_a_gpu_is_that_of_the_call_alone():
     kept = torch.ones(2**20, device="cuda")
     assert measure_peak(lambda: (kept * 2) * 3, "cuda") == 2 * kept.nbytes
+
+
+def test_an_interrupt_while_torchs_profiler_starts_leaves_none_running(monkeypatch):
+    closed = []
+
+    @contextmanager
+    def silent():
+        yield
+        closed.append(1)
+        if len(closed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "_silent_stderr", silent)
+    with pytest.raises(KeyboardInterrupt):
+        measure_peak(lambda: torch.zeros(1), "cpu")
+    assert not torch.autograd._profiler_enabled()

@@ -210,12 +210,12 @@ def _living(process: subprocess.Popen, mark: str) -> set[psutil.Process]:
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended, or is another user's
             # Some leave the session, others get an environment of their own.
-            if os.getsid(each.pid) == process.pid or each.environ().get(MARK) == mark:
+            if runs(each.pid) and (os.getsid(each.pid) == process.pid or each.environ().get(MARK) == mark):
                 found.add(each)
     if process.poll() is None:  # afterwards its number may be another process's
-        with suppress(psutil.NoSuchProcess):
-            found.update(psutil.Process(process.pid).children(recursive=True))
-    return {each for each in found if runs(each.pid)}
+        with suppress(psutil.Error):
+            found.update(each for each in psutil.Process(process.pid).children(recursive=True) if runs(each.pid))
+    return found
 
 
 def runs(pid: int) -> bool:

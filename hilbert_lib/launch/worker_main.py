@@ -7,8 +7,10 @@ import argparse
 import faulthandler
 import importlib
 import json
+import math
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -44,7 +46,12 @@ NCCL_PRIORITY = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
 
 def main() -> None:
     """Call MODULE:FUNCTION on every rank of a process group; each rank with CUDA has the GPU of its local rank."""
-    parser = argparse.ArgumentParser(description=main.__doc__, epilog="To be started by torchrun.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}" if __spec__ else None,
+        description=main.__doc__,
+        epilog="To be started by torchrun.",
+        allow_abbrev=False,
+    )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
     text = "JSON file with the dictionary that the function is called with; without it, an empty one."
     parser.add_argument("--arguments", type=Path, help=text)
@@ -55,12 +62,12 @@ def main() -> None:
     text = "Longest that a rank waits for another one in a collective; by default %(default)s."
     parser.add_argument("--stall-seconds", type=float, default=STALL_SECONDS, help=text)
     asked = parser.parse_args()
-    if asked.arguments is not None and (not asked.arguments.exists() or asked.arguments.is_dir()):
-        parser.error(f"--arguments must be a file, got {asked.arguments}")
+    if asked.arguments is not None and not (os.path.isfile(asked.arguments) and os.access(asked.arguments, os.R_OK)):
+        parser.error(f"--arguments must be a file that can be read, got {asked.arguments}")
     if asked.results.exists() and not asked.results.is_dir():
         parser.error(f"--results must be a folder, got {asked.results}")
-    if not asked.stall_seconds > 0:
-        parser.error(f"--stall-seconds must be above 0, got {asked.stall_seconds:g}")
+    if not 0 < asked.stall_seconds < math.inf:
+        parser.error(f"--stall-seconds must be finite and above 0, got {asked.stall_seconds:g}")
     results = asked.results
     rank = int(os.environ["RANK"])
     results.mkdir(parents=True, exist_ok=True)
@@ -138,4 +145,7 @@ def _live(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Aborted!")

@@ -38,8 +38,8 @@ class RankError(RuntimeError):
         ranks: those at fault; empty where torchrun itself failed.
         status: "stalled", or one of `isolated.Ending`.
         cause: one line.
-        output: the last lines of their standard error. Of ranks with the same cause only the first one's; after those
-            of ranks that returned while another one waited, that one's too.
+        output: the last lines of their standard error. Of ranks with the same cause only the first one's lines are
+            shown. Where ranks returned while another one waited, the waiting one's lines follow.
     """
 
     def __init__(self, ranks: tuple[int, ...], status: str, cause: str, output: tuple[str, ...]):

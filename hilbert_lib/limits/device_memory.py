@@ -9,7 +9,8 @@ import torch
 
 @contextmanager
 def old_objects_apart() -> Iterator[None]:
-    """Spare older objects the collections inside: with torch's compiler loaded, one takes longer than a short call.
+    """Inside, garbage collections skip objects that were made before: with torch's compiler loaded, one collection of
+    all takes longer than a short call. Cycles of older objects are freed by a later collection.
 
     Objects that somebody has frozen before (`gc.freeze`) stay so, and none are added.
     """

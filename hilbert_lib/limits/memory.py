@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -179,13 +179,14 @@ def _measure_cpu_peak(run: Callable[[], object]) -> int:
     # Only a profiler sees every allocation, those inside operators too. torch.profiler.profile starts this one, but
     # imports torch's compiler first: seconds of every process.
     profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
-    with _silent_stderr():  # torch 2.13's profiler prints a line at its start, and one at its end
-        profiler.__enter__()
-    try:
-        run()
-    finally:
-        with _silent_stderr():
-            profiler.__exit__(None, None, None)
+    with ExitStack() as silence:  # torch 2.13's profiler prints a line at its start, and one at its end
+        silence.enter_context(_silent_stderr())
+        with profiler:  # which ends too where an interrupt comes while the silence does
+            silence.close()
+            try:
+                run()
+            finally:
+                silence.enter_context(_silent_stderr())
     taken = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(taken, initial=0))
 

@@ -144,17 +144,18 @@ def _agree(q, k, v, pattern, options, group, planning, validate) -> tuple[_Asked
     """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
     under way, as they agreed last."""
     agreed = _agreed.get(group)
-    compares, asked, refusal = validate or agreed is None, None, None
+    compares, asked, refusal, request, rows = validate or agreed is None, None, None, {}, 0
     try:
         boolean("validate", validate)
         asked = _checked(q, k, v, pattern, options, group, planning)
+        if compares:
+            request, rows = _request(asked), asked.q.shape[1]
     except (TypeError, ValueError) as error:
         if not compares:
             raise
         refusal = error
     if not compares:
         return asked, _lengths_now(agreed, asked.q.shape[1], group.rank()), None
-    request, rows = (_request(asked), asked.q.shape[1]) if asked else ({}, 0)
     agreement = Agreement(request, rows, refusal, group)
     # Mostly all is as in the last call: then the shard's own attention need not wait for the other ranks. It waits with
     # dropout, whose seed is sent first, and on a rank without rows, which has nothing to compute.

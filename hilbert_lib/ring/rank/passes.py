@@ -82,6 +82,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         for arrived in gather:
             for block in mail.blocks.get(arrived.source, ()):
                 add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
+        arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = (answer.wait() for answer in answers)
         for rows, places in exchanging.answers[None]:
@@ -128,6 +129,7 @@ def _beside_backward(
                 sums.add_answer(late[0], late[1].wait())
             # While this answer travels, the next step is computed.
             late = mail.answers[arrived.destination], gather.answer(dkv, arrived)
+        arrived = None  # with what it sent
         sums.add_answer(late[0], late[1].wait())
     if exchanging:
         gradients = answer.wait()
