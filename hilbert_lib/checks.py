@@ -116,6 +116,9 @@ def suggesting(function: Callable[P, T], like: Callable | None = None) -> Callab
                 raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
         return function(*args, **kwargs)
 
+    if like is not None:
+        own = inspect.signature(function)
+        call.__signature__ = inspect.signature(like).replace(return_annotation=own.return_annotation)
     return call
 
 

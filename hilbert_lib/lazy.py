@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 Homes = dict[str, tuple[str, ...]]
 
@@ -26,7 +27,7 @@ def lazily(package: str, homes: Homes) -> tuple[Callable[[str], object], Callabl
         try:
             value = getattr(import_module(home[name]), name)
         except ModuleNotFoundError as error:
-            if not home[name].startswith("hilbert_lib.lab"):
+            if not (home[name].startswith("hilbert_lib.lab") and is_of_a_package(error)):
                 raise
             needs = f"{name} needs the packages of [suite]: pip install 'FOLDER[suite]'; {error.name} is missing"
             raise ModuleNotFoundError(needs, name=error.name) from error
@@ -36,11 +37,22 @@ def lazily(package: str, homes: Homes) -> tuple[Callable[[str], object], Callabl
     return get, lambda: sorted({*vars(sys.modules[package]), *home})
 
 
+def is_of_a_package(error: ModuleNotFoundError) -> bool:
+    """Whether what is missing is another package's: neither this library's nor Python's."""
+    top = (error.name or "").partition(".")[0]
+    return top not in ("", "hilbert_lib") and top not in sys.stdlib_module_names
+
+
 def _unknown(package: str, name: str, home: dict[str, str]) -> Exception:
     from difflib import get_close_matches
-    from importlib.util import find_spec
 
-    near = [] if name.startswith("_") or find_spec(f"{package}.{name}") else get_close_matches(name, home, 1, 0.8)
-    # An AttributeError's words would be lost in `from hilbert_lib import name`.
-    error = ImportError if near else AttributeError
-    return error(f"{package} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    near = [] if name.startswith("_") else get_close_matches(name, home, 1, 0.8)
+    says = f"{package} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    # `from hilbert_lib import name` asks here first, then looks for a module of that name, and loses these words.
+    frame, callers = sys._getframe(), []
+    while frame is not None and len(callers) < 4:
+        callers.append(frame.f_code.co_name)
+        frame = frame.f_back
+    importing = "_handle_fromlist" in callers
+    is_module = importing and near and find_spec(f"{package}.{name}")
+    return ImportError(says) if importing and near and not is_module else AttributeError(says)

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
@@ -323,3 +324,18 @@ def test_what_serves_on_this_gpu_equals_the_oracle(name, is_causal):
     torch.testing.assert_close(got_lse.cpu().double(), lse, atol=2e-3, rtol=0)
     for mine, theirs in zip(torch.autograd.grad(got, leaves, dout.cuda()), grads, strict=True):
         torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
+
+
+def test_an_option_that_came_later_is_refused_by_every_backend_that_does_not_name_it(monkeypatch):
+    monkeypatch.setattr(backends, "_LATER", (("softcap", 0.0),))
+    q = torch.ones(1, 4, 1, 8)
+
+    def asked(softcap):
+        call = Call(DilatedPattern((4,), (1,)))
+        object.__setattr__(call, "softcap", softcap)
+        return call
+
+    for backend in BACKENDS.values():
+        assert backend.refusal(q, asked(1.0)) == "no softcap"
+        assert backend.refusal(q, asked(0.0)) == backend.reason(q, asked(0.0))
+        assert replace(backend, options=("softcap",)).refusal(q, asked(1.0)) == backend.reason(q, asked(1.0))

@@ -158,7 +158,7 @@ def test_k_and_v_reach_the_attention_in_the_ordering(monkeypatch):
         seen.append((k, v, options["kv_ordering"]))
         return q
 
-    monkeypatch.setattr(modules, "dilated_attention", record)
+    monkeypatch.setattr(modules, "attend", record)
     q, k, v = tokens(3, 1, LENGTH, 2)
     DilatedAttention(DILATED, kv_ordering=HILBERT)(q, k, v)
     ((stored_k, stored_v, ordering),) = seen

@@ -70,8 +70,20 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, DilatedPattern((4, 8), (1, 2))).shape
     torch.Size([1, 8, 2, 4])
     """
-    options = (is_causal, scale, dropout_p, key_padding_mask, query_start, kv_ordering, backend, return_lse)
-    q, k, v, call = validated(q, k, v, pattern, *options)
+    if query_start is None:
+        _warn_of_heads_first(k)
+    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask}
+    options |= {"query_start": query_start, "kv_ordering": kv_ordering, "backend": backend, "return_lse": return_lse}
+    return attend(q, k, v, pattern, **options)
+
+
+def attend(
+    q, k, v, pattern, *, kv_ordering=None, backend="auto", return_lse=False, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dilated_attention` without a warning, for callers that made the layout of q, k and v themselves."""
+    q, k, v, call = validated(
+        q, k, v, pattern, kv_ordering=kv_ordering, backend=backend, return_lse=return_lse, **options
+    )
     gradient = needs_gradient(q, k, v)
     chosen = choose(q, call, backend, gradient=gradient)
     if not chosen:
@@ -122,8 +134,6 @@ def validated(
         if kv_ordering.length != k.shape[1]:
             raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {kv_ordering.length}")
     check_backend(backend)
-    if query_start is None and not torch.compiler.is_compiling() and k.shape[2] > k.shape[1] > 0:
-        _warn_of_heads_first(*k.shape[1:3])
     if query_start == 0 and q.shape[1] == k.shape[1]:
         query_start = None  # the same question, which every backend answers
     return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
@@ -150,14 +160,18 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
 
 
-def _warn_of_heads_first(rows: int, heads: int) -> None:
+def _warn_of_heads_first(k: Tensor) -> None:
+    # Once, and before anything is refused: another argument's error would hide what is wrong.
     global _warned
-    if not _warned:
+    if _warned or torch.compiler.is_compiling() or not isinstance(k, Tensor) or k.is_nested or k.dim() != 4:
+        return
+    _, rows, heads, _ = k.shape
+    if heads > rows > 0:
         _warned = True
         warnings.warn(
             f"k has {heads} heads and {rows} rows: dilated_attention takes (batch, seq, heads, head_dim). If heads "
             "come first, as in scaled_dot_product_attention, give x.transpose(1, 2)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

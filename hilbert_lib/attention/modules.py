@@ -9,12 +9,12 @@ from torch.nn.functional import linear
 from hilbert_lib import checks
 from hilbert_lib.attention.api import (
     LARGEST_HEAD_DIM,
+    attend,
     autocast_dtype,
     check_backend,
     check_dropout,
     check_dtype,
     check_scale,
-    dilated_attention,
 )
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -98,7 +98,7 @@ class DilatedAttention(nn.Module):
                 if ordering.length != k.shape[1]:
                     raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
                 k, v = ordering.apply(k, dim=1), ordering.apply(v, dim=1)
-        return dilated_attention(
+        return attend(
             q,
             k,
             v,

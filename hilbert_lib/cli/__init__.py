@@ -2,6 +2,8 @@
 
 import sys
 
+from hilbert_lib.lazy import is_of_a_package
+
 
 def run() -> None:
     """The command; where a package of [suite] is missing, the error names both."""
@@ -10,7 +12,7 @@ def run() -> None:
 
         main(prog_name="hilbert")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", "hilbert_lib"):
+        if not is_of_a_package(error):
             raise
         sys.exit(
             f"hilbert: the package {error.name} is missing. The command needs the packages of [suite]: "

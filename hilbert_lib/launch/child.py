@@ -10,7 +10,6 @@ import faulthandler
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -19,6 +18,11 @@ import traceback
 from pathlib import Path
 
 import psutil
+
+try:
+    import resource
+except ImportError:  # Windows, where no call runs apart
+    resource = None
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 GRACE_SECONDS = 0.1  # after success: in it multiprocessing's tracker frees shared memory that was forgotten

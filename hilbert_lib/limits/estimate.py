@@ -1,7 +1,7 @@
 """The memory that a call of dilated attention will need, predicted.
 
-Backends written in torch's operators run on meta tensors, which take no memory, and the tensors alive are counted. For
-backends that call kernels, the tensors that `attention.backends.strided` and `attention.triton.launch` make are summed.
+Backends written in torch's operators run on meta tensors, which take no memory, and the tensors alive are counted.
+Backends that call kernels say their own (`Backend.workspace`).
 """
 
 import weakref

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import dilated_attention, needs_gradient, validated
+from hilbert_lib.attention.api import attend, needs_gradient, validated
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean, suggesting
@@ -129,7 +129,7 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
     if group.size() == 1:
         boolean("validate", validate)
         check_planning(*planning, ranks=1)
-        return dilated_attention(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
+        return attend(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
     asked, lengths, agreement = _agree(q, k, v, pattern, options, group, planning, validate)
     if agreement:
         out, lse = _begin_early(asked, lengths, agreement)

@@ -1,7 +1,7 @@
 """What a backend is, and what backends of dense kernels refuse in common."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along
 # The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to
 # `Call` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
-_LATER = tuple((field.name, field.default) for field in fields(Call) if field.name not in FIRST_OPTIONS | {"is_part"})
+_LATER = tuple((each.name, each.default) for each in fields(Call) if each.name not in FIRST_OPTIONS | {"is_part"})
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 
 
@@ -54,13 +54,13 @@ class Backend:
     name: str
     note: str
     reason: Callable[[Tensor, Call], str] = serves_all
-    functions: Callable[[torch.device], tuple[Forward, Backward]] | None = None
+    functions: Callable[[torch.device], tuple[Forward, Backward]] = field(kw_only=True)
     reads_orderings: bool = False
     caveat: str = ""
     package: str = ""
     limits: Callable[[Tensor, Call], str] = serves_all
     workspace: Workspace | None = None
-    colour: str = "#000000"
+    colour: str = field(kw_only=True)
     options: tuple[str, ...] = ()
 
     def refusal(self, q: Tensor, call: Call) -> str:

@@ -201,7 +201,7 @@ BACKENDS = (
         **over_views(CpuFlash, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=Within32Bits(Efficient)),
         caveat=SPREADS,
         limits=sdpa_limits,
-        colour="#44AA99",
+        colour="#882255",
     ),
     Backend("eager", "matrix products over strided views", **over_views(Eager), caveat=SPREADS, colour="#999999"),
 )

@@ -263,7 +263,7 @@ BACKENDS = (
         "flex",
         "compiled FlexAttention; its backward runs the forward once more",
         _refusal,
-        lambda device: (forward, backward),
+        functions=lambda device: (forward, backward),
         # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
         caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
         limits=_limits,

@@ -32,7 +32,7 @@ def _functions(device: torch.device) -> tuple[Forward, Backward]:
 def _workspace(
     given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int
 ) -> dict[str, int]:
-    # As `triton/launch.py` and `triton.decode` make them; interpreted kernels are taken for compiled ones.
+    # As `launch.py`, `hopper/launch.py` and `decode.py` make them; interpreted kernels are taken for compiled ones.
     from hilbert_lib.attention.triton import arguments, decode  # triton is imported only where a kernel is used
 
     q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
@@ -74,7 +74,7 @@ def _parts(q: Tensor, k: Tensor, call: Call) -> int:
 
 
 def _is_hopper_call(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
-    # Whether the warp-specialised kernels serve, as `launch` decides it for dense tensors.
+    # Whether the warp-specialised kernels serve, as `triton/hopper/launch.py` decides it for dense tensors.
     from hilbert_lib.attention.triton.hopper import launch
 
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == (9, 0)
@@ -86,7 +86,7 @@ BACKENDS = (
         "triton",
         "one fused pass over all branches",
         _refusal,
-        _functions,
+        functions=_functions,
         reads_orderings=True,
         limits=_limits,
         workspace=_workspace,

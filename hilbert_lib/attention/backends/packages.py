@@ -148,9 +148,9 @@ BACKENDS = (
     # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
     half("flash_attn_4", "flash-attn-4", **over_views(FlashAttn4, {2: (4, 4, 8)}), colour="#009E73",
          largest_head_dim=128, majors=range(9, 13), package="flash_attn_4"),
-    half("flash_attn_3", "FlashAttention-3", **over_views(FlashAttn3, {2: (4, 4, 8)}), colour="#661100",
+    half("flash_attn_3", "FlashAttention-3", **over_views(FlashAttn3, {2: (4, 4, 8)}), colour="#332288",
          majors=range(9, 10), package="flash_attn_3"),
-    half("flash_attn_2", "flash-attn", **over_views(FlashAttn2, {2: (4, 8, 4)}), colour="#AA4499",
+    half("flash_attn_2", "flash-attn", **over_views(FlashAttn2, {2: (4, 8, 4)}), colour="#F0E442",
          package="flash_attn_2"),
     Backend(
         "xformers",
@@ -160,6 +160,6 @@ BACKENDS = (
         caveat=SPREADS,
         package="xformers",
         limits=sdpa_limits,
-        colour="#332288",
+        colour="#44AA99",
     ),
 )  # fmt: skip

@@ -104,6 +104,6 @@ BACKENDS = (
         "reference",
         "dense masks: memory grows with length squared",
         functions=lambda device: (forward, backward),
-        colour="#F0E442",
+        colour="#AA4499",
     ),
 )

@@ -27,11 +27,12 @@ STYLES = [
     ("#AA4499", "\\\\", "X"),
     ("#661100", "xx", "d"),
 ]
-# Every figure of speeds gives a backend its own colour, and a hatch and a marker by its place; others' ways too.
-OTHERS = {"torchscale": "#CC79A7", "fkodom": "#000000", "triton, decoding": "#882255"}
-BACKEND_COLOURS = {name: backend.colour for name, backend in BACKENDS.items()} | OTHERS
+# Every figure of speeds gives a backend its own colour, and others' ways theirs; a hatch and a marker go with each.
+LOOKS = {colour: (colour, hatch, marker) for colour, hatch, marker in STYLES}
+OTHERS = {"torchscale": "#CC79A7", "fkodom": "#000000", "triton, decoding": "#661100"}
 BACKEND_STYLES = {
-    name: (colour, *STYLES[place % len(STYLES)][1:]) for place, (name, colour) in enumerate(BACKEND_COLOURS.items())
+    name: LOOKS.get(colour, (colour, "", "o"))
+    for name, colour in ({name: backend.colour for name, backend in BACKENDS.items()} | OTHERS).items()
 }
 LAYOUT_STYLES = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
 LAYOUT_STYLES |= {NO_TABLE: ("#999999", "*"), "hilbert per segment": ("#882255", "h")}
