@@ -2,9 +2,11 @@
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("sh", "cat", "cksum", "awk", "tail", "grep", "mkdir", "cp", "chmod", "dirname")
@@ -167,3 +169,17 @@ def test_an_environment_left_half_made_is_made_again(project):
     assert done.stderr.splitlines()[-1] == "setup: python3 could not make a virtual environment in .venv."
     (project.folder / "no-ensurepip").unlink()
     assert project.setup().returncode == 0
+
+
+def test_the_public_workflow_runs_the_two_commands_with_the_pinned_torch():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[1:] == ["make test", "make reports"]
+    (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert pin in commands[0].split()
+
+
+def test_the_citation_has_the_version_and_the_licence_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
