@@ -34,7 +34,7 @@ class CpuTimer:
 
 
 # Before each sample the device spins, about 2 ms at 2 GHz, while the host queues the sample's launches: a
-# kernel shorter than its launch is then timed for what it is (tests/test_bench.py compares it with a graph).
+# kernel shorter than its launch is then timed for what it is (tests/lab/test_timing.py compares it with a graph).
 # Where that was too short for the host, it is doubled up to 64 ms, and the sample taken again. Where nothing was long
 # enough, as for calls that wait for the device themselves, the shortest is taken: longer ones only cost time.
 LEAD_CYCLES = 4_000_000

@@ -185,7 +185,7 @@ def _cudnn_refusal(q: Tensor, call: Call) -> str:
     return ""
 
 
-# The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/test_safety_estimate.py holds
+# The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
 HALF = (
     half("cudnn", "cuDNN", **over_views(CuDnn, {2: (4, 4, 4)}), colour="#0072B2", reason=_cudnn_refusal,

@@ -31,7 +31,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
 
     >>> from hilbert_lib.lab.ledger.claim import read_ledger
     >>> command(read_ledger()["B3"])
-    'pytest tests/test_hardware.py::test_every_architecture_has_its_name_and_dtypes'
+    'pytest tests/test_machine.py::test_every_architecture_has_its_name_and_dtypes'
     """
     if claim.tests:
         return shlex.join(["pytest", *claim.tests])

@@ -17,7 +17,7 @@ import torch
 
 from hilbert_lib.launch.workers import RankError, run_ranks
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", README, re.S | re.M)
 # A cluster of so many machines as SLURM_NNODES says, all of them this one.
 SRUN = """

@@ -221,7 +221,7 @@ def name_of(case: dict) -> str:
 
 @pytest.fixture(autouse=True)
 def _ranks_find_the_tests(monkeypatch, request):
-    monkeypatch.setenv("PYTHONPATH", f"{request.path.parents[1]}:{request.path.parent}")
+    monkeypatch.setenv("PYTHONPATH", f"{request.path.parents[2]}:{request.path.parents[1]}:{request.path.parent}")
 
 
 @pytest.mark.parametrize("ranks", COMPARED)

@@ -105,7 +105,7 @@ def test_tests_are_run_again(monkeypatch):
     ran = []
     environment()  # asks git by `subprocess.run`, once in a process
     monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: ran.append(words) or CompletedProcess(words, 1))
-    assert "this failed: pytest tests/test_hardware.py" in hilbert("claims", "--rerun", "B3", status=1)
+    assert "this failed: pytest tests/test_machine.py" in hilbert("claims", "--rerun", "B3", status=1)
     assert ran[0][1:3] == ["-m", "pytest"]
 
 

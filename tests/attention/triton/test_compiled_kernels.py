@@ -57,7 +57,7 @@ def hashes(lines: list[str]) -> set[tuple[str, ...]]:
 
 
 def test_no_kernel_is_compiled_to_other_ptx_than_the_committed_list_has():
-    """`python tests/compile_kernels.py > tests/ptx_hashes.txt` makes the list, for those who change a kernel."""
+    """`python compile_kernels.py > ptx_hashes.txt`, in this folder, makes the list for those who change a kernel."""
     version, *committed = PTX_HASHES.read_text().splitlines()
     if version != f"triton {version_of('triton')}":
         pytest.skip(f"the list is of {version}")

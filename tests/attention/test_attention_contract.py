@@ -213,7 +213,7 @@ def test_the_reference_keeps_non_finite_tokens_to_the_rows_that_attend_to_them(b
                 assert not out[0, query, head].isfinite().any(), (head, query)
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager"])  # of "triton", tests/test_triton.py
+@pytest.mark.parametrize("backend", ["reference", "eager"])  # of "triton", tests/attention/triton/test_triton.py
 def test_a_row_whose_scores_are_all_minus_infinity_has_no_weight(backend):
     q, k, v = (torch.ones(1, 4, 1, 2) for _ in range(3))
     k[:, :2] = -torch.inf

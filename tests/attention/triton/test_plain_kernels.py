@@ -1,6 +1,6 @@
 """The plain kernels as a GPU compiles them, with every option and over many tiles: equal to the float64 reference.
 
-The interpreter runs them at small sizes in tests/test_triton.py, where most of a tile is masked.
+The interpreter runs them at small sizes in tests/attention/triton/test_triton.py, where most of a tile is masked.
 """
 
 from dataclasses import replace

@@ -309,7 +309,7 @@ def test_a_notebook_beside_the_reports_says_what_its_newest_run_showed(tmp_path)
     assert "Not yet." in told
     assert "text of its time" not in told
     name = re.search(r'<a id="(\w+)">', told)[1]
-    notebook = json.loads((Path(__file__).parents[1] / "notebooks" / "03_cache_lines.ipynb").read_text())
+    notebook = json.loads((Path(__file__).parents[3] / "notebooks" / "03_cache_lines.ipynb").read_text())
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook))
     told = evidence_pages(tmp_path / "reports")[tmp_path / "reports" / "README.md"]

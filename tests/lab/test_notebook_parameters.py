@@ -10,7 +10,7 @@ from hilbert_lib.lab.cache.sweeps import count_units
 from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file, read_parameters
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern, split_table
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 SMALL_CURVES = {"max_order": 2, "timing_order": 3, "repetitions": 3}
 LESS_L2 = {"l2_seq_len": 2048, "l2_key_counts": [1024]}
