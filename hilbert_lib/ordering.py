@@ -1,13 +1,9 @@
 """A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
 
 import operator
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isqrt, prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +14,7 @@ from hilbert_lib import checks
 from hilbert_lib.checks import integer
 from hilbert_lib.curves.coordinates import KINDS, checked_shape, curve_coordinates
 from hilbert_lib.curves.hilbert import raster_index
-from hilbert_lib.graph_cache import made_to_share, wait_for_readers
+from hilbert_lib.graph_cache import CacheInfo, cached_for_graphs
 
 CACHED_POSITIONS = 2**24  # 20 bytes each (perm, inverse and slots): 320 MiB
 
@@ -248,7 +244,8 @@ def _tables_on(
 ) -> Tables:
     # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
     with _disable_current_modes() as modes:
-        tables = CACHE.tables(Ordering(kind, length, grid or None, chunk, rate, seed).to(device))
+        ordering = Ordering(kind, length, grid or None, chunk, rate, seed).to(device)
+        tables = cached_tables(ordering, ordering.device)
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
         return tables
@@ -297,68 +294,12 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
     return perm[perm < length]
 
 
-class CacheInfo(NamedTuple):
-    """The cache of orderings: look-ups answered and not, tables held (captured ones too), positions and their bound."""
-
-    hits: int
-    misses: int
-    orderings: int
-    positions: int
-    max_positions: int
+@cached_for_graphs(CACHED_POSITIONS, size=lambda ordering, device: ordering.length)
+def cached_tables(ordering: Ordering, device: torch.device) -> Tables:
+    """`compute_tables` on a device; what was used last is kept, up to a number of positions."""
+    return compute_tables(replace(ordering, device=device))
 
 
 def ordering_cache_info() -> CacheInfo:
-    """How often the tables of an ordering were found in the cache since the process began, and what it holds now."""
-    return CACHE.info()
-
-
-class TableCache:
-    """The tables last used, up to a number of positions; the newest stays even if it alone is larger.
-
-    Tables asked for while a CUDA graph is captured stay too, beyond that number: the graph holds addresses alone.
-    """
-
-    def __init__(self, max_positions: int):
-        self.max_positions = max_positions
-        self._hits = self._misses = self._positions = 0
-        self._held: OrderedDict[tuple[Ordering, torch.device], Tables] = OrderedDict()
-        self._captured: dict[tuple[Ordering, torch.device], Tables] = {}
-        self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
-
-    def tables(self, ordering: Ordering) -> Tables:
-        """The tables of an ordering, on its device."""
-        key = (ordering, ordering.device)
-        with self._lock:
-            tables = self._captured.get(key) or self._held.get(key)
-            self._hits, self._misses = self._hits + (tables is not None), self._misses + (tables is None)
-        if tables is None:
-            # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
-            tables = made_to_share(partial(compute_tables, ordering), ordering.device)
-        let_go = []
-        with self._lock:
-            if key in self._captured:
-                return self._captured[key]
-            if key not in self._held:
-                self._held[key] = tables
-                self._positions += ordering.length
-            self._held.move_to_end(key)
-            tables = self._held[key]
-            # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
-            if ordering.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._captured[key] = self._held.pop(key)
-                self._positions -= ordering.length
-            while self._positions > self.max_positions and len(self._held) > 1:
-                let_go.append(self._held.popitem(last=False))
-                self._positions -= let_go[-1][0][0].length
-        for device in {device for (_, device), _ in let_go}:  # not under the lock, as above
-            wait_for_readers(device)
-        return tables
-
-    def info(self) -> CacheInfo:
-        with self._lock:
-            held = len(self._held) + len(self._captured)
-            positions = self._positions + sum(ordering.length for ordering, _ in self._captured)
-            return CacheInfo(self._hits, self._misses, held, positions, self.max_positions)
-
-
-CACHE = TableCache(CACHED_POSITIONS)
+    """How often tables were found in the cache since the process began, and what it holds, its size in positions."""
+    return cached_tables.cache_info()
