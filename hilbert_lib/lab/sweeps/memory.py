@@ -21,7 +21,7 @@ from hilbert_lib.lab.records import append_records, measured_before
 from hilbert_lib.lab.sweeps.graphs import captured, from_idle, require_cuda
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
-from hilbert_lib.limits.device_memory import begin_peak
+from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import Ordering, compute_tables
 from hilbert_lib.pattern import DilatedPattern
 
