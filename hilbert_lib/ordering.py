@@ -33,9 +33,9 @@ _ARGUMENTS = {
 class Ordering:
     """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
 
-    Make one with `from_curve`, `residue`, `random` or `linear`. An ordering is its recipe: two made alike are equal and
-    share their tables. These are computed when first used, kept in a bounded cache, and the same on every device, on
-    every rank and in every process.
+    Make one with `from_curve`, `residue`, `random` or `linear`, which refuse what this does. An ordering is its recipe:
+    two made alike are equal and share their tables. These are computed when first used, kept in a bounded cache, and
+    the same on every device, on every rank and in every process.
 
     Args:
         kind: "linear", "residue", "random" or the name of a curve.
@@ -48,7 +48,7 @@ class Ordering:
 
     Raises:
         ValueError: if kind is unknown, a number out of range, the grid too small, or an argument is another kind's.
-        TypeError: if a number is not an integer.
+        TypeError: if kind is no string or a number no integer.
 
     >>> Ordering.residue(6, 3).perm.tolist()
     [0, 3, 1, 4, 2, 5]
@@ -65,9 +65,7 @@ class Ordering:
     device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in _ARGUMENTS:
-            raise ValueError(f"kind must be one of {', '.join(_ARGUMENTS)}, got {self.kind!r}")
-        own = _ARGUMENTS[self.kind]
+        own = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
         for name in ("grid", "chunk", "rate", "seed"):
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
@@ -101,20 +99,15 @@ class Ordering:
             chunk: restart the curve every so many positions, so that a split of the sequence between chunks keeps it
                 whole; a shorter last chunk has the curve of its own length. By default one curve for all.
 
-        Raises ValueError or TypeError as the class does.
-
         >>> Ordering.from_curve("snake", 6, grid=(2, 3)).perm.tolist()
         [0, 1, 2, 5, 4, 3]
         """
-        if kind not in KINDS:  # the other kinds are no curves
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        checks.one_of("kind", kind, KINDS)  # the other kinds are no curves
         return cls(kind, length, grid=grid, chunk=chunk)
 
     @classmethod
     def residue(cls, length: int, rate: int, *, chunk: int | None = None) -> "Ordering":
-        """Residue-major: position p sorted by (p mod rate, p div rate), the natural layout of a dilation.
-
-        It restarts every `chunk` positions, by default never. Raises ValueError or TypeError as the class does.
+        """Residue-major: p sorted by (p mod rate, p div rate), in each `chunk`; the natural layout of a dilation.
 
         >>> Ordering.residue(8, 2, chunk=4).perm.tolist()
         [0, 2, 1, 3, 4, 6, 5, 7]
@@ -123,10 +116,7 @@ class Ordering:
 
     @classmethod
     def random(cls, length: int, seed: int) -> "Ordering":
-        """A random permutation: the control that has no locality at all.
-
-        The seed, 0 to 2^63 - 1, is that of a generator of its own: torch's global one is neither read nor moved. Raises
-        ValueError or TypeError as the class does.
+        """A random permutation, the control without locality; torch's global generator is neither read nor moved.
 
         >>> sorted(Ordering.random(4, seed=0).perm.tolist())
         [0, 1, 2, 3]
@@ -135,7 +125,7 @@ class Ordering:
 
     @classmethod
     def linear(cls, length: int) -> "Ordering":
-        """The order of the sequence itself: `length` positions, at least 1.
+        """The order of the sequence itself.
 
         >>> Ordering.linear(3).perm.tolist()
         [0, 1, 2]

@@ -7,7 +7,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import integer, integers
+from hilbert_lib.checks import grouped, integer, integers, one_of
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
@@ -69,8 +69,8 @@ class DilatedPattern:
                 raise ValueError(f"segment_lengths must be at most 2^63 - 1, got {w}")
             if r > w:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
-        _check_choice("offsets", self.offsets, OFFSET_RULES)
-        _check_choice("mixing", self.mixing, MIXING_RULES)
+        one_of("offsets", self.offsets, OFFSET_RULES)
+        one_of("mixing", self.mixing, MIXING_RULES)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -111,8 +111,8 @@ class DilatedPattern:
 
     def branch_heads(self, branch: int, kv_heads: int) -> tuple[int, ...]:
         """The KV heads that use a branch: all, or the branch's group."""
-        branch, kv_heads = self._branch(branch), self.check_heads(kv_heads)
-        return tuple(g for g in range(kv_heads) if branch in self.head_branches(g, kv_heads))
+        branch = self._branch(branch)
+        return tuple(g for g in range(self.check_heads(kv_heads)) if branch in self.head_branches(g, kv_heads))
 
     def check_heads(self, kv_heads: int) -> int:
         """kv_heads as an int; raises ValueError where "head_groups" has fewer KV heads than branches."""
@@ -203,7 +203,7 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
         192
         """
-        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
         branches = range(len(self.branches))
         return heads // kv_heads * sum(self._branch_pairs(i, length, kv_heads, is_causal) for i in branches)
 
@@ -242,7 +242,7 @@ class DilatedPattern:
         >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
         1024
         """
-        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
         head_dim, batch = integer("head_dim", head_dim, least=1), integer("batch", batch, least=0)
         element_size = integer("element_size", element_size, least=1)
         pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
@@ -277,7 +277,7 @@ class DilatedPattern:
         """
         if heads is None and kv_heads is None:
             heads = len(self.branches) if self.mixing == "head_groups" else 1
-        _, kv_heads = _grouped(kv_heads if heads is None else heads, kv_heads)
+        _, kv_heads = grouped(kv_heads if heads is None else heads, kv_heads)
         length = None if length is None else integer("length", length, least=1)
         titles = ["branch", "segment_length", "dilation_rate", "r divides w", "keys"]
         titles += ["segments", "tail", "share of pairs"] if length is not None else []
@@ -322,23 +322,8 @@ def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
     return (whole * count(period) if whole else 0) + count(length % period)
 
 
-def _grouped(heads: int, kv_heads: int | None) -> tuple[int, int]:
-    heads = integer("heads", heads, least=1)
-    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
-    return heads, kv_heads
-
-
 def check_pattern(pattern: object) -> DilatedPattern:
     """The argument; TypeError unless it is a DilatedPattern."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     return pattern
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, one of {', '.join(allowed)}; got {value!r}")
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -97,16 +97,12 @@ def estimate_memory(
     workspace: temporary          88.2 MiB
     total                        120.5 MiB
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
+    checks.one_of("direction", direction, DIRECTIONS)
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
     checks.boolean("has_kv_ordering", has_kv_ordering)
     device = device_or_default(device)
-    length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
-    kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads must divide heads {heads}, got {kv_heads}")
+    length, (heads, kv_heads) = checks.integer("length", length, least=1), checks.grouped(heads, kv_heads)
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
     batch = checks.integer("batch", batch, least=1)
