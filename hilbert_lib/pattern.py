@@ -1,7 +1,7 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 import torch
@@ -34,8 +34,7 @@ class DilatedPattern:
     through each branch that it is in, to all positions of that branch in its own segment.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1.
-        dilation_rates: r of each branch, 1 to w. r need not divide w.
+        segment_lengths, dilation_rates: w of each branch in tokens, at least 1, and r, 1 to w; r need not divide w.
         offsets: the residue that KV head g of G takes in branch i: "head" g mod r (the paper), "head_block"
             g div ceil(G / r) (torchscale), "branch" i mod r (fkodom's package), "zero" 0.
         mixing: "softmax": one softmax over the multiset union of the branches' keys, which is the paper's
@@ -227,17 +226,11 @@ class DilatedPattern:
         element_size: int = 2,
         is_causal: bool = False,
     ) -> Work:
-        """Useful FLOP and bytes of one call, exactly: tails, offsets and the causal triangle counted.
+        """Useful FLOP and bytes of a call on `batch` sequences of `length` tokens, exactly: with tails and offsets.
 
-        Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2).
-
-        Args:
-            length: tokens in a sequence.
-            heads, kv_heads: query and KV heads, by default the same.
-            head_dim: size of one head.
-            batch: sequences.
-            element_size: bytes of an element of q, k, v and out; lse has 4, or 8 if these have.
-            is_causal: whether keys after the query are excluded.
+        Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2). By default
+        there are as many KV heads as query heads. An element of q, k, v and out has element_size bytes, one of lse 4,
+        or 8 if these have.
 
         >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
         1024
@@ -246,8 +239,7 @@ class DilatedPattern:
         head_dim, batch = integer("head_dim", head_dim, least=1), integer("batch", batch, least=0)
         element_size = integer("element_size", element_size, least=1)
         pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
-        alike = Counter(frozenset(self._used_branches(g, kv_heads)) for g in range(kv_heads))
-        kv_rows = batch * sum(count * _covered(length, residues) for residues, count in alike.items())
+        kv_rows = batch * sum(self.covered(length, g, kv_heads) for g in range(kv_heads))
         q_rows = kv_rows * (heads // kv_heads)
         row, lse = head_dim * element_size, max(4, element_size)
         all_q, all_kv = batch * length * heads, batch * length * kv_heads
@@ -263,11 +255,8 @@ class DilatedPattern:
         """The branches as a table: keys a query sees in each, and, for a length, segments, tail and share of the pairs.
 
         Keys are those of a whole segment (of the sequence, where it is shorter) for a head with the branch's smallest
-        offset; the tail is the length of a last segment that is shorter than the others.
-
-        Args:
-            length: tokens, or None for the columns that need none.
-            heads, kv_heads: query and KV heads; by default the same, and 1, or one a branch for "head_groups".
+        offset; the tail is the length of a last segment that is shorter than the others. There are as many KV heads as
+        heads by default, and 1, or one a branch for "head_groups".
 
         >>> print(DilatedPattern((4, 8), (1, 2)).describe(16, heads=2))
         offsets='head', mixing='softmax'
@@ -300,6 +289,7 @@ def rows_in_segment(length: int, rate: int, offset: int) -> int:
     return max(0, -(-(length - offset) // rate))
 
 
+@lru_cache(maxsize=256)  # heads share their branches
 def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
     """How many positions below length are in one of these (segment length, dilation rate, offset) at least."""
     w, r, o = min(residues, key=lambda residue: residue[1])
