@@ -234,8 +234,8 @@ def _tables_on(
 ) -> Tables:
     # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
     with _disable_current_modes() as modes:
-        ordering = Ordering(kind, length, grid or None, chunk, rate, seed).to(device)
-        tables = cached_tables(ordering, ordering.device)
+        ordering = Ordering(kind, length, grid or None, chunk, rate, seed)
+        tables = ordering_tables(ordering, ordering.to(device).device)
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
         return tables
@@ -247,27 +247,27 @@ def _tables_on(
 _tables_on._dynamo_marked_constant = True
 
 
+@cached_for_graphs(CACHED_POSITIONS, size=lambda ordering, device: ordering.length)
 @torch.inference_mode(False)  # tables made in inference mode could not serve a later backward pass
-def compute_tables(ordering: Ordering) -> Tables:
-    """`perm`, `inverse` and `slots` of an ordering, computed on its device."""
-    length, device = ordering.length, ordering.device
+def ordering_tables(ordering: Ordering, device: torch.device) -> Tables:
+    """`perm`, `inverse` and `slots` of an ordering on a device; `__wrapped__` makes them anew."""
+    length = ordering.length
     if device.type == "meta":  # nothing to compute, and some kinds select by values, which it has none of
         perm = torch.empty(length, dtype=torch.int64, device=device)
         return perm, torch.empty_like(perm), perm.int()
     chunk = min(ordering.chunk or length, length)
     starts = torch.arange(0, length - length % chunk, chunk, device=device)
-    perm = (starts[:, None] + _chunk_perm(ordering, chunk)).flatten()
+    perm = (starts[:, None] + _chunk_perm(ordering, chunk, device)).flatten()
     if tail := length % chunk:
-        perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail)])
+        perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail, device)])
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(length, device=device)
     # 32 bits: an int64 index read at a stride costs a sector a row twice as soon.
     return perm, inverse, inverse.int()
 
 
-def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
+def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor:
     """The layout of one chunk: (length,) int64."""
-    device = ordering.device
     if ordering.kind == "linear":
         return torch.arange(length, device=device)
     if ordering.kind == "residue":
@@ -284,12 +284,6 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
     return perm[perm < length]
 
 
-@cached_for_graphs(CACHED_POSITIONS, size=lambda ordering, device: ordering.length)
-def cached_tables(ordering: Ordering, device: torch.device) -> Tables:
-    """`compute_tables` on a device; what was used last is kept, up to a number of positions."""
-    return compute_tables(replace(ordering, device=device))
-
-
 def ordering_cache_info() -> CacheInfo:
     """How often tables were found in the cache since the process began, and what it holds, its size in positions."""
-    return cached_tables.cache_info()
+    return ordering_tables.cache_info()
