@@ -59,7 +59,7 @@ def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, 
     [
         ({"target": "faulty_ranks"}, "target must be 'module:function', got 'faulty_ranks'"),
         ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
-        ({"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
+        ({"backend": "mpi"}, "backend must be one of gloo, nccl; got 'mpi'"),
         ({"backend": "nccl", "ranks": 10**6}, "ranks must be at most [0-9]+ with nccl, one for each GPU, got 1000000"),
         ({"target": 3}, "target must be 'module:function', got 3"),
         ({"seconds": 0}, "seconds must be finite and above 0, got 0"),
