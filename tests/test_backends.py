@@ -114,7 +114,7 @@ def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(
 def test_that_flex_fails_under_reduce_overhead_is_told_wherever_it_can_serve(gpu, monkeypatch):
     gpu(9, 0)
     monkeypatch.setattr(presence, "state", lambda package: "")
-    monkeypatch.setattr(choice, "_rules", lambda device, dtype: HALF_RULES["Hopper"])
+    monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
     for name in ("auto", "flex"):
         told = choice.explain(on_gpu(), Call(PATTERN), name, gradient=False).reasons
         assert "torch refused it under torch.compile(mode='reduce-overhead')" in told["flex"]
