@@ -16,8 +16,7 @@ import torch
 from hilbert_lib import DilatedPattern, dilated_attention, explain_backend, select_attention_backend
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
-from hilbert_lib.attention.backends import backend as backends
-from hilbert_lib.attention.backends import presence
+from hilbert_lib.attention.backends import fused, presence
 from hilbert_lib.attention.backends.dense import CpuFlash
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
@@ -70,7 +69,7 @@ def test_what_sdpa_refuses_in_float32_goes_to_the_fused_kernels_and_float64_to_e
 ):
     # On the CPU by a GPU's rules.
     monkeypatch.setattr(choice, "_known_rule", lambda device, dtype: FULL_RULE)
-    monkeypatch.setattr(backends, "fused_absence", lambda device: "")
+    monkeypatch.setattr(fused, "absence", lambda device: "")
     q, k, v = (x.to(dtype) for x in tensors())
     if "key_padding_mask" in options:
         options = {"key_padding_mask": torch.zeros(1, 64, dtype=torch.bool)}

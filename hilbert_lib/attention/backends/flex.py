@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hilbert_lib.attention.backends import backend as shared
-from hilbert_lib.attention.backends.backend import Backend, half_limits, half_refusal
+from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -244,30 +244,28 @@ def _workspace(
     return {"temporary": most - returned}
 
 
-def _refusal(q: Tensor, call: Call) -> str:
-    if not q.is_cuda:
-        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
-    if shared.mode() != "compiled":
-        return "needs triton, and not its interpreter"
-    return _limits(q, call) or half_refusal(q, call, largest_head_dim=256)
-
-
 def _limits(q: Tensor, call: Call) -> str:
     if q.shape[-1] < 16:
         return f"needs a head_dim of at least 16, got {q.shape[-1]}"
-    return half_limits(q, call, largest_head_dim=256)
+    return half_limits(q, call)
+
+
+def _here(q: Tensor, call: Call) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
+    return gpu_refusal(q) if kernel_mode() == "compiled" else "needs triton, and not its interpreter"
 
 
 BACKENDS = (
     Backend(
-        "flex",
-        "compiled FlexAttention; its backward runs the forward once more",
-        _refusal,
+        name="flex",
+        note="compiled FlexAttention; its backward runs the forward once more",
+        colour="#E69F00",
         functions=lambda device: (forward, backward),
+        limits=_limits,
+        here=_here,
         # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
         caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
-        limits=_limits,
         workspace=_workspace,
-        colour="#E69F00",
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends import backend as shared
 from hilbert_lib.attention.backends.backend import SPREADS, Backend, half
-from hilbert_lib.attention.backends.dense import Within32Bits, by_head, sdpa_limits, sdpa_refusal, sums_overflow
+from hilbert_lib.attention.backends.dense import Within32Bits, by_head, sdpa_here, sdpa_limits, sums_overflow
 from hilbert_lib.attention.backends.kernel import Grads, Problem
 from hilbert_lib.attention.backends.strided import over_views
 from hilbert_lib.attention.call import Call
@@ -131,35 +131,29 @@ class Xformers:
         return _rows_first(*grads)
 
 
-def _xformers_refusal(q: Tensor, call: Call) -> str:
-    if absent := shared.package_absence("xformers"):
-        return absent
-    if not q.is_cuda:
-        return f"needs a CUDA device, got {q.device.type}"
-    if q.dtype == torch.float64:
-        return "serves float16, bfloat16 and float32, got float64"
-    if q.dtype == torch.float32 and shared.capability(q.device) > shared.HOPPER:
+def _xformers_here(q: Tensor, call: Call) -> str:
+    if q.is_cuda and q.dtype == torch.float32 and shared.capability(q.device) > shared.HOPPER:
         return "no float32 above compute capability 9.0"
-    return sdpa_refusal(q, call) or shared.package_breakage("xformers")
+    return sdpa_here(q, call) if q.is_cuda else f"needs a CUDA device, got {q.device.type}"
 
 
 # Their workspace is taken to be that of the kernels of torch that they resemble (`dense.BACKENDS`).
 BACKENDS = (
     # Of FlashAttention-4, head_dims up to 128 are built for all of its architectures.
-    half("flash_attn_4", "flash-attn-4", **over_views(FlashAttn4, {2: (4, 4, 8)}), colour="#009E73",
-         largest_head_dim=128, majors=range(9, 13), package="flash_attn_4"),
-    half("flash_attn_3", "FlashAttention-3", **over_views(FlashAttn3, {2: (4, 4, 8)}), colour="#332288",
-         majors=range(9, 10), package="flash_attn_3"),
-    half("flash_attn_2", "flash-attn", **over_views(FlashAttn2, {2: (4, 8, 4)}), colour="#F0E442",
-         package="flash_attn_2"),
+    half("flash-attn-4", name="flash_attn_4", package="flash_attn_4", colour="#009E73", largest_head_dim=128,
+         majors=range(9, 13), **over_views(FlashAttn4, {2: (4, 4, 8)})),
+    half("FlashAttention-3", name="flash_attn_3", package="flash_attn_3", colour="#332288", majors=range(9, 10),
+         **over_views(FlashAttn3, {2: (4, 4, 8)})),
+    half("flash-attn", name="flash_attn_2", package="flash_attn_2", colour="#F0E442",
+         **over_views(FlashAttn2, {2: (4, 8, 4)})),
     Backend(
-        "xformers",
-        "xformers over strided views",
-        _xformers_refusal,
-        **over_views(Within32Bits(Xformers), {2: (4, 8, 8), 4: (4, 12, 12)}),
-        caveat=SPREADS,
-        package="xformers",
-        limits=sdpa_limits,
+        name="xformers",
+        note="xformers over strided views",
         colour="#44AA99",
+        limits=sdpa_limits,
+        here=_xformers_here,
+        package="xformers",
+        caveat=SPREADS,
+        **over_views(Within32Bits(Xformers), {2: (4, 8, 8), 4: (4, 12, 12)}),
     ),
 )  # fmt: skip
