@@ -2,9 +2,7 @@
 
 import importlib.machinery
 import importlib.util
-import inspect
 import json
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,7 +16,7 @@ from cases import TOLERANCE, expected
 from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
 from hilbert_lib.attention.backends import backend as backends
-from hilbert_lib.attention.backends import flex, fused, packages, presence
+from hilbert_lib.attention.backends import flex, fused, presence
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.rules import HALF_RULES
@@ -236,13 +234,6 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
     assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted  # asked once: what has failed to load is not whole
     presence._breakage.cache_clear()
     assert not backend.refusal(on_gpu(), Call(PATTERN))
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_what_is_tried_is_what_its_kernels_are_imported_from(package):
-    kernel = {"flash_attn_2": "FlashAttn2", "flash_attn_3": "FlashAttn3", "flash_attn_4": "FlashAttn4"}
-    source = inspect.getsource(getattr(packages, kernel.get(package, "Xformers")))
-    assert set(re.findall(r"from (\S+) import", source)) == {presence.MODULES[package]}
 
 
 @pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("13.0", False), (None, False)])
