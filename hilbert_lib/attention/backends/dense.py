@@ -67,17 +67,16 @@ class Within32Bits:
 
     kernel: type[Kernel]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if _overflows(q, k, v):
-            return by_head(self.kernel.forward, problem, q, k, v)
-        return self.kernel.forward(q, k, v, problem)
+    def forward(self, *given: Tensor | Problem) -> tuple[Tensor, Tensor]:
+        return self._run(self.kernel.forward, *given)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
-    ) -> Grads:
-        if _overflows(dout, q, k, v):
-            return by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
-        return self.kernel.backward(dout, q, k, v, out, lse, problem)
+    def backward(self, *given: Tensor | Problem) -> Grads:
+        return self._run(self.kernel.backward, *given)
+
+    def _run(self, run: Callable, *given: Tensor | Problem) -> tuple[Tensor, ...]:
+        *tensors, problem = given
+        # Of a backward: dout, q, k and v.
+        return by_head(run, problem, *tensors) if _overflows(*tensors[:4]) else run(*given)
 
 
 def _overflows(*tensors: Tensor) -> bool:

@@ -104,17 +104,14 @@ class _Block:
 
     def view(self, x: Tensor, start: int, first: int, rows: int) -> Tensor:
         """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); start: row of the first segment."""
-        if self.segments == 1:
-            begin = start + first  # start is negative where q begins inside the segment
-            seen = x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
-        else:
-            whole = x[:, start : start + self.segments * self.segment_length]
-            seen = whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
-        if self.shift == 0:
-            return seen
-        strides = list(seen.stride())
-        strides[3] += self.shift * x.stride(1)
-        return seen.as_strided(seen.shape, strides)
+        heads = range(x.shape[2])[self.kv_heads]
+        batch_step, row_step, head_step, *rest = x.stride()
+        begin = x.storage_offset() + (start + first) * row_step + heads.start * head_step
+        # Cut to the length, which only steps that are never taken exceed: 64 bits hold no larger ones.
+        segment_length, rate = (min(size, x.shape[1]) for size in (self.segment_length, self.rate))
+        strides = segment_length * row_step, rate * row_step, heads.step * head_step + self.shift * row_step
+        shape = x.shape[0], self.segments, rows, len(heads), *x.shape[3:]
+        return x.as_strided(shape, (batch_step, *strides, *rest), begin)
 
     def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
         """(segments, rows) int64."""
