@@ -316,7 +316,7 @@ def test_an_order_that_could_not_be_read_again_is_not_kept(order, place):
 
 @pytest.mark.parametrize("package", ["", "flash_attn", None])
 def test_an_unknown_package_is_refused(package):
-    for ask in (presence.absence, presence.breakage, presence.state):
+    for ask in (presence.absence, presence.breakage):
         with pytest.raises(ValueError, match="package must be one of flash_attn_2, "):
             ask(package)
 

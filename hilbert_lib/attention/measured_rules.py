@@ -61,11 +61,7 @@ def _fields(pattern: DilatedPattern) -> tuple:
 
 
 def device_name(device: torch.device) -> str:
-    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu".
-
-    >>> device_name(torch.device("cpu"))
-    'cpu'
-    """
+    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu"."""
     return get_gpu_info(device).name if device.type == "cuda" else device.type
 
 
@@ -106,12 +102,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
 
 
 def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[ShapeClass, Rule], ...]:
-    """What was measured on this machine with this software; files that hold no such thing are ignored with a warning.
-
-    Args:
-        device: of q, k and v.
-        dtype: of q, k and v.
-    """
+    """What was measured on this machine with this software; other files are ignored with a warning."""
     place = folder()
     try:
         changed = os.stat(place).st_mtime_ns  # another process may have measured

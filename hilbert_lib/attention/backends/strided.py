@@ -24,11 +24,7 @@ from hilbert_lib.pattern import rows_in_segment
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`.
-
-    Where `_merges_at_once`, all results are kept until one Triton kernel merges them: memory for sum(1 / rate) more of
-    out and lse, over the branches. Elsewhere each is merged at once into a float32 out.
-    """
+    """Output and lse of dilated attention; shapes as in `reference.forward`."""
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -51,11 +47,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tupl
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed.
-
-    Where `_merges_at_once`, all summands are kept until one Triton kernel a gradient sums them: memory for
-    sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere each is added at once, in float32.
-    """
+    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
     if _merges_at_once(q, kernel):
@@ -80,6 +72,8 @@ def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
+    # Where it does, all results are kept until one Triton kernel merges or sums them: memory for sum(1 / rate) more of
+    # out and lse, or of dq, and of dk and dv with as many heads as q. Elsewhere each goes into a float32 whole.
     # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
     if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
