@@ -136,7 +136,7 @@ def _pairs(branches: tuple[BranchPlan, ...], shard_lengths: tuple[int, ...], is_
     totals = [0] * len(ends)
     for branch, (rank, end) in product(branches, enumerate(ends)):
         for positions, kv_heads in _computed(branch, rank, range(end - shard_lengths[rank], end)):
-            for offset, heads in zip(branch.offsets, branch.kv_heads, strict=True):
+            for offset, heads in branch.groups.items():
                 before, upto = (
                     pairs_before(stop, ends[-1], branch.dilation_rate, offset, branch.segment_length, is_causal)
                     for stop in (positions.start, positions.stop)
@@ -147,11 +147,10 @@ def _pairs(branches: tuple[BranchPlan, ...], shard_lengths: tuple[int, ...], is_
 
 def _computed(branch: BranchPlan, rank: int, shard: range) -> Iterator[tuple[range, range]]:
     # The queries that a rank computes, with their KV heads.
-    every = range(max(heads.stop for heads in branch.kv_heads))
     if branch.transport != "all_to_all":
-        yield shard, every
+        yield shard, branch.kv_heads
         return
-    yield branch.local[rank], every
+    yield branch.local[rank], branch.kv_heads
     for segment in branch.shared:
         if rank in segment.ranks:
             yield range(segment.start, segment.stop), segment.computed[rank]

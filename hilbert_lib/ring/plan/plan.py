@@ -49,7 +49,7 @@ class RingPlan:
         """
         messages = {}
         for transport in TRANSPORTS:
-            branches = {number: branch for number, branch in enumerate(self.branches) if branch.transport == transport}
+            branches = [branch for branch in self.branches if branch.transport == transport]
             if branches:
                 messages[transport] = messages_for(branches, transport, self.is_causal)
         return messages
@@ -184,7 +184,7 @@ def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan
 
 def _check_heads_suffice(bare: RingPlan) -> None:
     for number, branch in enumerate(bare.branches):
-        most, heads = max((len(s.ranks) for s in branch.shared), default=0), sum(map(len, branch.kv_heads))
+        most, heads = max((len(s.ranks) for s in branch.shared), default=0), len(branch.kv_heads)
         if most > heads:
             raise ValueError(
                 f"transport='all_to_all' needs at least one KV head a rank: {most} ranks share a segment of branch "
@@ -194,7 +194,7 @@ def _check_heads_suffice(bare: RingPlan) -> None:
 
 def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
     # Why a branch exchanges no heads; empty if it should.
-    heads = sum(map(len, branch.kv_heads))
+    heads = len(branch.kv_heads)
     for segment in branch.shared:
         if heads % len(segment.ranks):
             return f"{len(segment.ranks)} ranks do not divide {heads} KV heads"
@@ -205,7 +205,7 @@ def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
 
 
 def _bytes_alone(bare: RingPlan, branch: BranchPlan, transport: str) -> int:
-    messages = {transport: messages_for({0: branch}, transport, bare.is_causal)}
+    messages = {transport: messages_for([branch], transport, bare.is_causal)}
     return max(map(max, traffic(messages, "forward", bare.sizes, len(bare.shard_lengths))))
 
 

@@ -38,21 +38,21 @@ class Job:
         return group
 
 
-def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and lse of a block: like q, and (segments, queries, kv_heads, group, batch).
 
     q: (segments, queries, kv_heads, group, batch, head_dim). kv: (segments, keys, kv_heads, 2, batch, head_dim).
-    padded: (segments, keys, batch) bool, True = no weight; or None.
+    padding: (rows, batch), of all rows among which the keys have their places; 0 = with weight. Or None.
     """
     segments, group = q.shape[0], q.shape[3]
     q = _dense_queries(q)
-    k, v, call, name = _prepared(q, kv, block, job, padded)
+    k, v, call, name = _prepared(q, kv, block, job, padding)
     out, lse = operators.forward(q, k, v, call, name)
     return _query_rows(out, segments, group), _query_rows(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
 
 
 def backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and kv, shaped like them, from the gradient of out and the merged out and lse.
 
@@ -60,18 +60,22 @@ def backward(
     """
     segments, keys, group = *kv.shape[:2], q.shape[3]
     dout, q, out, lse = map(_dense_queries, (dout, q, out, lse))
-    k, v, call, name = _prepared(q, kv, block, job, padded)
+    k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
     dq, *grads = operators.backward(dout, q, k, v, *dense, call, name)
     return _query_rows(dq, segments, group), torch.stack([_key_rows(x[:, :keys], segments) for x in grads], 3)
 
 
-def _prepared(q: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None) -> tuple[Tensor, Tensor, Call, str]:
+def _prepared(
+    q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
+) -> tuple[Tensor, Tensor, Call, str]:
     # k and v, the call and the backend for dense queries.
     k, v = map(_dense_keys, kv.unbind(3))
     queries, keys = q.shape[1], k.shape[1]
-    mask = None if padded is None else padded.transpose(1, 2).flatten(0, 1)
+    mask = None
+    if padding is not None:  # the heads of a block are alike
+        mask = padding[block.keys[:, :, 0]].bool().transpose(1, 2).flatten(0, 1)
     call = replace(
         job.call,
         pattern=DilatedPattern((max(queries, keys),), (1,)),
@@ -97,10 +101,10 @@ def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | 
     # For a call of so many rows (a segment of a sequence each) and query heads.
     if seed is None:
         return None
-    segments, group = block.names.shape[1], heads // len(block.kv_heads)
-    batch = torch.arange(rows // segments, device=seed.device)
-    head = block.kv_heads[:, None] * group + torch.arange(group, device=batch.device)
-    words = torch.broadcast_tensors(batch[:, None, None], head, *block.names[:, :, None, :, None])
+    segments, kv_heads = block.names.shape[1:]
+    batch, group = (torch.arange(n, device=seed.device) for n in (rows // segments, heads // kv_heads))
+    kv_head, *words = block.names[:, :, None, :, None]
+    words = torch.broadcast_tensors(batch[:, None, None], kv_head * len(group) + group, *words)
     return named(seed, torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
 
 

@@ -14,12 +14,12 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import named
-from hilbert_lib.attention.merge import add_rows
+from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
 from hilbert_lib.ring.rank.layout import Block, Layout, Mail
-from hilbert_lib.ring.rank.local import Merged, Shard, Sums
+from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
 Kept = dict[str, Tensor]  # what a backward needs of other ranks' rows, by name
@@ -30,15 +30,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], Non
 
     `confirm` is called when the shard's own attention is under way, before anything is sent.
     """
-    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     confirm()
     if job.layout.is_fused:
         return out, lse, {}
     with beside:
+        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
         merged, kept = _beside_forward(q, k, v, lse, shard, job)
-    shard.merge(out, lse, job.layout.touched, merged)
+    shard.merge(out, lse, merged)
     return out, lse, kept
 
 
@@ -46,14 +46,14 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: Kept
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
-    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     if job.layout.is_fused:
         return grads
     with beside:
+        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
         sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
-    shard.add(*grads, job.layout.touched, sums)
+    shard.add(grads, *sums)
     return grads
 
 
@@ -63,80 +63,89 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
+        rows = torch.cat([*shard.queries(exchanging.rows, q), shard.keys(exchanging.rows, k, v)], 1)
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
     kept = _paddings(shard, job)
-    merged = Merged(_shape_of_touched(q, job), lse)
+    merged = none_merged(_shape_of_touched(q, job), lse)
 
-    def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
-        queries = shard.queries(q, block.own_queries)
-        merged.add(block.queries, *blocks.forward(queries, kv, block, job, padded))
+    def add(block: Block, kv: Tensor, padding: Tensor | None) -> None:
+        (queries,) = shard.queries(block.queries, q)
+        merge_rows(*merged, (block.queries,), *blocks.forward(queries, kv, block, job, padding))
 
+    padding = _own_padding(shard, job)
     for block in layout.own:
-        add(block, shard.keys(k, v, block.own_keys), _own_padded(block, shard, job))
+        add(block, shard.keys(block.keys, k, v), padding)
     if exchanging:
         kept["exchanged"] = arriving.wait()
         answers = _exchanged_forward(exchanging, kept, job, lse)
     for transport, gather in gathers.items():
         mail = layout.mail[transport]
         for arrived in gather:
-            for block in mail.blocks.get(arrived.source, ()):
-                add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
+            padding = _padding(kept, transport, mail, arrived.source)
+            for block in mail.blocks[arrived.source]:
+                add(block, arrived.rows[block.keys], padding)
         arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = (answer.wait() for answer in answers)
         for rows, places in exchanging.answers[None]:
-            merged.add(places, their_out[rows], their_lse[rows])
+            merge_rows(*merged, (places,), their_out[rows], their_lse[rows])
     return merged, kept
 
 
 def _beside_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, kept: Kept
-) -> Sums:
-    # All but the fused call: what it adds to the gradients of the touched rows.
+) -> tuple[Tensor, Tensor]:
+    # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
+        dout_rows, out_rows, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
         delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
         arriving = [
             exchange(rows, exchanging.sent, exchanging.received, job.group)
             for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
         ]
-    sums = Sums(_shape_of_touched(q, job), lse)
+    shape = _shape_of_touched(q, job)
+    dq = lse.new_zeros(shape)
+    dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
 
-    def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
-        # Adds up dq and returns the gradient of kv.
-        mine = (shard.queries(x, block.own_queries) for x in (dout, q, out, lse_rows))
-        dq, dkv = blocks.backward(*mine, kv, block, job, padded)
-        sums.add_queries(block.queries, dq)
-        return dkv
+    def add(total: Tensor, block: Block, kv: Tensor, padding: Tensor | None) -> None:
+        # To dq, and to the gradient of all rows among which the keys of the block are.
+        mine = shard.queries(block.queries, dout, q, out, lse_rows)
+        more_dq, more_dkv = blocks.backward(*mine, kv, block, job, padding)
+        add_rows(dq, (block.queries,), more_dq)
+        add_rows(total, (block.keys,), more_dkv)
 
+    padding = _own_padding(shard, job)
     for block in layout.own:
-        kv = shard.keys(k, v, block.own_keys)
-        sums.add_keys(block.keys, add(block, kv, _own_padded(block, shard, job)))
+        add(dkv, block, shard.keys(block.keys, k, v), padding)
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, kept, job)
     for transport, gather in gathers.items():
         mail, late = layout.mail[transport], None
         for arrived in gather:
-            dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
-            for block in mail.blocks.get(arrived.source, ()):
-                padded = _padded(block, mail, kept, transport, arrived.source)
-                add_rows(dkv, (block.keys,), add(block, arrived.rows[block.keys], padded))
+            padding = _padding(kept, transport, mail, arrived.source)
+            their_dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
+            for block in mail.blocks[arrived.source]:
+                add(their_dkv, block, arrived.rows[block.keys], padding)
             if late:
-                sums.add_answer(late[0], late[1].wait())
-            # While this answer travels, the next step is computed.
-            late = mail.answers[arrived.destination], gather.answer(dkv, arrived)
+                _add_answer(dkv, late, mail)
+            late = gather.answer(their_dkv, arrived)  # while it travels, the next step is computed
         arrived = None  # with what it sent
-        sums.add_answer(late[0], late[1].wait())
+        _add_answer(dkv, late, mail)
     if exchanging:
         gradients = answer.wait()
         for rows, places in exchanging.answers[None]:
-            sums.add_queries(places, gradients[rows, :-2])
-            sums.add_keys(places, gradients[rows, -2:])
-    return sums
+            add_rows(dq, (places,), gradients[rows, :-2])
+            add_rows(dkv, (places,), gradients[rows, -2:])
+    return dq, dkv
+
+
+def _add_answer(dkv: Tensor, answer: Arriving, mail: Mail) -> None:
+    more = answer.wait()
+    for rows, places in mail.answers[answer.source]:
+        add_rows(dkv, (places,), more[rows])
 
 
 def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
@@ -148,10 +157,10 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
     for transport, gather in GATHERING.items():
         if transport in job.layout.mail:
             mail = job.layout.mail[transport]
-            rows_for = dict(enumerate(mail.rows.split(mail.sent, 1))) | {None: mail.rows}
+            rows_for = dict(enumerate(mail.rows.split(mail.sent))) | {None: mail.rows}
 
             def packed(destination: int | None, rows_for: dict = rows_for) -> Tensor:
-                return shard.keys(k, v, rows_for[destination])
+                return shard.keys(rows_for[destination], k, v)
 
             gathers[transport] = gather(packed, mail.sent, mail.received, job.group)
     return gathers
@@ -160,13 +169,13 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
 def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
     # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
     received = kept["exchanged"]  # (rows, group + 2, batch, head_dim): q, k and v
-    merged = Merged(received[:, :-2].shape, lse)
+    out, lse = none_merged(received[:, :-2].shape, lse)
     for block in mail.blocks[None]:
         rows = received[block.queries]
-        padded = _padded(block, mail, kept, EXCHANGING, None)
-        merged.add(block.queries, *blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job, padded))
+        some = blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job, kept.get(f"padded {EXCHANGING}"))
+        merge_rows(out, lse, (block.queries,), *some)
     back = mail.received, mail.sent, job.group
-    return exchange(merged.out.to(received.dtype), *back), exchange(merged.lse, *back)
+    return exchange(out.to(received.dtype), *back), exchange(lse, *back)
 
 
 def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: Job) -> Arriving:
@@ -178,8 +187,7 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: J
     for block in mail.blocks[None]:
         rows = received[block.queries]
         mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
-        padded = _padded(block, mail, kept, EXCHANGING, None)
-        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job, padded)
+        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job, kept.get(f"padded {EXCHANGING}"))
         add_rows(sums, (block.queries,), torch.cat(some, 3))
     return exchange(sums, mail.received, mail.sent, job.group)
 
@@ -238,23 +246,20 @@ def _paddings(shard: Shard, job: Job) -> Kept:
     # Whether received rows are padded, by transport: (rows, batch) uint8.
     if job.call.key_padding_mask is None:
         return {}
-    masks = job.call.key_padding_mask.byte()
+    padding = shard.padding(job.call.key_padding_mask.byte())
     arriving = {
-        transport: exchange(shard.padding(masks, mail.rows), mail.sent, mail.received, job.group)
+        transport: exchange(padding[mail.rows], mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
     }
     return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
 
 
-def _padded(block: Block, mail: Mail, kept: Kept, transport: str, source: int | None) -> Tensor | None:
-    # Of a block whose keys were received: (segments, keys, batch) bool.
-    padded = kept.get(f"padded {transport}")
-    if padded is None:
-        return None
-    keys = block.keys[:, :, 0] + (0 if source is None else sum(mail.received[:source]))
-    return padded[keys].bool()  # the heads of a block are alike
+def _padding(kept: Kept, transport: str, mail: Mail, source: int | None) -> Tensor | None:
+    # Of the rows received from a source, or from all.
+    padding = kept.get(f"padded {transport}")
+    return padding if padding is None or source is None else padding.split(mail.received)[source]
 
 
-def _own_padded(block: Block, shard: Shard, job: Job) -> Tensor | None:
+def _own_padding(shard: Shard, job: Job) -> Tensor | None:
     mask = job.call.key_padding_mask
-    return None if mask is None else shard.padding(mask, block.own_keys[..., 0])
+    return None if mask is None else shard.padding(mask)
