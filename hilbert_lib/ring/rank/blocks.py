@@ -45,10 +45,10 @@ def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | Non
     padding: (rows, batch), of all rows among which the keys have their places; 0 = with weight. Or None.
     """
     segments, group = q.shape[0], q.shape[3]
-    q = _dense_queries(q)
+    q = _dense(q)
     k, v, call, name = _prepared(q, kv, block, job, padding)
     out, lse = operators.forward(q, k, v, call, name)
-    return _query_rows(out, segments, group), _query_rows(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
+    return _by_row(out, segments, group), _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
 
 
 def backward(
@@ -59,19 +59,19 @@ def backward(
     dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `forward`.
     """
     segments, keys, group = *kv.shape[:2], q.shape[3]
-    dout, q, out, lse = map(_dense_queries, (dout, q, out, lse))
+    dout, q, out, lse = map(_dense, (dout, q, out, lse))
     k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
     dq, *grads = operators.backward(dout, q, k, v, *dense, call, name)
-    return _query_rows(dq, segments, group), torch.stack([_key_rows(x[:, :keys], segments) for x in grads], 3)
+    return _by_row(dq, segments, group), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3)
 
 
 def _prepared(
     q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Call, str]:
     # k and v, the call and the backend for dense queries.
-    k, v = map(_dense_keys, kv.unbind(3))
+    k, v = map(_dense, kv.split(1, 3))
     queries, keys = q.shape[1], k.shape[1]
     mask = None
     if padding is not None:  # the heads of a block are alike
@@ -108,19 +108,10 @@ def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | 
     return named(seed, torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
 
 
-def _dense_queries(x: Tensor) -> Tensor:
+def _dense(x: Tensor) -> Tensor:
     """(segments, rows, kv_heads, group, batch, d) -> (segments * batch, rows, heads, d)."""
     return x.permute(0, 4, 1, 2, 3, 5).flatten(3, 4).flatten(0, 1)
 
 
-def _query_rows(x: Tensor, segments: int, group: int) -> Tensor:
+def _by_row(x: Tensor, segments: int, group: int) -> Tensor:
     return x.unflatten(2, (-1, group)).unflatten(0, (segments, -1)).permute(0, 2, 3, 4, 1, 5)
-
-
-def _dense_keys(x: Tensor) -> Tensor:
-    """(segments, rows, kv_heads, batch, d) -> (segments * batch, rows, kv_heads, d)."""
-    return x.permute(0, 3, 1, 2, 4).flatten(0, 1)
-
-
-def _key_rows(x: Tensor, segments: int) -> Tensor:
-    return x.unflatten(0, (segments, -1)).permute(0, 2, 3, 1, 4)

@@ -5,6 +5,7 @@ What more than one computation adds to is held in float32 (float64 for float64),
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -153,17 +154,12 @@ def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
 
 
 def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, AllGather | Ring]:
-    gathers = {}
-    for transport, gather in GATHERING.items():
-        if transport in job.layout.mail:
-            mail = job.layout.mail[transport]
-            rows_for = dict(enumerate(mail.rows.split(mail.sent))) | {None: mail.rows}
-
-            def packed(destination: int | None, rows_for: dict = rows_for) -> Tensor:
-                return shard.keys(rows_for[destination], k, v)
-
-            gathers[transport] = gather(packed, mail.sent, mail.received, job.group)
-    return gathers
+    packed = partial(shard.keys, k=k, v=v)
+    return {
+        transport: gather(packed, job.layout.mail[transport], job.group)
+        for transport, gather in GATHERING.items()
+        if transport in job.layout.mail
+    }
 
 
 def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
