@@ -12,9 +12,11 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import NAME, named
+from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.rank.layout import Block, Layout
+from hilbert_lib.ring.rank.local import Merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +40,8 @@ class Job:
         return group
 
 
-def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and lse of a block: like q, and (segments, queries, kv_heads, group, batch).
+def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:
+    """Merges the output and lse of a block into those of all rows among which its queries have their places.
 
     q: (segments, queries, kv_heads, group, batch, head_dim). kv: (segments, keys, kv_heads, 2, batch, head_dim).
     padding: (rows, batch), of all rows among which the keys have their places; 0 = with weight. Or None.
@@ -48,13 +50,15 @@ def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | Non
     q = _dense(q)
     k, v, call, name = _prepared(q, kv, block, job, padding)
     out, lse = operators.forward(q, k, v, call, name)
-    return _by_row(out, segments, group), _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
+    lse = _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
+    merge_rows(*merged, (block.queries,), _by_row(out, segments, group), lse)
 
 
 def backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of q and kv, shaped like them, from the gradient of out and the merged out and lse.
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None,
+    all_dq: Tensor, all_dkv: Tensor,
+) -> None:  # fmt: skip
+    """Adds the gradients of q and kv, from the merged out and lse, to those of all rows among which these are.
 
     dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `forward`.
     """
@@ -64,7 +68,8 @@ def backward(
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
     dq, *grads = operators.backward(dout, q, k, v, *dense, call, name)
-    return _by_row(dq, segments, group), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3)
+    add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
+    add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
 
 
 def _prepared(

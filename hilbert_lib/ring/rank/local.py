@@ -43,9 +43,9 @@ class Shard:
         at = tuple(x[rows] for x in self._stored)
         return torch.stack([x.permute(1, 2, 0, 3)[at] for x in (k, v)], rows.dim())
 
-    def padding(self, mask: Tensor) -> Tensor:
-        """(rows, batch) of a mask (batch, positions), for all rows."""
-        return mask.T[self._positions]
+    def padding(self, mask: Tensor | None) -> Tensor | None:
+        """(rows, batch) of a mask (batch, positions), for all rows; None if there is none."""
+        return None if mask is None else mask.T[self._positions]
 
     def merge(self, out: Tensor, lse: Tensor, merged: Merged) -> None:
         """Merges what was found for all rows into out and lse (batch, heads, positions), in place."""

@@ -19,7 +19,7 @@ from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
-from hilbert_lib.ring.rank.layout import Block, Layout, Mail
+from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
 from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
@@ -66,16 +66,12 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     if exchanging:
         rows = torch.cat([*shard.queries(exchanging.rows, q), shard.keys(exchanging.rows, k, v)], 1)
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
-    kept = _paddings(shard, job)
+    padding = shard.padding(job.call.key_padding_mask)
+    kept = _exchanged_padding(padding, job)
     merged = none_merged(_shape_of_touched(q, job), lse)
-
-    def add(block: Block, kv: Tensor, padding: Tensor | None) -> None:
-        (queries,) = shard.queries(block.queries, q)
-        merge_rows(*merged, (block.queries,), *blocks.forward(queries, kv, block, job, padding))
-
-    padding = _own_padding(shard, job)
     for block in layout.own:
-        add(block, shard.keys(block.keys, k, v), padding)
+        queries = shard.queries(block.queries, q)
+        blocks.forward(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
     if exchanging:
         kept["exchanged"] = arriving.wait()
         answers = _exchanged_forward(exchanging, kept, job, lse)
@@ -84,7 +80,8 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         for arrived in gather:
             padding = _padding(kept, transport, mail, arrived.source)
             for block in mail.blocks[arrived.source]:
-                add(block, arrived.rows[block.keys], padding)
+                queries = shard.queries(block.queries, q)
+                blocks.forward(*queries, arrived.rows[block.keys], block, job, padding, merged)
         arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = (answer.wait() for answer in answers)
@@ -98,29 +95,23 @@ def _beside_backward(
 ) -> tuple[Tensor, Tensor]:
     # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
+    by_query = dout, q, out, lse_rows
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        dout_rows, out_rows, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
-        delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
+        own_dout, own_out, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
+        delta = (own_dout.to(lse.dtype) * own_out.to(lse.dtype)).sum(-1)
         arriving = [
             exchange(rows, exchanging.sent, exchanging.received, job.group)
-            for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
+            for rows in (own_dout, torch.stack([own_lse[..., 0], delta], 1))
         ]
+    padding = shard.padding(job.call.key_padding_mask)
     shape = _shape_of_touched(q, job)
     dq = lse.new_zeros(shape)
     dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
-
-    def add(total: Tensor, block: Block, kv: Tensor, padding: Tensor | None) -> None:
-        # To dq, and to the gradient of all rows among which the keys of the block are.
-        mine = shard.queries(block.queries, dout, q, out, lse_rows)
-        more_dq, more_dkv = blocks.backward(*mine, kv, block, job, padding)
-        add_rows(dq, (block.queries,), more_dq)
-        add_rows(total, (block.keys,), more_dkv)
-
-    padding = _own_padding(shard, job)
     for block in layout.own:
-        add(dkv, block, shard.keys(block.keys, k, v), padding)
+        mine = shard.queries(block.queries, *by_query)
+        blocks.backward(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, kept, job)
     for transport, gather in gathers.items():
@@ -129,24 +120,23 @@ def _beside_backward(
             padding = _padding(kept, transport, mail, arrived.source)
             their_dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
             for block in mail.blocks[arrived.source]:
-                add(their_dkv, block, arrived.rows[block.keys], padding)
+                mine = shard.queries(block.queries, *by_query)
+                blocks.backward(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
             if late:
-                _add_answer(dkv, late, mail)
+                _add_answer(dkv, mail.answers[late.source], late.wait())
             late = gather.answer(their_dkv, arrived)  # while it travels, the next step is computed
         arrived = None  # with what it sent
-        _add_answer(dkv, late, mail)
+        _add_answer(dkv, mail.answers[late.source], late.wait())
     if exchanging:
         gradients = answer.wait()
-        for rows, places in exchanging.answers[None]:
-            add_rows(dq, (places,), gradients[rows, :-2])
-            add_rows(dkv, (places,), gradients[rows, -2:])
+        _add_answer(dq, exchanging.answers[None], gradients[:, :-2])
+        _add_answer(dkv, exchanging.answers[None], gradients[:, -2:])
     return dq, dkv
 
 
-def _add_answer(dkv: Tensor, answer: Arriving, mail: Mail) -> None:
-    more = answer.wait()
-    for rows, places in mail.answers[answer.source]:
-        add_rows(dkv, (places,), more[rows])
+def _add_answer(total: Tensor, layers: Layers, more: Tensor) -> None:
+    for rows, places in layers:
+        add_rows(total, (places,), more[rows])
 
 
 def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
@@ -164,27 +154,24 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
 
 def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
     # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
-    received = kept["exchanged"]  # (rows, group + 2, batch, head_dim): q, k and v
-    out, lse = none_merged(received[:, :-2].shape, lse)
+    q, kv = kept["exchanged"][:, :-2], kept["exchanged"][:, -2:]  # (rows, group or 2, batch, head_dim)
+    out, lse = none_merged(q.shape, lse)
+    padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        rows = received[block.queries]
-        some = blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job, kept.get(f"padded {EXCHANGING}"))
-        merge_rows(out, lse, (block.queries,), *some)
+        blocks.forward(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
     back = mail.received, mail.sent, job.group
-    return exchange(out.to(received.dtype), *back), exchange(lse, *back)
+    return exchange(out.to(q.dtype), *back), exchange(lse, *back)
 
 
 def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: Job) -> Arriving:
     # Likewise; sends dq, dk and dv back.
-    received = kept["exchanged"]
-    dout, (lse, delta) = arriving[0].wait(), arriving[1].wait().unbind(1)
-    out = _with_product(dout, delta)
+    received, dout, (lse, delta) = kept["exchanged"], arriving[0].wait(), arriving[1].wait().unbind(1)
+    by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
     sums = torch.zeros(received.shape, dtype=lse.dtype, device=received.device)
+    padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        rows = received[block.queries]
-        mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
-        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job, kept.get(f"padded {EXCHANGING}"))
-        add_rows(sums, (block.queries,), torch.cat(some, 3))
+        mine = (x[block.queries] for x in by_query)
+        blocks.backward(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
@@ -238,13 +225,12 @@ def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
     return named(seed, names, layout.branches)
 
 
-def _paddings(shard: Shard, job: Job) -> Kept:
+def _exchanged_padding(own: Tensor | None, job: Job) -> Kept:
     # Whether received rows are padded, by transport: (rows, batch) uint8.
-    if job.call.key_padding_mask is None:
+    if own is None:
         return {}
-    padding = shard.padding(job.call.key_padding_mask.byte())
     arriving = {
-        transport: exchange(padding[mail.rows], mail.sent, mail.received, job.group)
+        transport: exchange(own.byte()[mail.rows], mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
     }
     return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
@@ -254,8 +240,3 @@ def _padding(kept: Kept, transport: str, mail: Mail, source: int | None) -> Tens
     # Of the rows received from a source, or from all.
     padding = kept.get(f"padded {transport}")
     return padding if padding is None or source is None else padding.split(mail.received)[source]
-
-
-def _own_padding(shard: Shard, job: Job) -> Tensor | None:
-    mask = job.call.key_padding_mask
-    return None if mask is None else shard.padding(mask)
