@@ -130,7 +130,8 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
         boolean("validate", validate)
         check_planning(*planning, ranks=1)
         return attend(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
-    asked, lengths, agreement = _agree(q, k, v, pattern, options, group, planning, validate)
+    check = partial(_checked, q, k, v, pattern, options, group, planning, validate)
+    asked, lengths, agreement = _agree(check, group, validate)
     if agreement:
         out, lse = _begin_early(asked, lengths, agreement)
     elif asked.q.shape[0] and sum(lengths):
@@ -140,10 +141,12 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
     return (out, lse) if options["return_lse"] else out
 
 
-def _agree(q, k, v, pattern, options, group, planning, validate) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
+def _agree(
+    check: Callable[[], _Asked], group: ProcessGroup, validate: bool
+) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
     """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
     under way, as they agreed last."""
-    agreed, check = _agreed.get(group), partial(_checked, q, k, v, pattern, options, group, planning, validate)
+    agreed = _agreed.get(group)
     if agreed is not None and not validate:
         asked = check()
         return asked, _lengths_now(agreed, asked.q.shape[1], group.rank()), None

@@ -17,9 +17,8 @@ Packing = Callable[[Tensor], Tensor]  # from places of rows to the rows, as they
 class Beside:
     """Work launched inside runs beside what was launched since this was made, on a stream of its own; on the CPU after.
 
-    The current stream later waits for both. A GPU that is given its long work first has the many small kernels of an
-    exchange under it. What is allocated inside is freed after the current stream has read it, and stays whole: the next
-    `Beside` of that stream waits for it before it is given away.
+    So the long work is launched first, with the many small kernels of an exchange under it; the current stream then
+    waits for both. What is allocated inside stays whole until that has read it: the next `Beside` waits for it.
     """
 
     def __init__(self, device: torch.device):
@@ -97,9 +96,8 @@ class AllGather:
 class Ring:
     """Rows that come step by step: in step t rank a sends to a + t and receives from a - t, modulo the ranks.
 
-    The first step starts now, and step t + 1 is under way while step t is computed. Every rank starts its sends and
-    receives in the order of the steps, so that no two wait for each other. Two buffers, or one where one rank sends,
-    receive the rows, and as many the answers.
+    The first step starts now, and step t + 1 is under way while step t is computed. All ranks start sends and receives
+    in the order of the steps, so that no two wait for each other.
     """
 
     def __init__(self, packed: Packing, mail: Mail, group: ProcessGroup):

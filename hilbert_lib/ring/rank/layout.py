@@ -34,25 +34,20 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Mail:
-    """What one rank exchanges with all by one transport.
-
-    `blocks` are computed from the rows received, and `answers` say how the answers to the rows sent are added up: by
-    source and by destination for the ring; for other transports, of all ranks, under None.
-    """
+    """What one rank exchanges with all by one transport: by source and destination round the ring, else under None."""
 
     rows: Tensor  # places of the own rows that it sends, destination after destination
     sent: tuple[int, ...]  # how many rows to each rank
     received: tuple[int, ...]  # how many from each
-    blocks: dict[int | None, tuple[Block, ...]]
-    answers: dict[int | None, Layers]
+    blocks: dict[int | None, tuple[Block, ...]]  # by source, what is computed from the rows received
+    answers: dict[int | None, Layers]  # by destination, how the answers to the rows sent are added up
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """What one rank does: one fused call on the shard as it lies, and dense blocks.
 
-    The blocks' queries, and the keys of `own`, are places in `touched`; received rows are all other keys, and the
-    queries of "all_to_all", which were sent to the rank that computes them.
+    Of received rows are the keys of blocks in `mail` and, by "all_to_all", their queries; all else is in `touched`.
     """
 
     start: int  # the shard's first position
@@ -181,11 +176,9 @@ class _RankPlan:
     def blocks(
         self, number: int, pairs: list[tuple[Tensor, Tensor]], find_queries: Find, find_keys: Find
     ) -> Iterator[Block]:
-        """Attention of a branch, from the numbers of its queries and keys, (segments, rows, heads), by offset.
-
-        Those of equal sizes are one block, with the heads of all, but where there is a padding mask: heads of different
-        offsets have other keys. Where queries and keys are in two tables, and it is causal, all keys are before.
-        """
+        """Attention of a branch, from the numbers of its queries and keys, (segments, rows, heads), by offset: as one
+        block those of equal sizes, unless a padding mask differs between them."""
+        # Where queries and keys are in two tables, and it is causal, all keys are before.
         is_causal = self.plan.is_causal and find_queries is find_keys
         alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for group, (queries, keys) in enumerate(pairs):

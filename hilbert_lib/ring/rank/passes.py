@@ -23,7 +23,7 @@ from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
 from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
-Kept = dict[str, Tensor]  # what a backward needs of other ranks' rows, by name
+Kept = dict[str, Tensor]  # of other ranks' rows, for the backward: padding, by transport; and those "exchanged"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
@@ -118,7 +118,7 @@ def _beside_backward(
         mail, late = layout.mail[transport], None
         for arrived in gather:
             padding = _padding(kept, transport, mail, arrived.source)
-            their_dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
+            their_dkv = lse.new_zeros(arrived.rows.shape)
             for block in mail.blocks[arrived.source]:
                 mine = shard.queries(block.queries, *by_query)
                 blocks.backward(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
@@ -167,7 +167,7 @@ def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: J
     # Likewise; sends dq, dk and dv back.
     received, dout, (lse, delta) = kept["exchanged"], arriving[0].wait(), arriving[1].wait().unbind(1)
     by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
-    sums = torch.zeros(received.shape, dtype=lse.dtype, device=received.device)
+    sums = lse.new_zeros(received.shape)
     padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
         mine = (x[block.queries] for x in by_query)
@@ -187,8 +187,7 @@ def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
     if job.layout.fused is None:
         batch, rows, heads, _ = q.shape
-        lse = torch.full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
+        return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype))
     return operators.forward(q, *_fused_call(q, k, v, job))
 
 
@@ -196,7 +195,7 @@ def _fused_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
 ) -> tuple[Tensor, Tensor, Tensor]:
     if job.layout.fused is None:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     k, v, call, name = _fused_call(q, k, v, job)
     dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
     if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
@@ -226,17 +225,17 @@ def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
 
 
 def _exchanged_padding(own: Tensor | None, job: Job) -> Kept:
-    # Whether received rows are padded, by transport: (rows, batch) uint8.
+    # Of received rows, by transport: (rows, batch) uint8.
     if own is None:
         return {}
     arriving = {
         transport: exchange(own.byte()[mail.rows], mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
     }
-    return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
+    return {transport: one.wait() for transport, one in arriving.items()}
 
 
 def _padding(kept: Kept, transport: str, mail: Mail, source: int | None) -> Tensor | None:
     # Of the rows received from a source, or from all.
-    padding = kept.get(f"padded {transport}")
+    padding = kept.get(transport)
     return padding if padding is None or source is None else padding.split(mail.received)[source]
