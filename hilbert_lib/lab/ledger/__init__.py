@@ -6,5 +6,4 @@ models      cases that are computed anywhere: cache lines, memory, kernels on re
 ring        cases of several ranks, planned and measured
 advice      what follows for a reader, each sentence with the numbers that it rests on
 numbers     the numbers that a stranger reads first
-evidence    the committed runs as one page, and the numbers in the README
 """

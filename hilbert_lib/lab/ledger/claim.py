@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from hilbert_lib.lab.committed import newest_run, run_environment
-from hilbert_lib.lab.records import REPORTS, RESULTS, read_records
+from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records, run_environment
 
 ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
 HOLDS, HOLDS_NOT, UNTESTED = "holds", "does not hold", "cannot be tested here"

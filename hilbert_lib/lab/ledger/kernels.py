@@ -15,6 +15,7 @@ from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.ledger.claims import BACKENDS, DENSE, FUNCTIONS, LAYOUTS
 from hilbert_lib.lab.pairs import ratio_table, side_table
+from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.graphs import pair_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pool_table
@@ -310,7 +311,7 @@ def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame
     """The share that the Hilbert order saves against linear storage: modelled, and as an H200 counted it.
 
     Args:
-        records: rows of notebook 06's counters.csv.
+        records: of notebook 06, its counters among them.
         column: of the counters.
         **model: as `models.units_saved`.
     """
@@ -324,7 +325,7 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
     """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in an H200's L2.
 
     Args:
-        records: rows of notebook 06's counters.csv.
+        records: of notebook 06, its counters among them.
         dilation: as `models.hit_rate_gained`.
     """
     hilbert, linear = _counters(records)
@@ -337,7 +338,8 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
 
 def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     # Of attention, which the claims are about: the fused forward, and decoding. A gather is none.
-    table = pd.DataFrame([record for record in records if record["kernel"] != "gather"])
+    table = counter_table(records)
+    table = table[table.kernel != "gather"]
     table = table.set_index(["kernel", "length", "row_bytes", "dilation"])
     return table[table.layout == "hilbert"], table[table.layout == "linear"]
 

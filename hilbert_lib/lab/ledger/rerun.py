@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.lab.committed import TELLING, newest_run
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs, time_again
-from hilbert_lib.lab.records import RESULTS
+from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
 from hilbert_lib.lab.suite.manifest import run_id
 
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], "pytest": ["-m", "pytest"]}
@@ -114,6 +113,7 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     if not claim.record:
         return answer(claim)
     run = newest_run(claim.record, claim.file, [out])
-    if run is None or (run / claim.file).stat().st_mtime < started:  # an older run's is no answer
+    files = run.glob(f"{claim.file}*") if run else ()
+    if max((file.stat().st_mtime for file in files), default=0) < started:  # an older run's is no answer
         raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
     return answer(claim, run)

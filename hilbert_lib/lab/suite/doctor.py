@@ -32,14 +32,7 @@ class Finding:
 
 
 def examine(out: Path) -> Iterator[Finding]:
-    """Look at everything that a run needs, one after another.
-
-    Args:
-        out: where reports are to be written; it need not exist.
-
-    Yields:
-        A finding for each thing looked at.
-    """
+    """Look at everything that a run needs, one after another; reports are to be written to `out`."""
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding("python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
     yield _packages()

@@ -1,5 +1,7 @@
-"""Run points one after another through papermill, so that a death of one costs no other."""
+"""Run points one after another through papermill, so that the death of one costs no other."""
 
+import json
+import logging
 import math
 import os
 import shutil
@@ -12,14 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import papermill
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
-from nbformat import NotebookNode
-from papermill.exceptions import PapermillExecutionError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hilbert_lib.lab.records import FAILED
-from hilbert_lib.lab.suite.manifest import end_manifest, put_in_place, start_manifest
+from hilbert_lib.files import write_whole
+from hilbert_lib.lab.records import FAILED, pack_records
+from hilbert_lib.lab.suite.manifest import (
+    close_abandoned,
+    end_manifest,
+    error_line,
+    final_folder,
+    is_finished,
+    put_in_place,
+    start_manifest,
+)
 from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point
+
+END_LINES = 10  # of a long output of text, which the records hold too: so many stay at either end
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,8 +43,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Interrupted` and ignore those that follow, which would break the
-    writing of the manifest; restores the handlers at the end."""
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones would break the writing of the manifest."""
 
     def stop(signal_number: int, _frame) -> None:
         for number in handlers:
@@ -60,6 +70,58 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def progress_bar() -> Progress:
+    """A bar on a terminal, and none elsewhere; what its console prints is whole lines, taken literally."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def run_points(
+    points: list[Point], run_folder: Path, facts: dict, *, timeout: float = 3600, force: bool = False
+) -> dict[str, str]:
+    """Run every point that is not finished, one line each; one that fails does not end the others.
+
+    Args:
+        points: in the order of the run.
+        run_folder: folder of the run-id; made where missing.
+        facts: as `hilbert_lib.lab.environment.environment` gives them.
+        timeout: seconds for each notebook.
+        force: run finished ones again, and begin unfinished ones anew.
+
+    Returns:
+        Name of each point to its outcome: "ok", "reused" or "failed".
+
+    Raises:
+        Interrupted: at SIGINT or SIGTERM, after the running point's manifest says so.
+        OSError: if not even a manifest can be written.
+    """
+    run_folder.mkdir(parents=True, exist_ok=True)
+    progress, outcomes = progress_bar(), {}
+    say = progress.console.print
+    for name in close_abandoned(run_folder):
+        say(f"interrupted {name}: the process of an earlier run was killed; see {name}.failed")
+    with interruptible(), progress:
+        task = progress.add_task("", total=len(points))
+
+        def show_cell(name: str, cell: int) -> None:
+            progress.update(task, description=f"{name} In [{cell}]")
+
+        for point in points:
+            line = point.name
+            if is_finished(point, run_folder) and not force:
+                outcome = "reused"
+            else:
+                manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force, on_cell=show_cell)
+                outcome = manifest["status"]
+                if outcome != "ok":
+                    line += f"  {error_line(manifest)}; see {final_folder(run_folder, manifest)}"
+            outcomes[point.name] = outcome
+            say(f"{outcome:<11} {line}")
+            progress.advance(task)
+    return outcomes
+
+
 def run_point(
     point: Point,
     run_folder: Path,
@@ -71,17 +133,9 @@ def run_point(
 ) -> dict:
     """Run one notebook and leave its folder: under its name if it finished, else under NAME.failed.
 
-    The work is done in a hidden folder beside them and appears by renaming, so that an earlier result stays
-    until a new one is complete. The records (*.jsonl) of an attempt that did not finish lie in the notebook's folder
-    when it starts: a benchmark that finds a measurement there, by the same code on the same hardware, keeps it.
-
-    Args:
-        point: what to run.
-        run_folder: folder of the run-id; made where missing.
-        facts: as `hilbert_lib.lab.environment.environment` gives them.
-        timeout: seconds for the whole notebook, and so for each of its cells.
-        resume: whether to begin with the records of an attempt that did not finish.
-        on_cell: called with the point's name and the number of each code cell when it starts.
+    The work is done in a hidden folder and appears by renaming, so that an earlier result stays until a new one is
+    complete. With `resume` the records (*.jsonl) of an attempt that did not finish lie there when it starts and are
+    not measured again. A finished run's records are packed.
 
     Returns:
         The manifest; `status` is "ok" or "failed".
@@ -99,31 +153,57 @@ def run_point(
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
         raise OSError(f"{point.name}: {error}") from error
-    if manifest["status"] == "failed":
-        put_in_place(work, run_folder, manifest)
-        return manifest
-    cell = 0
+    cell, caught = 0, None
 
     def start_cell() -> None:
         nonlocal cell
         cell += 1
         on_cell(point.name, cell)
 
-    try:
-        _execute(point, work, timeout, start_cell)
-        error = None
-    except (Exception, Interrupted) as caught:
-        error = caught
-    # papermill's own record says "completed" even of a killed kernel: only its return counts.
-    stopped = isinstance(error, Interrupted)
-    end_manifest(manifest, work, error and _describe(error, cell), interrupted=stopped)
+    if manifest["status"] == "running":
+        try:
+            _execute(point, work, timeout, start_cell)
+            for records in work.glob("*.jsonl"):
+                pack_records(records)
+            shorten_outputs(work / point.notebook.path.name)
+        except (Exception, Interrupted) as error:
+            caught = error
+        # papermill's own record says "completed" even of a killed kernel: only its return counts.
+        end_manifest(manifest, work, caught and _describe(caught, cell), interrupted=isinstance(caught, Interrupted))
     put_in_place(work, run_folder, manifest)
-    if stopped:
-        raise error
+    if isinstance(caught, Interrupted):
+        raise caught
     return manifest
 
 
+def shorten_outputs(notebook_file: Path) -> None:
+    """Join the lines that an executed notebook's cells printed, and cut the middle of what is long."""
+    if not notebook_file.exists():
+        return
+    notebook = json.loads(notebook_file.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        outputs = []
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream" and outputs and outputs[-1].get("name") == output["name"]:
+                outputs[-1]["text"] = "".join([*outputs[-1]["text"], *output["text"]])
+            else:
+                outputs.append(output)
+        for output in outputs:
+            if output["output_type"] == "stream":
+                lines = "".join(output["text"]).splitlines(keepends=True)
+                if (more := len(lines) - 2 * END_LINES) > END_LINES:
+                    lines[END_LINES:-END_LINES] = [f"... {more} more lines\n"]
+                output["text"] = lines
+        if "outputs" in cell:
+            cell["outputs"] = outputs
+    write_whole(notebook_file, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
 def _execute(point: Point, work: Path, timeout: float, on_cell: Callable[[], None]) -> None:
+    import papermill  # half a second, which reading manifests does not need
+    from nbclient.exceptions import CellTimeoutError
+
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
     deadline = time.monotonic() + timeout
 
     def check_time() -> None:
@@ -133,9 +213,6 @@ def _execute(point: Point, work: Path, timeout: float, on_cell: Callable[[], Non
     def start_cell(**_unused) -> None:
         check_time()
         on_cell()
-
-    def seconds_left(_cell: NotebookNode) -> int:  # whole seconds: what nbclient counts in
-        return max(1, math.ceil(deadline - time.monotonic()))
 
     parameters = dict(point.changes)
     if OUTPUT_DIR in point.notebook.parameters:
@@ -147,7 +224,7 @@ def _execute(point: Point, work: Path, timeout: float, on_cell: Callable[[], Non
             parameters,
             cwd=work,
             progress_bar=False,
-            timeout_func=seconds_left,
+            timeout_func=lambda _cell: max(1, math.ceil(deadline - time.monotonic())),  # nbclient counts whole seconds
             on_cell_execute=start_cell,
             extra_arguments=["--log-level=CRITICAL"],  # of the kernel, which warns of its transport at every start
         )
@@ -162,9 +239,10 @@ def _literal(path: Path) -> str:
 
 
 def _describe(error: BaseException, cell: int) -> dict:
-    if isinstance(error, PapermillExecutionError):
+    kind = type(error).__name__
+    if kind == "PapermillExecutionError":
         return {"type": error.ename, "message": error.evalue, "cell": error.exec_count}
     message = str(error).strip().split("\n")[0]
-    if isinstance(error, DeadKernelError):
+    if kind == "DeadKernelError":
         message = "the kernel process died: killed from outside, out of memory, or crashed"
-    return {"type": type(error).__name__, "message": message, "cell": cell or None}
+    return {"type": kind, "message": message, "cell": cell or None}

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from made_up import comparison
 
 from hilbert_lib.cli.main import main
-from hilbert_lib.lab.committed import newest_run
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger import rerun
 from hilbert_lib.lab.ledger.claim import ROOT, answer, read_ledger
 from hilbert_lib.lab.ledger.rerun import command
+from hilbert_lib.lab.records import newest_run
 from hilbert_lib.lab.suite.parameters import read_parameter_file
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
 
