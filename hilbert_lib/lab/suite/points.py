@@ -58,7 +58,7 @@ class Point:
         """Of the point's folder: the notebook, what differs from its defaults as far as it fits, and a hash of it all.
 
         >>> Point(Notebook(Path("00_a.ipynb"), "", "", "", {}, ""), {"rates": [1, 2], "causal": True}).name
-        '00_a-rates=1+2-causal=true-d0cd4b8d'
+        '00_a-rates=1+2-causal=true-d07a2231'
         """
         words, room = [self.notebook.name], LONGEST_NAME
         for name, value in self.changes.items():

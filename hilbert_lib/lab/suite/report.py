@@ -15,6 +15,7 @@ from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
 
 TITLE = "When does a Hilbert order make attention faster?"
 INDEX, README = "index.html", "README.md"
+_url = partial(quote, safe="/=+")
 SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook ends with its answer
 
 
@@ -145,7 +146,7 @@ def _page_of(run_folder: Path, base: str, path: str) -> str | None:
     name = Path(path).stem
     points = [each for each in point_folders(run_folder) if read_manifest(each)["notebook"] == name]
     points = sorted((each for each in points if not each.name.endswith(FAILED)), key=lambda each: each.name != name)
-    return f"{base}{quote(points[0].name)}/{name}.html" if points else None
+    return f"{base}{_url(points[0].name)}/{name}.html" if points else None
 
 
 def _card(manifest: dict, folder: Path, rebuild: bool) -> Iterator[str]:
@@ -154,7 +155,7 @@ def _card(manifest: dict, folder: Path, rebuild: bool) -> Iterator[str]:
 
     from hilbert_lib.lab.suite.html import literally, write_notebook_page
 
-    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", quote(folder.name), manifest["status"] == "ok"
+    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
         try:
@@ -174,9 +175,9 @@ def _card(manifest: dict, folder: Path, rebuild: bool) -> Iterator[str]:
             note += " An earlier attempt finished; its result stands below."
     yield note
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    shown = [f"{at}/{quote(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
+    shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
     yield " ".join(f'<a href="{path}"><img src="{path}" alt="" loading="lazy"></a>' for path in shown)
-    links = " ".join(f'<a href="{at}/{quote(name)}">{name}</a>' for name in files if name != page.name)
+    links = " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
     yield f"<details><summary>{len(files)} files</summary>{links}</details>"
 
 
