@@ -17,8 +17,6 @@ from click.testing import CliRunner
 from hilbert_lib.cli.main import main
 from hilbert_lib.cli.options import Numbers
 from hilbert_lib.lab.guarded import runner
-from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
-from hilbert_lib.lab.suite.run import Interrupted
 from hilbert_lib.launch import isolated
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
@@ -106,17 +104,6 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_knows_what_stands_in_the_file(bench):
-    words = ["attention", *SMALL, "--backends", "eager", "--json", "out.jsonl"]
-    assert "eager  would be tried" in bench(*words, "--dry-run")
-    bench(*words)
-    assert "eager  stands in out.jsonl" in bench(*words, "--dry-run")
-
-
-def test_a_device_is_no_file_for_records(bench):
-    assert "path must be no pipe or device" in bench("attention", *SMALL, "--json", "/dev/null", status=2)
-
-
 def test_a_length_whose_inputs_do_not_fit_is_refused_without_an_estimate(bench, monkeypatch):
     monkeypatch.setattr("hilbert_lib.lab.guarded.cases.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")
@@ -141,17 +128,6 @@ def test_a_process_that_cannot_be_started_is_no_file_that_cannot_be_written(benc
     output = bench("attention", *SMALL, "--backends", "eager", status=1)
     assert re.search(r"^ +64 +forward +eager +over a limit +no process could be started", output, re.MULTILINE)
     assert "cannot be written" not in output
-
-
-def test_an_interrupt_before_the_first_point_names_no_file(bench, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise Interrupted(signal.SIGINT)
-
-    monkeypatch.setattr(SafeBenchmarkRunner, "run", stop)
-    asked = ["attention", *SMALL, "--backends", "eager", "--json", "out.jsonl"]
-    assert "stopped by SIGINT: nothing was measured\n" in bench(*asked, status=128 + signal.SIGINT)
-    (tmp_path / "out.jsonl").write_text("{}\n")
-    assert "stopped by SIGINT: what was measured stands in out.jsonl" in bench(*asked, status=128 + signal.SIGINT)
 
 
 def test_sigterm_ends_it_within_five_seconds_with_what_was_measured_on_the_disk(tmp_path):
