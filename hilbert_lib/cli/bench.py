@@ -81,9 +81,16 @@ def attention(
         click.echo(f"{len(points)} points")
         return
     lines = []
+
+    def show(line: dict, reused: bool) -> None:
+        lines.append(line)
+        counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
+        found = ", ".join(f"{count} {status}" for status, count in counts.items())
+        click.echo(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
+
     try:
         with interruptible():
-            _run_with_progress(runner, points, lines, retry_failed)
+            runner.run(points, retry_failed=retry_failed, on_point=show)
     except Interrupted as stop:
         is_kept = path.exists() and path.stat().st_size
         told = f"what was measured stands in {path}" if is_kept else "nothing was measured"
@@ -155,22 +162,6 @@ def _points(backends, dtype, segment_lengths, dilation_rates, causal, **sizes) -
     device, pattern, dtype = _asked(segment_lengths, dilation_rates, dtype)
     backends = list(BACKENDS) if backends == ["all"] else backends
     return attention_points(pattern, backends=backends, dtype=dtype, is_causal=causal, device=device, **sizes)
-
-
-def _run_with_progress(runner, points: list[dict], lines: list[dict], retry_failed: bool) -> None:
-    from hilbert_lib.lab.suite.run import progress_bar
-
-    with progress_bar() as progress:
-        task = progress.add_task("", total=len(points))
-
-        def show(line: dict, reused: bool) -> None:
-            lines.append(line)
-            counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
-            found = ", ".join(f"{count} {status}" for status, count in counts.items())
-            progress.console.print(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
-            progress.advance(task)
-
-        runner.run(points, retry_failed=retry_failed, on_point=show)
 
 
 def _name(point: dict) -> str:

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import Path
 
 import click
@@ -28,30 +29,18 @@ def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple
     return dict(pairs)
 
 
-notebooks_option = click.option(
-    "--notebooks", "folder", type=EXISTING_FOLDER, help="Folder of the notebooks, by default those of this checkout."
+SET = (
+    "Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
+    "'1,2;1,2,4'."
 )
+FILE = "Flat YAML file of parameters, or a folder with NAME.yaml for the notebook of that name; -p goes before it."
+notebooks_option = click.option("--notebooks", "folder", type=EXISTING_FOLDER, help="Folder of the notebooks.")
 RUNNING = [
-    click.option(
-        "-p",
-        "texts",
-        nargs=2,
-        multiple=True,
-        callback=_texts,
-        metavar="NAME VALUE",
-        help="Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of "
-        "lists '1,2;1,2,4'.",
-    ),
-    click.option(
-        "-f",
-        "source",
-        type=EXISTING_PATH,
-        help="Flat YAML file of parameters, or a folder of such files, NAME.yaml for the notebook of that name; "
-        "-p goes before it.",
-    ),
+    click.option("-p", "texts", nargs=2, multiple=True, callback=_texts, metavar="NAME VALUE", help=SET),
+    click.option("-f", "source", type=EXISTING_PATH, help=FILE),
     out_option(help="Folder of the runs."),
     notebooks_option,
-    option("--timeout", type=click.FloatRange(min=0, min_open=True), default=3600, help="Seconds for one notebook."),
+    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
     click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
     click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
 ]
@@ -59,9 +48,7 @@ RUNNING = [
 
 def running_options(command: Callable) -> Callable:
     """The options that `run` and `sweep` share."""
-    for each in reversed(RUNNING):
-        command = each(command)
-    return command
+    return reduce(lambda command, each: each(command), reversed(RUNNING), command)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

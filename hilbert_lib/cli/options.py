@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import click
@@ -63,12 +63,7 @@ def work_options(*, segments: str, rates: str, heads: int) -> Callable:
         click.option("--causal", is_flag=True, help="Exclude the keys after the query."),
     ]
 
-    def add(command: Callable) -> Callable:
-        for each in reversed(options):
-            command = each(command)
-        return command
-
-    return add
+    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
 
 
 def print_json(objects: Sequence[dict]) -> None:

@@ -55,11 +55,7 @@ def environment() -> dict:
 
 
 def say_hardware(facts: dict) -> str:
-    """On what something ran, several GPUs of one kind as their number.
-
-    >>> say_hardware({"hardware": "NVIDIA H200 + NVIDIA H200"})
-    '2 × NVIDIA H200'
-    """
+    """On what something ran, several GPUs of one kind as their number: "2 × NVIDIA H200"."""
     kinds = Counter(facts["hardware"].split(" + "))
     return " + ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
 
@@ -96,10 +92,7 @@ def describe_environment(facts: dict | None = None) -> str:
 
 @cache
 def code_version() -> tuple[str | None, bool | None]:
-    """The commit that the library stands on, and whether the tree differs from it, its folder `reports` aside.
-
-    Outside a checkout they are HILBERT_COMMIT and HILBERT_DIRTY (0 or 1), or None where these are not set.
-    """
+    """The library's commit, and whether the tree differs from it; outside a checkout HILBERT_COMMIT, HILBERT_DIRTY."""
     root = machine.PACKAGE.parent
     if (root / ".git").exists():  # so that an enclosing repository's commit is never taken for ours
         commit = machine.output("git", "-C", str(root), "rev-parse", "HEAD")

@@ -76,17 +76,9 @@ def pack_records(path: Path) -> None:
 
 
 def read_records(path: str | Path) -> list[dict]:
-    """The records of a results.jsonl, packed or not, oldest first, each with its whole environment.
+    """The records of a results.jsonl, or its NAME.gz, oldest first, each with its whole environment.
 
-    Args:
-        path: the file; where there is NAME.gz, that is read too.
-
-    Returns:
-        One dictionary a record. A line that a killed run left unfinished, or that holds anything else, is skipped with
-        a warning that names it.
-
-    Raises:
-        FileNotFoundError: if there is neither.
+    A line that a killed run left unfinished, or that holds anything else, is skipped with a warning that names it.
     """
     path, environments, records = Path(path), [], []
     for record in [line for file in _files(path) for line in _read_lines(file)]:
@@ -144,12 +136,9 @@ def measured_before(output_dir: str | Path) -> list[dict]:
 
 
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
-    """The folder of a notebook's newest finished run, of `OF_SEVERAL_GPUS` on the most GPUs; None without one.
+    """The folder of a notebook's newest finished run that holds a file, of `OF_SEVERAL_GPUS` on the most GPUs; or None.
 
-    Args:
-        name: of the folder, or what stands before its parameters.
-        file: that it must hold, packed or not.
-        machines: folders of runs; by default those of `TELLING`, of which runs without a GPU are none.
+    By default it is one of the committed runs of `TELLING` with a GPU, else any of the given machines' folders.
 
     >>> run = newest_run("06_kernel_benchmarks")
     >>> run is None or (run / "manifest.json").exists()

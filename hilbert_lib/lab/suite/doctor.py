@@ -1,6 +1,7 @@
 """Whether this machine can run the suite, and in one line what would mend it."""
 
 import importlib.metadata
+import platform
 import shutil
 import sys
 import tempfile
@@ -33,8 +34,8 @@ class Finding:
 
 def examine(out: Path) -> Iterator[Finding]:
     """Look at everything that a run needs, one after another; reports are to be written to `out`."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+    is_new = sys.version_info >= (3, 11)
+    yield Finding("python", platform.python_version(), "" if is_new else "install Python 3.11 or later")
     yield _packages()
     yield _pins()
     yield (gpu := _gpu())

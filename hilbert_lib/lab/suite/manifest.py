@@ -1,6 +1,5 @@
 """The manifest of a run: what ran, where, with what, and how it ended."""
 
-import errno
 import hashlib
 import json
 import os
@@ -43,11 +42,7 @@ def run_id(facts: dict) -> str:
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
-    """Write the manifest of a run that begins now, in this process, and give it back.
-
-    Its status is "running"; "failed" where the disk has no room for the run to begin. An OSError says that not even the
-    manifest could be written.
-    """
+    """Write the manifest of a run that begins now; "failed" where the disk has no room for more than the manifest."""
     parameters = point.parameters
     manifest = {
         "name": point.name,
@@ -116,32 +111,24 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
     """Let the folder of a run that has ended appear at once under its final name, in place of an earlier one."""
     final = final_folder(run_folder, manifest)
     earlier = work.with_name(f"{work.name}.earlier")
+    with suppress(FileNotFoundError):
+        final.rename(earlier)
     try:
-        while True:
-            with suppress(FileNotFoundError):
-                final.rename(earlier)
-            try:
-                work.rename(final)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                shutil.rmtree(earlier, ignore_errors=True)  # another job's has appeared, and goes the same way
-    except BaseException:
-        if earlier.exists() and not final.exists():
+        work.rename(final)
+    except OSError:
+        if final.exists():  # another job's has appeared, and goes the same way
+            shutil.rmtree(earlier, ignore_errors=True)
+            return put_in_place(work, run_folder, manifest)
+        if earlier.exists():
             earlier.rename(final)
         raise
-    shutil.rmtree(earlier, ignore_errors=True)
-    if manifest["status"] == "ok":
-        shutil.rmtree(run_folder / f"{manifest['name']}{FAILED}", ignore_errors=True)
+    for folder in (earlier, *([run_folder / f"{manifest['name']}{FAILED}"] if manifest["status"] == "ok" else [])):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def close_abandoned(run_folder: Path) -> list[str]:
-    """Tidy what dead processes left, and name the points that were running.
-
-    Runs that never ended get their manifest, ended ones their place; old folders without a manifest go. A run on
-    another machine or of a living process stays, and so does what another job tidies at this moment.
-    """
+    """Tidy what dead processes of this machine left, and name the points that were running: these get their manifest,
+    ended ones their place, and old folders without a manifest go."""
     closed = []
     for work in sorted(run_folder.glob(".*/")):
         with suppress(FileNotFoundError):  # another job has taken it
@@ -161,8 +148,7 @@ def error_line(manifest: dict) -> str:
 
 
 def _close(work: Path, run_folder: Path) -> list[str]:
-    manifest = read_manifest(work)
-    if manifest is None:
+    if (manifest := read_manifest(work)) is None:
         if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
             shutil.rmtree(work, ignore_errors=True)
         return []
@@ -171,18 +157,15 @@ def _close(work: Path, run_folder: Path) -> list[str]:
     # Whoever renames it has it, and says so in it.
     work = work.rename(work.with_name(f".{manifest['name']}.{uuid.uuid4().hex[:8]}"))
     died, manifest["process"] = manifest["process"], _this_process()
-    _write_manifest(work, manifest)
-    closed = []
-    if manifest["status"] == "running":
+    if was_running := manifest["status"] == "running":
         message = f"process {died['pid']} ended without a word: killed, or power lost"
         end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
-        closed.append(manifest["name"])
     others = (read_manifest(run_folder / f"{manifest['name']}{suffix}") for suffix in ("", FAILED))
     if any(other and other["start"] > manifest["start"] for other in others):
         shutil.rmtree(work, ignore_errors=True)
     else:
         put_in_place(work, run_folder, manifest)
-    return closed
+    return [manifest["name"]] * was_running
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:

@@ -34,11 +34,7 @@ def read_cells(path: Path) -> list[tuple[str, str, list[str]]]:
 
 
 def read_parameters(path: Path) -> dict[str, Parameter]:
-    """The parameters of a notebook by name, in the order of its cell tagged `parameters`; empty without one.
-
-    Raises:
-        ValueError: if a line of the cell is no annotated literal.
-    """
+    """The parameters of a notebook by name, in the order of its cell tagged `parameters`; empty without one."""
     source = next((source for _, source, tags in read_cells(path) if "parameters" in tags), "")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
@@ -59,11 +55,7 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
 
 
 def check_value(name: str, value: object, annotation: str) -> Value:
-    """The value if it is of the annotated type; an int serves as a float, nothing else is converted.
-
-    Raises:
-        TypeError: naming parameter, value and type.
-    """
+    """The value if it is of the annotated type, else a TypeError; an int serves as a float, nothing else is bent."""
     scalar = ANNOTATIONS[annotation]
     items = value if annotation.startswith("list") else [value]
     if isinstance(items, list):
@@ -74,11 +66,7 @@ def check_value(name: str, value: object, annotation: str) -> Value:
 
 
 def parse_value(name: str, text: str, annotation: str) -> Value:
-    """The value that a word of the command line means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`.
-
-    Raises:
-        TypeError: naming parameter, text and type.
-    """
+    """What a word of the command line means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
     scalar = ANNOTATIONS[annotation]
     try:
         if not annotation.startswith("list"):
@@ -101,11 +89,7 @@ def check_name(name: str, known: list[str], what: str) -> None:
 
 
 def read_parameter_file(path: Path) -> dict[str, object]:
-    """The values of a flat YAML file, the kind that `papermill -f` takes too, not yet checked against a notebook.
-
-    Raises:
-        ValueError: if the file is no YAML mapping, or has sections.
-    """
+    """The values of a flat YAML file, as `papermill -f` takes it too, not yet checked against a notebook."""
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -8,16 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hilbert_lib.lab.suite.parameters import (
-    Parameter,
-    Value,
-    check_name,
-    check_value,
-    parse_value,
-    read_cells,
-    read_parameter_file,
-    read_parameters,
-)
+from hilbert_lib.lab.suite import parameters as given
+from hilbert_lib.lab.suite.parameters import Parameter, Value, check_name, parse_value
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
 LONGEST_NAME = 80  # of the parameters in a folder's name; those that do not fit are left to the hash
@@ -99,13 +91,7 @@ def notebooks_folder() -> Path:
 
 
 def find_notebooks(folder: Path, names: Iterable[str] = ()) -> list[Notebook]:
-    """The notebooks of a folder that are named, or all of them, in the order of their names.
-
-    Only these are read, so that a broken one stops no call for another.
-
-    Raises:
-        ValueError: if there is none; for an unknown name, with the nearest one; for one that cannot be read.
-    """
+    """The notebooks of a folder that are named, or all; only these are read, so that a broken one stops no other."""
     paths = {path.stem: path for path in folder.glob("*.ipynb")}
     if not paths:
         raise ValueError(f"{folder} holds no notebooks (*.ipynb)")
@@ -118,12 +104,12 @@ def find_notebooks(folder: Path, names: Iterable[str] = ()) -> list[Notebook]:
 def read_notebook(path: Path) -> Notebook:
     """What the suite needs to know of one notebook; a ValueError names one that cannot be read."""
     try:
-        cells = read_cells(path)
+        cells = given.read_cells(path)
         prose = "\n\n".join(source for kind, source, _ in cells if kind == "markdown")
         title, question = _first_section(prose, r"#+ +(.+)")
         _, answer = _first_section(prose, r"#+ +(Answer.*)")
         # The hash is of what runs and what is read, not of outputs and counts, which an editor changes.
-        return Notebook(path, title or path.stem, question, answer, read_parameters(path), _digest(cells))
+        return Notebook(path, title or path.stem, question, answer, given.read_parameters(path), _digest(cells))
     except (ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ValueError(
             f"{path.name}: {error!r}" if isinstance(error, LookupError) else f"{path.name}: {error}"
@@ -137,11 +123,7 @@ def _first_section(prose: str, heading: str) -> tuple[str, str]:
 
 
 def read_parameter_folder(folder: Path, notebooks: Path) -> dict[str, dict[str, object]]:
-    """The values of every notebook's own file, NAME.yaml, by the notebook's name.
-
-    Raises:
-        ValueError: if there is no file, or two for one notebook, or one that no notebook is named as.
-    """
+    """The values of every notebook's own file, NAME.yaml, by the notebook's name."""
     files = sorted(folder.glob("*.y*ml"))
     if not files:
         raise ValueError(f"{folder} holds no parameters (NAME.yaml, as the notebook is named)")
@@ -149,7 +131,7 @@ def read_parameter_folder(folder: Path, notebooks: Path) -> dict[str, dict[str, 
         check_name(file.stem, sorted(path.stem for path in notebooks.glob("*.ipynb")), "notebook")
         if len(same := [other.name for other in files if other.stem == file.stem]) > 1:
             raise ValueError(f"{file.stem} must have one file of parameters, got {' and '.join(same)}")
-    return {file.stem: read_parameter_file(file) for file in files}
+    return {file.stem: given.read_parameter_file(file) for file in files}
 
 
 def make_points(
@@ -158,17 +140,9 @@ def make_points(
     values: dict[str, object],
     own: Mapping[str, dict[str, object]] | None = None,
 ) -> list[Point]:
-    """Each notebook once: with values for all from the command line, and below them from a file or files.
+    """Each notebook once: with the command line's words (`texts`), before a file's values for all, before its `own`.
 
-    Args:
-        notebooks: to be run.
-        texts: name to word of the command line.
-        values: name to value of a YAML file for all.
-        own: `read_parameter_folder`; by default no notebook has values of its own.
-
-    Raises:
-        ValueError: for a name that no notebook has, with the nearest one; or that only some have.
-        TypeError: for a value of another type.
+    ValueError for a name that not every notebook has, TypeError for a value of another type.
     """
     for name in [*values, *texts]:
         lacking = [notebook.name for notebook in notebooks if name not in notebook.parameters]
@@ -181,17 +155,8 @@ def make_points(
 
 
 def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, object]) -> list[Point]:
-    """One point for every combination of the values given on the command line, the last name turning fastest.
-
-    Args:
-        notebook: to be run.
-        texts: name to values: `1,2,4`, and for parameters that are lists `1,2;1,2,4`.
-        values: name to the one value that a YAML file gives for all points.
-
-    Raises:
-        ValueError: for a name that the notebook lacks, with the nearest one; for no value.
-        TypeError: for a value of another type.
-    """
+    """One point for every combination of the values in `texts` (`1,2,4`, of lists `1,2;1,2,4`), the last name turning
+    fastest, with a file's `values` for all. ValueError for an unknown name or no value, TypeError for another type."""
     _check_names(notebook, texts)
     axes = {}
     for name, text in texts.items():
@@ -226,7 +191,7 @@ def take_shard(points: list[Point], shard: str) -> list[Point]:
 def _make_point(notebook: Notebook, texts: dict[str, str], values: dict[str, object]) -> Point:
     _check_names(notebook, [*values, *texts])
     known = notebook.parameters
-    chosen = {name: check_value(name, value, known[name].annotation) for name, value in values.items()}
+    chosen = {name: given.check_value(name, value, known[name].annotation) for name, value in values.items()}
     chosen |= {name: parse_value(name, text, known[name].annotation) for name, text in texts.items()}
     return Point(notebook, {name: value for name, value in chosen.items() if value != known[name].default})
 

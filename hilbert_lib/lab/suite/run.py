@@ -80,21 +80,12 @@ def progress_bar() -> Progress:
 def run_points(
     points: list[Point], run_folder: Path, facts: dict, *, timeout: float = 3600, force: bool = False
 ) -> dict[str, str]:
-    """Run every point that is not finished, one line each; one that fails does not end the others.
+    """Run every point that is not finished, in `timeout` seconds each; with `force` finished ones too, and all anew.
 
-    Args:
-        points: in the order of the run.
-        run_folder: folder of the run-id; made where missing.
-        facts: as `hilbert_lib.lab.environment.environment` gives them.
-        timeout: seconds for each notebook.
-        force: run finished ones again, and begin unfinished ones anew.
+    One that fails does not end the others; `Interrupted` does, after the running point's manifest says so.
 
     Returns:
         Name of each point to its outcome: "ok", "reused" or "failed".
-
-    Raises:
-        Interrupted: at SIGINT or SIGTERM, after the running point's manifest says so.
-        OSError: if not even a manifest can be written.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     progress, outcomes = progress_bar(), {}
@@ -131,18 +122,11 @@ def run_point(
     resume: bool = True,
     on_cell: Callable[[str, int], None] = lambda name, cell: None,
 ) -> dict:
-    """Run one notebook and leave its folder: under its name if it finished, else under NAME.failed.
+    """Run one notebook and leave its folder, under its name if it finished, else under NAME.failed; gives the manifest.
 
     The work is done in a hidden folder and appears by renaming, so that an earlier result stays until a new one is
     complete. With `resume` the records (*.jsonl) of an attempt that did not finish lie there when it starts and are
-    not measured again. A finished run's records are packed.
-
-    Returns:
-        The manifest; `status` is "ok" or "failed".
-
-    Raises:
-        Interrupted: after the manifest says so.
-        OSError: naming the point, if not even its manifest can be written; nothing of it is left.
+    not measured again. A finished run's records are packed. An OSError says that not even the manifest was written.
     """
     work = run_folder / f".{point.name}.{uuid.uuid4().hex[:8]}"
     try:
@@ -165,7 +149,8 @@ def run_point(
             _execute(point, work, timeout, start_cell)
             for records in work.glob("*.jsonl"):
                 pack_records(records)
-            shorten_outputs(work / point.notebook.path.name)
+            for notebook in work.glob("*.ipynb"):
+                shorten_outputs(notebook)
         except (Exception, Interrupted) as error:
             caught = error
         # papermill's own record says "completed" even of a killed kernel: only its return counts.
@@ -178,24 +163,19 @@ def run_point(
 
 def shorten_outputs(notebook_file: Path) -> None:
     """Join the lines that an executed notebook's cells printed, and cut the middle of what is long."""
-    if not notebook_file.exists():
-        return
     notebook = json.loads(notebook_file.read_text(encoding="utf-8"))
-    for cell in notebook["cells"]:
-        outputs = []
-        for output in cell.get("outputs", []):
-            if output["output_type"] == "stream" and outputs and outputs[-1].get("name") == output["name"]:
-                outputs[-1]["text"] = "".join([*outputs[-1]["text"], *output["text"]])
+    for cell in (cell for cell in notebook["cells"] if cell.get("outputs")):
+        joined = []
+        for output in cell["outputs"]:
+            if joined and output["output_type"] == "stream" and output["name"] == joined[-1].get("name"):
+                joined[-1]["text"] = [*joined[-1]["text"], *output["text"]]
             else:
-                outputs.append(output)
-        for output in outputs:
-            if output["output_type"] == "stream":
-                lines = "".join(output["text"]).splitlines(keepends=True)
-                if (more := len(lines) - 2 * END_LINES) > END_LINES:
-                    lines[END_LINES:-END_LINES] = [f"... {more} more lines\n"]
-                output["text"] = lines
-        if "outputs" in cell:
-            cell["outputs"] = outputs
+                joined.append(output)
+        for output in (output for output in joined if output["output_type"] == "stream"):
+            lines = output["text"] = "".join(output["text"]).splitlines(keepends=True)
+            if (more := len(lines) - 2 * END_LINES) > END_LINES:
+                lines[END_LINES:-END_LINES] = [f"... {more} more lines\n"]
+        cell["outputs"] = joined
     write_whole(notebook_file, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
