@@ -61,7 +61,7 @@ def test_words_are_completed():
     assert done.stdout == b"plain,compare\n"
 
 
-def test_a_run_ends_with_the_path_of_its_index_and_a_second_one_reuses_it(hilbert):
+def test_a_run_ends_with_its_index_and_a_second_one_reuses_it(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     first = hilbert("run")
     index = Path(first.splitlines()[-1])
@@ -95,7 +95,7 @@ def test_the_shards_of_a_sweep_meet_in_one_folder_with_one_table(hilbert):
     assert hilbert(*grid, "--shard", "1/4").startswith("reused")
 
 
-def test_a_failing_point_is_named_and_the_rest_is_finished_and_resumed(hilbert):
+def test_a_failing_point_is_named_and_the_rest_is_finished(hilbert):
     write_notebook(Path("notebooks"), "00_a", FAIL_AT_2, WRITE)
     grid = ["sweep", "00_a", "-p", "seq_len", "2,4", "-p", "scale", "1"]
     output = hilbert(*grid, status=1)
@@ -235,7 +235,7 @@ def test_pages_of_committed_runs_are_built_where_git_ignores_them(hilbert, monke
     assert Path("elsewhere", index.parent.name, "00_a/00_a.html").is_file()
 
 
-def test_runs_are_compared_and_those_of_different_hardware_by_their_pairs(hilbert):
+def test_runs_are_compared_on_different_hardware_by_their_pairs(hilbert):
     case = Case("add", lambda: 1 + 1, {"n": 1}, error=0.0)
     for name in ("a", "b"):
         how = {"device": "cpu", "repetitions": 3}
@@ -307,7 +307,7 @@ def test_doctor_tells_an_environment_from_another_of_the_same_interpreter(monkey
 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hilbert, monkeypatch, command):
+def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch, command):
     def refuse():
         raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
 

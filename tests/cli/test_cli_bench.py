@@ -45,7 +45,7 @@ def bench(tmp_path, monkeypatch):
         ("2K:2K", [2048]),
     ],
 )
-def test_lengths_double_to_the_end_of_a_range_and_are_taken_as_they_are_in_a_list(text, numbers):
+def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, numbers):
     assert Numbers().convert(text, None, None) == numbers
 
 
@@ -70,7 +70,7 @@ def test_a_wrong_word_is_refused_before_anything_runs(bench, tmp_path, words, me
     assert not list(tmp_path.iterdir())
 
 
-def test_backends_are_timed_in_turn_recorded_and_shown_and_a_second_run_reuses_them(bench, tmp_path):
+def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):
     asked = ["attention", *SMALL, "--backends", "sdpa,eager,flash", "--json", "out.jsonl"]
     first = bench(*asked)
     assert "forward 64  1 cannot serve, 2 ok" in first
@@ -87,7 +87,7 @@ def test_backends_are_timed_in_turn_recorded_and_shown_and_a_second_run_reuses_t
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_failed_side_is_shown_and_makes_the_exit_status_1_and_is_retried_when_asked(bench):
+def test_a_failed_side_is_shown_and_retried_when_asked(bench):
     words = ["attention", *SMALL, "--backends", "eager", "--timeout", "0.1"]  # shorter than the start of a process
     output = bench(*words, status=1)
     assert re.search(r"^ +64 +forward +eager +timed out .*longer than 0.1 s$", output, re.MULTILINE)
@@ -95,7 +95,7 @@ def test_a_failed_side_is_shown_and_makes_the_exit_status_1_and_is_retried_when_
     assert "(reused)" not in bench("attention", *SMALL, "--backends", "eager", "--retry-failed")
 
 
-def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, tmp_path):
+def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
     output = bench("attention", "--lengths", "1k,1m", "--backends", "sdpa,reference,cudnn", "--dry-run")
     assert "forward 1024  sdpa  would be tried" in output
     assert re.search(r"forward 1048576  reference  not tried: does not fit: \d+", output)
@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why_and_runs_nothing(bench, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_length_whose_inputs_do_not_fit_is_refused_without_an_estimate(bench, monkeypatch):
+def test_inputs_that_do_not_fit_need_no_estimate(bench, monkeypatch):
     monkeypatch.setattr("hilbert_lib.lab.guarded.cases.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")
     assert re.search(r"forward 274877906944  eager  not tried: does not fit: \d+", output)
@@ -120,7 +120,7 @@ def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     assert "the results cannot be written: [Errno 28] No space left on device: 'out.jsonl'" in output
 
 
-def test_a_process_that_cannot_be_started_is_no_file_that_cannot_be_written(bench, monkeypatch):
+def test_a_process_that_cannot_be_started_is_told(bench, monkeypatch):
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -130,7 +130,7 @@ def test_a_process_that_cannot_be_started_is_no_file_that_cannot_be_written(benc
     assert "cannot be written" not in output
 
 
-def test_sigterm_ends_it_within_five_seconds_with_what_was_measured_on_the_disk(tmp_path):
+def test_sigterm_ends_it_soon_with_what_was_measured_on_the_disk(tmp_path):
     words = ["bench", "attention", "--lengths", "64,512k", "--backends", "sdpa", "--json", "out.jsonl"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from hilbert_lib.cli.main import main; main()", *words],
