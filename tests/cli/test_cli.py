@@ -7,7 +7,6 @@ import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -203,11 +202,6 @@ def test_a_warning_is_told_in_a_line_without_the_code_that_gave_it(hilbert, monk
     assert warnings.formatwarning is usual
 
 
-def test_claims_without_a_checkout_are_told_of_in_a_line(hilbert, monkeypatch):
-    monkeypatch.setattr(claim.read_ledger, "__defaults__", (Path("elsewhere/claims.yml"),))
-    assert "no ledger of claims at elsewhere/claims.yml" in hilbert("claims", status=2)
-
-
 def test_claims_are_a_plain_table_or_objects(hilbert, monkeypatch):
     ledger = claim.read_ledger()
     monkeypatch.setattr(claim, "read_ledger", lambda: {name: ledger[name] for name in ("B3", "C8")})
@@ -294,16 +288,6 @@ def test_doctor_says_how_to_mend_packages_disk_and_folder(hilbert, monkeypatch):
     output = hilbert("doctor", status=1)
     assert output.count("BROKEN") == output.count("fix:") == 3
     assert "no-such-package is missing" in output
-
-
-@pytest.mark.parametrize("program", ["elsewhere/bin/python", "gone/bin/python"])
-def test_doctor_tells_an_environment_from_another_of_the_same_interpreter(monkeypatch, tmp_path, program):
-    other = tmp_path / "elsewhere/bin/python"
-    other.parent.mkdir(parents=True)
-    other.symlink_to(Path(sys.executable).resolve())
-    for path, found in ((tmp_path / program, "another Python"), (Path(sys.executable), "in this Python")):
-        monkeypatch.setattr(doctor.KernelSpecManager, "get_kernel_spec", lambda *_, path=path: Mock(argv=[str(path)]))
-        assert found in doctor._kernel().found
 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])

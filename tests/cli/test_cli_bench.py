@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ from click.testing import CliRunner
 from hilbert_lib.cli.main import main
 from hilbert_lib.cli.options import Numbers
 from hilbert_lib.lab.guarded import runner
-from hilbert_lib.launch import isolated
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
 
@@ -104,12 +102,6 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_inputs_that_do_not_fit_need_no_estimate(bench, monkeypatch):
-    monkeypatch.setattr("hilbert_lib.lab.guarded.cases.estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
-    output = bench("attention", "--lengths", "256g", "--backends", "eager", "--dry-run")
-    assert re.search(r"forward 274877906944  eager  not tried: does not fit: \d+", output)
-
-
 def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     def full(lines, path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -118,16 +110,6 @@ def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
     assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
     assert "the results cannot be written: [Errno 28] No space left on device: 'out.jsonl'" in output
-
-
-def test_a_process_that_cannot_be_started_is_told(bench, monkeypatch):
-    def refuse(*_, **__):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
-    output = bench("attention", *SMALL, "--backends", "eager", status=1)
-    assert re.search(r"^ +64 +forward +eager +over a limit +no process could be started", output, re.MULTILINE)
-    assert "cannot be written" not in output
 
 
 def test_sigterm_ends_it_soon_with_what_was_measured_on_the_disk(tmp_path):

@@ -126,15 +126,6 @@ def test_kernel_mode_tells_how_kernels_would_run(machine, monkeypatch, facts, in
     assert kernel_mode() == mode
 
 
-def test_kernels_are_interpreted_only_where_there_is_no_gpu(machine):
-    machine(device=False)
-    assert prepare_kernels() == "interpreted"
-    assert os.environ["TRITON_INTERPRET"] == "1"
-    machine(**WORKING)
-    assert prepare_kernels() == "compiled"
-    assert "TRITON_INTERPRET" not in os.environ
-
-
 def test_preparing_kernels_after_triton_was_imported_is_refused(machine, monkeypatch):
     machine(device=False)
     monkeypatch.setitem(sys.modules, "triton", object())

@@ -17,7 +17,8 @@ from hilbert_lib.lab.suite.manifest import error_line
 STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; font: 16px/1.55 system-ui, sans-serif; }
-h2 { border-top: 1px solid #8884; padding-top: 1.2rem; } img { width: 31%; background: #fff; vertical-align: top; }
+h2 { border-top: 1px solid #8884; padding-top: 1.2rem; } img { max-width: 100%; background: #fff; vertical-align: top; }
+img[loading] { width: 31%; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top; }
 blockquote { margin: .6rem 0; padding-left: .8rem; border-left: 3px solid #1a7f37; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; } .failed { color: #d1242f; font-weight: 600; }

@@ -117,7 +117,9 @@ def test_a_table_is_kept_once_and_comes_back_as_it_was(tmp_path):
     size = (tmp_path / "figures.json.gz").stat().st_size
     write_figures(tmp_path, {"one": figure, "two": figure})
     assert (tmp_path / "figures.json.gz").stat().st_size < size + 60
-    assert read_figures(tmp_path) == {"one": figure, "two": figure}
+    other = {**figure, "table": {"x": [3]}}
+    write_figures(tmp_path, {"one": figure, "two": figure, "three": other})
+    assert read_figures(tmp_path) == {"one": figure, "two": figure, "three": other}
     again = _table(read_figures(tmp_path)["two"]["table"])
     pd.testing.assert_frame_equal(again, table, check_dtype=False)
     assert (again.x.dtype, again.y.dtype, again["is"].dtype) == (table.x.dtype, table.y.dtype, table["is"].dtype)
