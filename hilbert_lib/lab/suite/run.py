@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import click
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.records import FAILED, pack_records
@@ -70,13 +69,6 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def progress_bar() -> Progress:
-    """A bar on a terminal, and none elsewhere; what its console prints is whole lines, taken literally."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-
-
 def run_points(
     points: list[Point], run_folder: Path, facts: dict, *, timeout: float = 3600, force: bool = False
 ) -> dict[str, str]:
@@ -88,16 +80,15 @@ def run_points(
         Name of each point to its outcome: "ok", "reused" or "failed".
     """
     run_folder.mkdir(parents=True, exist_ok=True)
-    progress, outcomes = progress_bar(), {}
-    say = progress.console.print
+    outcomes = {}
     for name in close_abandoned(run_folder):
-        say(f"interrupted {name}: the process of an earlier run was killed; see {name}.failed")
-    with interruptible(), progress:
-        task = progress.add_task("", total=len(points))
+        click.echo(f"interrupted {name}: the process of an earlier run was killed; see {name}.failed")
 
-        def show_cell(name: str, cell: int) -> None:
-            progress.update(task, description=f"{name} In [{cell}]")
+    def show_cell(name: str, cell: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"{len(outcomes) + 1} of {len(points)}: {name} In [{cell}]\r", nl=False, err=True)
 
+    with interruptible():
         for point in points:
             line = point.name
             if is_finished(point, run_folder) and not force:
@@ -108,8 +99,7 @@ def run_points(
                 if outcome != "ok":
                     line += f"  {error_line(manifest)}; see {final_folder(run_folder, manifest)}"
             outcomes[point.name] = outcome
-            say(f"{outcome:<11} {line}")
-            progress.advance(task)
+            click.echo(f"{outcome:<11} {line}")
     return outcomes
 
 
