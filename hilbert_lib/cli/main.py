@@ -3,7 +3,6 @@
 # The package itself imports torch. papermill and the drawing of figures take another half second: each command imports
 # what it needs of the suite, so that --help does not wait for it.
 import logging
-import os
 import sys
 import warnings
 from collections import Counter
@@ -176,16 +175,13 @@ def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, fol
 def report(folder: Path, redraw: bool) -> None:
     """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
 
-    Where FOLDER holds the committed machines' folders (reports), its index page and README.md lead through their
-    newest runs, and the numbers in the README.md above it are written anew from their records. A redrawn figure
-    changes as a file and on the index page; a notebook keeps the figures of its run.
+    A redrawn figure changes as a file and on the index page; a notebook keeps the figures of its run.
 
     \b
     Example: hilbert report reports/local --redraw
     Example: hilbert report reports
     """
     from hilbert_lib.lab.figures import redraw as redraw_figures
-    from hilbert_lib.lab.ledger.evidence import write_evidence
     from hilbert_lib.lab.suite.report import find_runs, write_report
 
     with usage_errors():
@@ -195,9 +191,6 @@ def report(folder: Path, redraw: bool) -> None:
             click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
         for each in runs:
             click.echo(str(write_report(each, rebuild=True)))
-        with usage_errors():
-            for path in write_evidence(folder):
-                click.echo(os.path.relpath(path))
 
 
 @main.command()
