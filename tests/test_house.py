@@ -24,7 +24,7 @@ FLOORS = {
         *("call", "dropout", "triton", "merge", "backends", "rules", "measured_rules", "choice", "operators"),
         *("api", "modules", "grid"),
     ],
-    "ring": ["plan", "rank", "agreement", "shards", "attention", "module"],
+    "ring": ["plan", "rank", "agreement", "attention", "module"],
 }
 FOLDERS = {
     "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention",

@@ -1,9 +1,10 @@
 """Pairs of calls: each held against float64, against each other, timed in turn, recorded as soon as they are known."""
 
+import gc
 import json
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
@@ -13,10 +14,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.records import append_records, measured_before
+from hilbert_lib.lab.sweep import Kept, sweep
 from hilbert_lib.lab.timing import Case, Comparison, Measurement, compare_paired, measure
-from hilbert_lib.limits.device_memory import begin_peak, old_objects_apart
+from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
@@ -115,35 +115,33 @@ def run_sides(
     0.0
     """
     device = torch.device(device)
-    facts = environment()
-    done = recorded_before(output_dir)
     # What is not timed may be interpreted, which takes long, and pairs share sides.
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
-    records = []
     with nullcontext() if device.type == "cpu" else old_objects_apart():
-        for sides in cases:
-            label = f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}"
-            record = done.get(identity(*sides))
-            if record is None:
-                try:
-                    record = _run(sides, device, output_dir, repetitions, seconds, checked)
-                except torch.OutOfMemoryError as error:
-                    print(f"{label}: left out, no room: {str(error).splitlines()[0]}", flush=True)
-                    continue
-                record = {**record, "environment": facts}
-            records.append(record)
-            if device.type == "cuda":
-                print(f"{label}: {_line(record)}", flush=True)
-    return records
+        return sweep(
+            cases,
+            lambda sides: _run(sides, device, repetitions, seconds, checked),
+            key=lambda sides: identity(*sides),
+            of_record=record_identity,
+            output_dir=output_dir,
+            write=checked is None,
+            label=lambda sides: f"{_work(sides[-1].parameters)}: {' | '.join(side.name for side in sides)}",
+            line=_line if device.type == "cuda" else None,
+        )
+
+
+def record_identity(record: dict) -> str | None:
+    """`identity` of what a record is of; None for a record that is of no sides.
+
+    >>> record_identity({"kind": "point"}) is None
+    True
+    """
+    return _identity(_sides(record)) if "a" in record or "name" in record else None
 
 
 def recorded_before(output_dir: str) -> dict[str, dict]:
-    """What a folder's results.jsonl holds from this code on this hardware, by `identity`.
-
-    >>> recorded_before("")
-    {}
-    """
-    return {_identity(_sides(each)): each for each in measured_before(output_dir) if "a" in each or "name" in each}
+    """What a folder's results.jsonl holds from this code on this hardware, by `identity`."""
+    return Kept(output_dir, record_identity).known
 
 
 def identity(*sides: Side | Case) -> str:
@@ -229,7 +227,6 @@ def of_sweep(records: list[dict], sweep: str) -> list[dict]:
 def _run(
     sides: tuple[Side, ...],
     device: torch.device,
-    output_dir: str,
     repetitions: int,
     seconds: float,
     checked: Callable[[Callable[[], Results]], Results] | None,
@@ -258,9 +255,7 @@ def _run(
     if device.type == "cuda":
         how["min_sample_ms"] = MIN_SAMPLE_MS
     measured = compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
-    recorded = Recorded(measured, peaks, difference)
-    append_records([recorded], output_dir)
-    return recorded.record()
+    return Recorded(measured, peaks, difference).record()
 
 
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:
@@ -316,3 +311,22 @@ def _line(record: dict) -> str:
         for side, within in zip(sides, launches, strict=True)
     )
     return line + (f", ratio {record['ratio']:.3f}" if "ratio" in record else "")
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """Inside, garbage collections skip objects that were made before: with torch's compiler loaded, one collection of
+    all takes longer than a short call. Cycles of older objects are freed by a later collection.
+
+    Objects that somebody has frozen before (`gc.freeze`) stay so, and none are added.
+    """
+    # More than half of them: from Python 3.12 on each collection freezes the immortal objects that it meets.
+    if gc.get_freeze_count() > len(gc.get_objects()):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
