@@ -256,10 +256,13 @@ def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
     """Every case of the claims whose quantity is a ratio of times.
 
     Returns:
-        id, claim, value, low, high, claimed_least, claimed_most and as_claimed.
+        id, claim, quantity, value, low, high, claimed_least, claimed_most and as_claimed.
     """
-    timed = [each for each in answers if each.claim.quantity.startswith("time ") and each.cases is not None]
-    tables = [each.cases[[*INTERVAL, *JUDGED]].assign(id=each.claim.id, claim=each.claim.claim) for each in timed]
+    tables = []
+    for each in answers:
+        if each.claim.quantity.startswith("time ") and each.cases is not None:
+            told = {name: getattr(each.claim, name) for name in ("id", "claim", "quantity")}
+            tables.append(each.cases[[*INTERVAL, *JUDGED]].assign(**told))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -76,14 +76,15 @@ def over_sequence(records: Records) -> pd.DataFrame:
         records: of notebook 06.
 
     Returns:
-        work, length, queries, row_bytes, dilation, order and the interval.
+        work, length, queries, row_bytes, dilation, order, the interval, and through_table: the ratio to linear storage
+        that is read through a table too.
     """
     table = _layouts(records)
     plain = table[table.rival == NO_TABLE][[*CASE, *INTERVAL]]
     orders = table[table.rival != NO_TABLE].rename(columns={"rival": "order"})
     both = orders.merge(plain, on=CASE, suffixes=("", "_plain"))
     own, beside = both[INTERVAL], both[[f"{name}_plain" for name in INTERVAL]].set_axis(INTERVAL, axis=1)
-    return both[[*CASE, "order"]].join(quotient(own, beside))
+    return both[[*CASE, "order"]].join(quotient(own, beside)).assign(through_table=own.value)
 
 
 def _layouts(records: Records) -> pd.DataFrame:
