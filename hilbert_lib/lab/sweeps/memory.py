@@ -21,8 +21,8 @@ from hilbert_lib.lab.records import append_records, measured_before
 from hilbert_lib.lab.sweeps.graphs import captured, from_idle, require_cuda
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
-from hilbert_lib.limits.device_memory import begin_peak
-from hilbert_lib.ordering import Ordering, compute_tables
+from hilbert_lib.limits.memory import begin_peak
+from hilbert_lib.ordering import Ordering, ordering_tables
 from hilbert_lib.pattern import DilatedPattern
 
 # "Memory Usage" of seeds/004: GB by tokens, without a pool, and with one and the Hilbert order. Its sizes are not told.
@@ -315,7 +315,7 @@ def pattern_cache(
         kept = {
             "schedule tables": (partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables),
             "Hilbert ordering": (
-                partial(compute_tables, ordering),
+                partial(ordering_tables.__wrapped__, ordering, ordering.device),
                 lambda o=ordering: (o.perm, o.inverse, o.slots(o.device)),
             ),
         }

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -189,9 +190,8 @@ def test_what_a_cache_finds_is_what_was_built_and_is_found_faster(tmp_path, monk
 
 
 def test_a_cache_that_finds_something_else_is_an_error(monkeypatch):
-    monkeypatch.setattr(
-        memory_benchmarks, "compute_tables", lambda ordering: (ordering.perm, ordering.perm, ordering.perm)
-    )
+    made_up = SimpleNamespace(__wrapped__=lambda ordering, device: (ordering.perm, ordering.perm, ordering.perm))
+    monkeypatch.setattr(memory_benchmarks, "ordering_tables", made_up)
     with pytest.raises(ValueError, match="Hilbert ordering must be found as they are built, at 64 tokens"):
         pattern_cache([64], device=CPU, repetitions=2, **SIZES)
 
