@@ -74,7 +74,7 @@ def test_every_widget_changes_the_figure_and_is_named(monkeypatch):
     assert [control.description for control in controls.values()] == ["number", "which"]
 
 
-def test_where_no_kernel_answers_the_first_figure_stands_beside_the_widgets(monkeypatch):
+def test_without_a_kernel_the_first_figure_stands_beside_the_widgets(monkeypatch):
     panel = Panel(monkeypatch, figure_of, number=IntSlider(3, 0, 9), name=Dropdown(options=["a"]))
     assert "application/vnd.jupyter.widget-view+json" in panel.bundle
     still = b64decode(panel.bundle["image/png"])
