@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from hilbert_lib.lab.records import FAILED, REPORTS, RESULTS, last_record
+from hilbert_lib.lab.environment import say_hardware
+from hilbert_lib.lab.records import FAILED, REPORTS, RESULTS, last_record, read_records
 
 MACHINES = "h[12]00*"  # folders of the runs that are committed; local ones lie beside them
 TELLING = "h200*"  # those of them that numbers and advice are from
@@ -46,3 +47,21 @@ def run_environment(run: Path, file: str = RESULTS) -> dict:
     """
     path = run / RESULTS
     return last_record(path if path.exists() else run / file)["environment"]
+
+
+def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
+    """The records of a notebook's `newest_run`; empty where there is none."""
+    run = newest_run(notebook)
+    return read_records(run / RESULTS) if run else []
+
+
+def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:
+    """These records where they hold times, otherwise a notebook's committed ones; and their source, for a title.
+
+    >>> records_to_draw([])[0] == committed_records()
+    True
+    """
+    if any(record.get("kind") != "check" for record in records):
+        return records, say_hardware(records[0]["environment"])
+    committed = committed_records(notebook)
+    return committed, f"committed record, {say_hardware(committed[0]['environment'])}" if committed else ""

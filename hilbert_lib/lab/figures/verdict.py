@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from hilbert_lib.lab.figures.kernels import LAYOUT_STYLES
+from hilbert_lib.lab.figures.record import MARKERS
 
 AS_CLAIMED, NOT_AS_CLAIMED, CLAIMED = "#0072B2", "#D55E00", "#BBBBBB"
 
@@ -118,7 +118,7 @@ def _draw_places(axes: Axes, data: pd.DataFrame, column: pd.Series, label: str) 
 
 
 def _marker(order: str) -> str:
-    return LAYOUT_STYLES[order][1].replace("x", "X")  # "x" has no face to colour
+    return MARKERS[order].replace("x", "X")  # "x" has no face to colour
 
 
 def _shortened(text: str, width: int = 72) -> str:

@@ -27,35 +27,22 @@ def version(tmp_path):
     return folder
 
 
-def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, version):
-    ours = script.package.forward, script.package.backward
-    with script.in_place(version):
-        assert script.package.forward.mark == "of the version"
-        assert script.package.backward is ours[1]  # it has none of its own
-    assert (script.package.forward, script.package.backward) == ours
-
-
-def test_a_version_may_have_steps_and_configurations_of_its_own(script, tmp_path):
+def test_a_version_stands_in_the_librarys_place_while_its_side_runs(script, tmp_path):
     ours, launch = script.OURS["steps"], script.hopper
     (tmp_path / "steps.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "division.py").write_text("mark = 'of the version'\n")
     (tmp_path / "forward.py").write_text(
         "from hilbert_lib.attention.triton.hopper.steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
     )
     forward, backward = launch.HOPPER_FORWARD, launch.HOPPER_BACKWARD
     with script.in_place(tmp_path):
-        assert script.package.forward.mark == "of the version"
+        assert script.package.forward.mark == script.launch.division.mark == "of the version"
+        assert script.package.backward is script.OURS["backward"]  # it has none of its own
         assert launch.HOPPER_FORWARD == {64: "another"}
         assert launch.HOPPER_BACKWARD is backward
     assert launch.HOPPER_FORWARD is forward
+    assert (script.package.forward, script.launch.division) == (script.OURS["forward"], script.OURS["division"])
     assert sys.modules["hilbert_lib.attention.triton.hopper.steps"] is ours
-
-
-def test_a_version_may_divide_branches_otherwise(script, tmp_path):
-    ours = script.launch.division
-    (tmp_path / "division.py").write_text("mark = 'of the version'\n")
-    with script.in_place(tmp_path):
-        assert script.launch.division.mark == "of the version"
-    assert script.launch.division is ours
 
 
 def test_each_side_computes_the_reference_work_with_its_own_kernels(script, version, monkeypatch):
@@ -74,11 +61,6 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
     assert records[0]["b"]["name"] == "triton"
     assert True in seen
     assert False in seen
-    (version / "forward.py").write_text("mark = 'another'\n")
-    theirs, _ = next(script.pairs([version], **SHAPE))
-    assert theirs.name != records[0]["a"]["name"]
-    backward = script.pairs([version], **SHAPE | {"directions": ("backward",)})
-    assert [theirs.parameters["direction"] for theirs, _ in backward] == ["backward"] * 2
 
 
 RUN_ONCE = """
