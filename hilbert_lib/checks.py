@@ -58,6 +58,24 @@ def positive(name: str, value: object) -> float:
     return found
 
 
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
+    """The argument, if it is one of these strings: TypeError if it is no string, else ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, one of {', '.join(allowed)}; got {value!r}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+    return value
+
+
+def grouped(heads: object, kv_heads: object | None) -> tuple[int, int]:
+    """Query and KV heads as integers, by default the same; ValueError unless the second divide the first."""
+    heads = integer("heads", heads, least=1)
+    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
+    return heads, kv_heads
+
+
 def _range(least: int | None, most: int | None) -> str:
     # Called for errors only: put into words, a length is a constant to torch.compile, which compiles for each.
     if least is not None and most is not None:

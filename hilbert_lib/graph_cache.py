@@ -1,9 +1,10 @@
 """Tables that calls share: in memory of no graph and no pool, and kept for the CUDA graphs that captured them."""
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from threading import Thread
-from typing import TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import partial, update_wrapper
+from threading import Lock, Thread
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -47,38 +48,73 @@ def made_to_share(build: Callable[[], Made], device: torch.device) -> Made:
     return made[0]
 
 
-def wait_for_readers(device: torch.device) -> None:
-    """Wait until no kernel reads what will be freed: the allocator knows only the stream that made it."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(device)
+class CacheInfo(NamedTuple):
+    """Look-ups answered and not, results held (captured ones too), their size and the bound of what is not captured."""
+
+    hits: int
+    misses: int
+    held: int
+    size: int
+    maxsize: int
 
 
-def cached_for_graphs(maxsize: int = 1024) -> Callable[[Callable], Callable]:
-    """A decorator: the function keeps its last results, and for good those that it gave to a CUDA graph's capture.
+class GraphCache:
+    """A function that keeps its last results up to a total size; the newest stays even if it alone is larger.
 
-    The function makes tensors on the device that is its last argument.
+    Results asked for while a CUDA graph is captured stay too, beyond that size: the graph holds addresses alone. The
+    function makes tensors on the device that is its last argument.
     """
 
-    def decorated(build: Callable) -> Callable:
-        devices, captured = set(), {}
+    def __init__(self, build: Callable, maxsize: int, size: Callable[..., int]):
+        update_wrapper(self, build)
+        self._build, self._maxsize, self._size_of = build, maxsize, size
+        self._lock = Lock()  # autograd runs backward passes in threads of its own
+        self.cache_clear()
 
-        @lru_cache(maxsize)
-        def found(*arguments):
-            if found.cache_info().currsize == maxsize:  # one is let go of
-                for device in devices:
-                    wait_for_readers(device)
-            devices.add(arguments[-1])
-            return made_to_share(lambda: build(*arguments), arguments[-1])
+    def cache_clear(self) -> None:
+        self._hits = self._misses = self._size = 0
+        self._held: OrderedDict[Hashable, object] = OrderedDict()
+        self._captured: dict[Hashable, object] = {}
 
-        @wraps(build)
-        def call(*arguments):
-            result = found(*arguments)
-            # Asked where there are CUDA's tables alone: a build of torch without CUDA cannot answer.
-            if arguments[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
-                captured.setdefault(id(result), result)
-            return result
+    def cache_info(self) -> CacheInfo:
+        with self._lock:
+            size = self._size + sum(self._size_of(*key) for key in self._captured)
+            return CacheInfo(self._hits, self._misses, len(self._held) + len(self._captured), size, self._maxsize)
 
-        call.cache_info, call.cache_clear = found.cache_info, found.cache_clear
-        return call
+    def __call__(self, *key: Hashable) -> object:
+        device = key[-1]
+        # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            found = self._held.get(key)
+            if found is None:
+                found = self._captured.get(key)
+            elif capturing:
+                self._captured[key] = self._held.pop(key)
+                self._size -= self._size_of(*key)
+            else:
+                self._held.move_to_end(key)
+            self._hits, self._misses = self._hits + (found is not None), self._misses + (found is None)
+        if found is not None:
+            return found
+        # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
+        made = made_to_share(partial(self._build, *key), device)
+        let_go = []
+        with self._lock:
+            if (found := self._captured.get(key, self._held.get(key))) is not None:  # another thread was faster
+                return found
+            self._held[key] = made
+            self._size += self._size_of(*key)
+            while self._size > self._maxsize and len(self._held) > 1:
+                let_go.append(self._held.popitem(last=False))
+                self._size -= self._size_of(*let_go[-1][0])
+        # Not under the lock, as above. No kernel may read what is freed: the allocator knows the stream that made it.
+        for device in {key[-1] for key, _ in let_go}:
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(device)
+        return made
 
-    return decorated
+
+def cached_for_graphs(maxsize: int = 1024, size: Callable[..., int] = lambda *key: 1) -> Callable[..., GraphCache]:
+    """A decorator that makes a function a `GraphCache`: of so many results, or of the size of their arguments."""
+    return partial(GraphCache, maxsize=maxsize, size=size)

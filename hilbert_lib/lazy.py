@@ -45,14 +45,13 @@ def is_of_a_package(error: ModuleNotFoundError) -> bool:
 
 def _unknown(package: str, name: str, home: dict[str, str]) -> Exception:
     from difflib import get_close_matches
+    from itertools import islice
+    from traceback import walk_stack
 
     near = [] if name.startswith("_") else get_close_matches(name, home, 1, 0.8)
     says = f"{package} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     # `from hilbert_lib import name` asks here first, then looks for a module of that name, and loses these words.
-    frame, callers = sys._getframe(), []
-    while frame is not None and len(callers) < 4:
-        callers.append(frame.f_code.co_name)
-        frame = frame.f_back
-    importing = "_handle_fromlist" in callers
+    callers = islice(walk_stack(sys._getframe()), 4)
+    importing = any(frame.f_code.co_name == "_handle_fromlist" for frame, _ in callers)
     is_module = importing and near and find_spec(f"{package}.{name}")
     return ImportError(says) if importing and near and not is_module else AttributeError(says)

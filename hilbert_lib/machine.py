@@ -51,17 +51,14 @@ class GpuInfo:
     """One GPU, or none: then capability and all sizes are None.
 
     Attributes:
-        architecture: a name of `ARCHITECTURES`, "newer" for a later generation, "none" without a GPU.
+        architecture: as NVIDIA names it, "older" than Pascal, "newer" than is known here, "none" without a GPU.
         capability: the compute capability, as (9, 0).
         name: the model.
-        memory_bytes: size of the device's memory.
+        memory_bytes, l2_bytes: size of the device's memory and of the second-level cache.
         multiprocessors: how many.
-        l2_bytes: size of the second-level cache.
         shared_memory_bytes: the most that one block can have.
-        bandwidth_bytes_per_s: peak of the memory, twice its clock times its bus width; None if the driver gives
-            neither.
-        dtypes: floating dtypes that the hardware computes with.
-        recommended_dtype: for attention.
+        bandwidth_bytes_per_s: peak of the memory, twice its clock times its bus width; None if the driver gives none.
+        dtypes, recommended_dtype: floating dtypes that the hardware computes with, and the one for attention.
     """
 
     architecture: str
@@ -83,9 +80,8 @@ class GpuInfo:
             rows["memory"] = f"{self.memory_bytes / 2**30:.0f} GiB"
             if self.bandwidth_bytes_per_s:
                 rows["memory"] += f" at {self.bandwidth_bytes_per_s / 1e12:.1f} TB/s peak"
-            rows["units"] = (
-                f"{self.multiprocessors} SMs, {self.shared_memory_bytes / 2**10:.0f} KiB shared memory a block"
-            )
+            shared = f"{self.shared_memory_bytes / 2**10:.0f} KiB shared memory a block"
+            rows["units"] = f"{self.multiprocessors} SMs, {shared}"
             rows["L2"] = f"{self.l2_bytes / 2**20:.0f} MiB"
         rows["dtypes"] = f"{dtypes}; recommended {_short(self.recommended_dtype)}"
         return "\n".join(f"{name:<6}  {value}" for name, value in rows.items())

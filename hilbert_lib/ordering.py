@@ -1,13 +1,9 @@
 """A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
 
 import operator
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isqrt, prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +14,7 @@ from hilbert_lib import checks
 from hilbert_lib.checks import integer
 from hilbert_lib.curves.coordinates import KINDS, checked_shape, curve_coordinates
 from hilbert_lib.curves.hilbert import raster_index
-from hilbert_lib.graph_cache import made_to_share, wait_for_readers
+from hilbert_lib.graph_cache import CacheInfo, cached_for_graphs
 
 CACHED_POSITIONS = 2**24  # 20 bytes each (perm, inverse and slots): 320 MiB
 
@@ -37,9 +33,9 @@ _ARGUMENTS = {
 class Ordering:
     """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
 
-    Make one with `from_curve`, `residue`, `random` or `linear`. An ordering is its recipe: two made alike are equal and
-    share their tables. These are computed when first used, kept in a bounded cache, and the same on every device, on
-    every rank and in every process.
+    Make one with `from_curve`, `residue`, `random` or `linear`, which refuse what this does. An ordering is its recipe:
+    two made alike are equal and share their tables. These are computed when first used, kept in a bounded cache, and
+    the same on every device, on every rank and in every process.
 
     Args:
         kind: "linear", "residue", "random" or the name of a curve.
@@ -52,7 +48,7 @@ class Ordering:
 
     Raises:
         ValueError: if kind is unknown, a number out of range, the grid too small, or an argument is another kind's.
-        TypeError: if a number is not an integer.
+        TypeError: if kind is no string or a number no integer.
 
     >>> Ordering.residue(6, 3).perm.tolist()
     [0, 3, 1, 4, 2, 5]
@@ -69,9 +65,7 @@ class Ordering:
     device: torch.device = field(default=torch.device("cpu"), compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in _ARGUMENTS:
-            raise ValueError(f"kind must be one of {', '.join(_ARGUMENTS)}, got {self.kind!r}")
-        own = _ARGUMENTS[self.kind]
+        own = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
         for name in ("grid", "chunk", "rate", "seed"):
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
@@ -105,20 +99,15 @@ class Ordering:
             chunk: restart the curve every so many positions, so that a split of the sequence between chunks keeps it
                 whole; a shorter last chunk has the curve of its own length. By default one curve for all.
 
-        Raises ValueError or TypeError as the class does.
-
         >>> Ordering.from_curve("snake", 6, grid=(2, 3)).perm.tolist()
         [0, 1, 2, 5, 4, 3]
         """
-        if kind not in KINDS:  # the other kinds are no curves
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        checks.one_of("kind", kind, KINDS)  # the other kinds are no curves
         return cls(kind, length, grid=grid, chunk=chunk)
 
     @classmethod
     def residue(cls, length: int, rate: int, *, chunk: int | None = None) -> "Ordering":
-        """Residue-major: position p sorted by (p mod rate, p div rate), the natural layout of a dilation.
-
-        It restarts every `chunk` positions, by default never. Raises ValueError or TypeError as the class does.
+        """Residue-major: p sorted by (p mod rate, p div rate), in each `chunk`; the natural layout of a dilation.
 
         >>> Ordering.residue(8, 2, chunk=4).perm.tolist()
         [0, 2, 1, 3, 4, 6, 5, 7]
@@ -127,10 +116,7 @@ class Ordering:
 
     @classmethod
     def random(cls, length: int, seed: int) -> "Ordering":
-        """A random permutation: the control that has no locality at all.
-
-        The seed, 0 to 2^63 - 1, is that of a generator of its own: torch's global one is neither read nor moved. Raises
-        ValueError or TypeError as the class does.
+        """A random permutation, the control without locality; torch's global generator is neither read nor moved.
 
         >>> sorted(Ordering.random(4, seed=0).perm.tolist())
         [0, 1, 2, 3]
@@ -139,7 +125,7 @@ class Ordering:
 
     @classmethod
     def linear(cls, length: int) -> "Ordering":
-        """The order of the sequence itself: `length` positions, at least 1.
+        """The order of the sequence itself.
 
         >>> Ordering.linear(3).perm.tolist()
         [0, 1, 2]
@@ -248,7 +234,8 @@ def _tables_on(
 ) -> Tables:
     # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
     with _disable_current_modes() as modes:
-        tables = CACHE.tables(Ordering(kind, length, grid or None, chunk, rate, seed).to(device))
+        ordering = Ordering(kind, length, grid or None, chunk, rate, seed)
+        tables = ordering_tables(ordering, ordering.to(device).device)
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
         return tables
@@ -260,27 +247,27 @@ def _tables_on(
 _tables_on._dynamo_marked_constant = True
 
 
+@cached_for_graphs(CACHED_POSITIONS, size=lambda ordering, device: ordering.length)
 @torch.inference_mode(False)  # tables made in inference mode could not serve a later backward pass
-def compute_tables(ordering: Ordering) -> Tables:
-    """`perm`, `inverse` and `slots` of an ordering, computed on its device."""
-    length, device = ordering.length, ordering.device
+def ordering_tables(ordering: Ordering, device: torch.device) -> Tables:
+    """`perm`, `inverse` and `slots` of an ordering on a device; `__wrapped__` makes them anew."""
+    length = ordering.length
     if device.type == "meta":  # nothing to compute, and some kinds select by values, which it has none of
         perm = torch.empty(length, dtype=torch.int64, device=device)
         return perm, torch.empty_like(perm), perm.int()
     chunk = min(ordering.chunk or length, length)
     starts = torch.arange(0, length - length % chunk, chunk, device=device)
-    perm = (starts[:, None] + _chunk_perm(ordering, chunk)).flatten()
+    perm = (starts[:, None] + _chunk_perm(ordering, chunk, device)).flatten()
     if tail := length % chunk:
-        perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail)])
+        perm = torch.cat([perm, length - tail + _chunk_perm(ordering, tail, device)])
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(length, device=device)
     # 32 bits: an int64 index read at a stride costs a sector a row twice as soon.
     return perm, inverse, inverse.int()
 
 
-def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
+def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor:
     """The layout of one chunk: (length,) int64."""
-    device = ordering.device
     if ordering.kind == "linear":
         return torch.arange(length, device=device)
     if ordering.kind == "residue":
@@ -297,68 +284,6 @@ def _chunk_perm(ordering: Ordering, length: int) -> Tensor:
     return perm[perm < length]
 
 
-class CacheInfo(NamedTuple):
-    """The cache of orderings: look-ups answered and not, tables held (captured ones too), positions and their bound."""
-
-    hits: int
-    misses: int
-    orderings: int
-    positions: int
-    max_positions: int
-
-
 def ordering_cache_info() -> CacheInfo:
-    """How often the tables of an ordering were found in the cache since the process began, and what it holds now."""
-    return CACHE.info()
-
-
-class TableCache:
-    """The tables last used, up to a number of positions; the newest stays even if it alone is larger.
-
-    Tables asked for while a CUDA graph is captured stay too, beyond that number: the graph holds addresses alone.
-    """
-
-    def __init__(self, max_positions: int):
-        self.max_positions = max_positions
-        self._hits = self._misses = self._positions = 0
-        self._held: OrderedDict[tuple[Ordering, torch.device], Tables] = OrderedDict()
-        self._captured: dict[tuple[Ordering, torch.device], Tables] = {}
-        self._lock = threading.Lock()  # autograd runs backward passes in threads of its own
-
-    def tables(self, ordering: Ordering) -> Tables:
-        """The tables of an ordering, on its device."""
-        key = (ordering, ordering.device)
-        with self._lock:
-            tables = self._captured.get(key) or self._held.get(key)
-            self._hits, self._misses = self._hits + (tables is not None), self._misses + (tables is None)
-        if tables is None:
-            # Not under the lock: it waits for the stream, on which there may be work that waits for another thread.
-            tables = made_to_share(partial(compute_tables, ordering), ordering.device)
-        let_go = []
-        with self._lock:
-            if key in self._captured:
-                return self._captured[key]
-            if key not in self._held:
-                self._held[key] = tables
-                self._positions += ordering.length
-            self._held.move_to_end(key)
-            tables = self._held[key]
-            # Asked of CUDA's tables alone: a build of torch without CUDA cannot answer.
-            if ordering.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._captured[key] = self._held.pop(key)
-                self._positions -= ordering.length
-            while self._positions > self.max_positions and len(self._held) > 1:
-                let_go.append(self._held.popitem(last=False))
-                self._positions -= let_go[-1][0][0].length
-        for device in {device for (_, device), _ in let_go}:  # not under the lock, as above
-            wait_for_readers(device)
-        return tables
-
-    def info(self) -> CacheInfo:
-        with self._lock:
-            held = len(self._held) + len(self._captured)
-            positions = self._positions + sum(ordering.length for ordering, _ in self._captured)
-            return CacheInfo(self._hits, self._misses, held, positions, self.max_positions)
-
-
-CACHE = TableCache(CACHED_POSITIONS)
+    """How often tables were found in the cache since the process began, and what it holds, its size in positions."""
+    return ordering_tables.cache_info()

@@ -1,13 +1,13 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import integer, integers
+from hilbert_lib.checks import grouped, integer, integers, one_of
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
@@ -34,8 +34,7 @@ class DilatedPattern:
     through each branch that it is in, to all positions of that branch in its own segment.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1.
-        dilation_rates: r of each branch, 1 to w. r need not divide w.
+        segment_lengths, dilation_rates: w of each branch in tokens, at least 1, and r, 1 to w; r need not divide w.
         offsets: the residue that KV head g of G takes in branch i: "head" g mod r (the paper), "head_block"
             g div ceil(G / r) (torchscale), "branch" i mod r (fkodom's package), "zero" 0.
         mixing: "softmax": one softmax over the multiset union of the branches' keys, which is the paper's
@@ -69,8 +68,8 @@ class DilatedPattern:
                 raise ValueError(f"segment_lengths must be at most 2^63 - 1, got {w}")
             if r > w:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
-        _check_choice("offsets", self.offsets, OFFSET_RULES)
-        _check_choice("mixing", self.mixing, MIXING_RULES)
+        one_of("offsets", self.offsets, OFFSET_RULES)
+        one_of("mixing", self.mixing, MIXING_RULES)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -111,8 +110,8 @@ class DilatedPattern:
 
     def branch_heads(self, branch: int, kv_heads: int) -> tuple[int, ...]:
         """The KV heads that use a branch: all, or the branch's group."""
-        branch, kv_heads = self._branch(branch), self.check_heads(kv_heads)
-        return tuple(g for g in range(kv_heads) if branch in self.head_branches(g, kv_heads))
+        branch = self._branch(branch)
+        return tuple(g for g in range(self.check_heads(kv_heads)) if branch in self.head_branches(g, kv_heads))
 
     def check_heads(self, kv_heads: int) -> int:
         """kv_heads as an int; raises ValueError where "head_groups" has fewer KV heads than branches."""
@@ -203,7 +202,7 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
         192
         """
-        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
         branches = range(len(self.branches))
         return heads // kv_heads * sum(self._branch_pairs(i, length, kv_heads, is_causal) for i in branches)
 
@@ -227,27 +226,20 @@ class DilatedPattern:
         element_size: int = 2,
         is_causal: bool = False,
     ) -> Work:
-        """Useful FLOP and bytes of one call, exactly: tails, offsets and the causal triangle counted.
+        """Useful FLOP and bytes of a call on `batch` sequences of `length` tokens, exactly: with tails and offsets.
 
-        Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2).
-
-        Args:
-            length: tokens in a sequence.
-            heads, kv_heads: query and KV heads, by default the same.
-            head_dim: size of one head.
-            batch: sequences.
-            element_size: bytes of an element of q, k, v and out; lse has 4, or 8 if these have.
-            is_causal: whether keys after the query are excluded.
+        Where all is aligned and not causal, flop_forward is 4 * batch * heads * N * d * sum_i(w_i / r_i^2). By default
+        there are as many KV heads as query heads. An element of q, k, v and out has element_size bytes, one of lse 4,
+        or 8 if these have.
 
         >>> DilatedPattern((4,), (2,)).work(8, heads=2, head_dim=16).flop_forward
         1024
         """
-        length, (heads, kv_heads) = integer("length", length, least=0), _grouped(heads, kv_heads)
+        length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
         head_dim, batch = integer("head_dim", head_dim, least=1), integer("batch", batch, least=0)
         element_size = integer("element_size", element_size, least=1)
         pairs = batch * self.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=is_causal)
-        alike = Counter(frozenset(self._used_branches(g, kv_heads)) for g in range(kv_heads))
-        kv_rows = batch * sum(count * _covered(length, residues) for residues, count in alike.items())
+        kv_rows = batch * sum(self.covered(length, g, kv_heads) for g in range(kv_heads))
         q_rows = kv_rows * (heads // kv_heads)
         row, lse = head_dim * element_size, max(4, element_size)
         all_q, all_kv = batch * length * heads, batch * length * kv_heads
@@ -263,11 +255,8 @@ class DilatedPattern:
         """The branches as a table: keys a query sees in each, and, for a length, segments, tail and share of the pairs.
 
         Keys are those of a whole segment (of the sequence, where it is shorter) for a head with the branch's smallest
-        offset; the tail is the length of a last segment that is shorter than the others.
-
-        Args:
-            length: tokens, or None for the columns that need none.
-            heads, kv_heads: query and KV heads; by default the same, and 1, or one a branch for "head_groups".
+        offset; the tail is the length of a last segment that is shorter than the others. There are as many KV heads as
+        heads by default, and 1, or one a branch for "head_groups".
 
         >>> print(DilatedPattern((4, 8), (1, 2)).describe(16, heads=2))
         offsets='head', mixing='softmax'
@@ -277,7 +266,7 @@ class DilatedPattern:
         """
         if heads is None and kv_heads is None:
             heads = len(self.branches) if self.mixing == "head_groups" else 1
-        _, kv_heads = _grouped(kv_heads if heads is None else heads, kv_heads)
+        _, kv_heads = grouped(kv_heads if heads is None else heads, kv_heads)
         length = None if length is None else integer("length", length, least=1)
         titles = ["branch", "segment_length", "dilation_rate", "r divides w", "keys"]
         titles += ["segments", "tail", "share of pairs"] if length is not None else []
@@ -300,6 +289,7 @@ def rows_in_segment(length: int, rate: int, offset: int) -> int:
     return max(0, -(-(length - offset) // rate))
 
 
+@lru_cache(maxsize=256)  # heads share their branches
 def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
     """How many positions below length are in one of these (segment length, dilation rate, offset) at least."""
     w, r, o = min(residues, key=lambda residue: residue[1])
@@ -322,23 +312,8 @@ def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
     return (whole * count(period) if whole else 0) + count(length % period)
 
 
-def _grouped(heads: int, kv_heads: int | None) -> tuple[int, int]:
-    heads = integer("heads", heads, least=1)
-    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
-    return heads, kv_heads
-
-
 def check_pattern(pattern: object) -> DilatedPattern:
     """The argument; TypeError unless it is a DilatedPattern."""
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     return pattern
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, one of {', '.join(allowed)}; got {value!r}")
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

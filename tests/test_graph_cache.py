@@ -6,18 +6,16 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hilbert_lib import ordering as ordering_tables
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.grid import neighbourhood_mask
 from hilbert_lib.attention.triton import decode, schedule
-from hilbert_lib.graph_cache import cached_for_graphs, made_to_share
-from hilbert_lib.ordering import Ordering
+from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
+from hilbert_lib.ordering import ordering_tables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CASES = [(CUDA, True, True), (CUDA, False, False), (CPU, True, False)]
@@ -75,21 +73,6 @@ def test_tables_are_let_go_of_when_no_stream_reads_them_any_more(device, streams
     assert [x for x in streams if x in (device, "let go")] == [device, "let go"][device is CPU :]
 
 
-@pytest.mark.parametrize("device", [CUDA, CPU])
-def test_tables_of_orderings_are_let_go_of_when_no_stream_reads_them_any_more(device, streams, monkeypatch):
-    monkeypatch.setattr(ordering_tables, "made_to_share", lambda build, device: Table())
-    cache = ordering_tables.TableCache(10)
-    orderings = [replace(Ordering.residue(length, 2), device=device) for length in (4, 6, 8)]
-    first, _ = (weakref.ref(cache.tables(each)) for each in orderings[:2])
-    cache.tables(orderings[0])
-    assert streams == []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: streams.append((device, first() is not None)))
-    cache.tables(orderings[2])  # beside which neither has room
-    assert streams == ([(CUDA, True)] if device is CUDA else [])
-    gc.collect()
-    assert first() is None
-
-
 def test_tables_of_a_gpu_are_made_on_the_stream_of_the_call_in_a_thread_that_no_pool_knows(streams):
     def build():
         streams.append("built")
@@ -137,5 +120,5 @@ threading.Thread(target=serve).start()
 
 
 def test_the_tables_of_kernels_and_masks_are_such():
-    for tables in (schedule.tables, decode._table, flex._masks, neighbourhood_mask):
-        assert tables.__code__ is cached_for_graphs()(lambda device: None).__code__
+    for tables in (ordering_tables, schedule.tables, decode._table, flex._masks, neighbourhood_mask):
+        assert isinstance(tables, GraphCache)

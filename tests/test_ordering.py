@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from math import ceil, sqrt
 
 import numpy as np
@@ -15,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hilbert_lib import ordering as ordering_tables
+from hilbert_lib import graph_cache
+from hilbert_lib import ordering as module
 from hilbert_lib.curves.coordinates import KINDS
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, ordering_cache_info
 
+CPU = torch.device("cpu")
 LENGTHS = st.integers(1, 500)
 CHUNKS = st.one_of(st.none(), st.integers(1, 600))
 ORDERINGS = st.one_of(
@@ -34,6 +36,12 @@ EXAMPLES = [
     Ordering.random(1000, 3),
     Ordering.linear(10),
 ]
+
+
+def small_cache():
+    """The cache of orderings, for 100 positions."""
+    made = module.ordering_tables.__wrapped__
+    return cached_for_graphs(100, size=lambda ordering, device: ordering.length)(made)
 
 
 @settings(max_examples=200)
@@ -113,14 +121,14 @@ def test_random_neither_reads_nor_moves_the_global_generator():
     torch.manual_seed(0)
     first = Ordering.random(501, seed=5).perm.clone()
     assert torch.equal(torch.rand(1), expected_next)
-    assert torch.equal(ordering_tables.compute_tables(Ordering.random(501, seed=5))[0], first)
+    assert torch.equal(module.ordering_tables.__wrapped__(Ordering.random(501, seed=5), CPU)[0], first)
     assert not torch.equal(Ordering.random(501, seed=6).perm, first)
 
 
 def test_a_default_device_elsewhere_leaves_the_tables_where_the_ordering_says(monkeypatch):
     for example in EXAMPLES:
         expected = example.perm.clone()
-        monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
+        monkeypatch.setattr(module, "ordering_tables", small_cache())
         with torch.device("meta"):
             assert torch.equal(example.perm, expected)
 
@@ -136,7 +144,7 @@ def test_an_ordering_serves_tensors_on_meta(example):
 
 
 def test_fake_tensors_neither_enter_nor_stop_the_cache(monkeypatch):
-    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
+    monkeypatch.setattr(module, "ordering_tables", small_cache())
     ordering = Ordering.from_curve("hilbert", 10)
     with FakeTensorMode():
         assert ordering.apply(torch.empty(3, 10), 1).shape == (3, 10)
@@ -229,65 +237,63 @@ def use(*orderings):
 
 
 def test_the_cache_is_bounded_by_positions_and_drops_the_least_recently_used(monkeypatch):
-    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
+    monkeypatch.setattr(module, "ordering_tables", small_cache())
     old, used, new = Ordering.linear(40), Ordering.linear(41), Ordering.linear(42)
     use(old, used, old, new)  # which leaves `used` the oldest
     info = ordering_cache_info()
-    assert (info.hits, info.misses, info.orderings, info.positions) == (1, 3, 2, 82)
+    assert (info.hits, info.misses, info.held, info.size) == (1, 3, 2, 82)
     use(old, used)
     assert ordering_cache_info().hits == 2
     assert ordering_cache_info().misses == 4
 
 
 def test_an_ordering_larger_than_the_bound_is_kept_until_the_next(monkeypatch):
-    monkeypatch.setattr(ordering_tables, "CACHE", ordering_tables.TableCache(max_positions=100))
+    monkeypatch.setattr(module, "ordering_tables", small_cache())
     large = Ordering.linear(1000)
     use(large, large, Ordering.linear(5))
     info = ordering_cache_info()
-    assert (info.hits, info.misses, info.orderings, info.positions) == (1, 2, 1, 5)
+    assert (info.hits, info.misses, info.held, info.size) == (1, 2, 1, 5)
 
 
 def test_tables_that_a_cuda_graph_captures_are_never_dropped_and_leave_the_bound_to_the_others(monkeypatch):
-    made, cpu = ordering_tables.compute_tables, torch.device("cpu")
-    monkeypatch.setattr(ordering_tables, "compute_tables", lambda ordering: made(replace(ordering, device=cpu)))
-    monkeypatch.setattr(ordering_tables, "made_to_share", lambda build, device: build())
-    monkeypatch.setattr(ordering_tables, "wait_for_readers", lambda device: None)
-    cache = ordering_tables.TableCache(max_positions=100)
-    captured, *others = (Ordering("linear", n, device=torch.device("cuda", 0)) for n in (1000, 40, 41, 42))
+    monkeypatch.setattr(graph_cache, "made_to_share", lambda build, device: object())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    read = cache.tables(captured)  # by a first call, before the capture
+    cache, device = small_cache(), torch.device("cuda", 0)
+    captured, *others = (Ordering.linear(n) for n in (1000, 40, 41, 42))
+    read = cache(captured, device)  # by a first call, before the capture
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cache.tables(captured) is read
+    assert cache(captured, device) is read
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for ordering in others:
-        cache.tables(ordering)
-    assert cache.tables(captured) is read
-    assert cache.info() == (2, 4, 3, 1000 + 41 + 42, 100)
+        cache(ordering, device)
+    assert cache(captured, device) is read
+    assert cache.cache_info() == (2, 4, 3, 1000 + 41 + 42, 100)
 
 
-def test_tables_are_made_while_others_are_found(monkeypatch):
-    cache, known, new = ordering_tables.TableCache(max_positions=100), Ordering.linear(5), Ordering.linear(6)
-    cache.tables(known)
-    made = ordering_tables.compute_tables
+def test_tables_are_made_while_others_are_found():
+    known, new = Ordering.linear(5), Ordering.linear(6)
 
-    def make(ordering):
-        finder = threading.Thread(target=cache.tables, args=[known], daemon=True)
-        finder.start()
-        finder.join(20.0)
-        assert not finder.is_alive()
-        return made(ordering)
+    def make(ordering, device):
+        if ordering == new:
+            finder = threading.Thread(target=cache, args=[known, CPU], daemon=True)
+            finder.start()
+            finder.join(20.0)
+            assert not finder.is_alive()
+        return ordering
 
-    monkeypatch.setattr(ordering_tables, "compute_tables", make)
-    cache.tables(new)
-    assert cache.info() == (1, 2, 2, 11, 100)
+    cache = cached_for_graphs(100, size=lambda ordering, device: ordering.length)(make)
+    assert cache(known, CPU) is known
+    cache(new, CPU)
+    assert cache.cache_info() == (1, 2, 2, 11, 100)
 
 
 def test_tables_elsewhere_than_on_cuda_are_not_kept_by_a_capture(monkeypatch):
-    cache = ordering_tables.TableCache(max_positions=100)
+    cache = small_cache()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for n in (60, 61):
-        cache.tables(Ordering.linear(n))
-    assert cache.info().orderings == 1
+        cache(Ordering.linear(n), CPU)
+    assert cache.cache_info().held == 1
 
 
 @pytest.mark.parametrize(
@@ -309,8 +315,8 @@ def test_tables_elsewhere_than_on_cuda_are_not_kept_by_a_capture(monkeypatch):
         (lambda: Ordering.linear(torch.tensor(4)), TypeError, "length must be an integer"),
         (lambda: Ordering.from_curve("linear", 4), ValueError, "kind must be one of hilbert.*'linear'"),
         (lambda: Ordering.from_curve("tile", 4, grid=(2, 2, 1, 1)), ValueError, "grid must have 2 or 3 sides"),
-        (lambda: Ordering("hilbret", 4), ValueError, "kind must be one of hilbert.*random, linear, got 'hilbret'"),
-        (lambda: Ordering(["hilbert"], 4), ValueError, "kind must be one of"),
+        (lambda: Ordering("hilbret", 4), ValueError, "kind must be one of hilbert.*random, linear; got 'hilbret'"),
+        (lambda: Ordering(["hilbert"], 4), TypeError, "kind must be a string, one of"),
         (lambda: Ordering("hilbert", 0), ValueError, "length must be .* at least 1, got 0"),
         (lambda: Ordering("hilbert", 4, grid=(1, 2)), ValueError, "grid must hold 4 positions"),
         (lambda: Ordering("linear", 4, chunk=2), ValueError, "chunk must be None for kind 'linear', got 2"),

@@ -1,9 +1,10 @@
 """Pairs of calls: each held against float64, against each other, timed in turn, recorded as soon as they are known."""
 
+import gc
 import json
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hilbert_lib.lab.sweep import Kept, sweep
 from hilbert_lib.lab.timing import Case, Comparison, Measurement, compare_paired, measure
-from hilbert_lib.limits.device_memory import begin_peak, old_objects_apart
+from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
@@ -310,3 +311,22 @@ def _line(record: dict) -> str:
         for side, within in zip(sides, launches, strict=True)
     )
     return line + (f", ratio {record['ratio']:.3f}" if "ratio" in record else "")
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """Inside, garbage collections skip objects that were made before: with torch's compiler loaded, one collection of
+    all takes longer than a short call. Cycles of older objects are freed by a later collection.
+
+    Objects that somebody has frozen before (`gc.freeze`) stay so, and none are added.
+    """
+    # More than half of them: from Python 3.12 on each collection freezes the immortal objects that it meets.
+    if gc.get_freeze_count() > len(gc.get_objects()):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

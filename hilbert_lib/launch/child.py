@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -41,7 +42,7 @@ def main() -> None:
             threading.Thread(target=_end_with_caller, daemon=True).start()
     except (OSError, RuntimeError) as error:  # no memory, processes or threads are left to start it with
         print(json.dumps({"refused": str(error)}), flush=True)
-        _kill_all_below()
+        kill_all_below()
         return
     if worker == 0:
         # If the supervisor is killed, and its caller too, nobody else is left to end the worker.
@@ -70,7 +71,7 @@ def _ask_linux(option: int, value: int) -> None:
 def _end_with_caller() -> None:
     # The caller keeps this pipe open until it wants the end; if it is killed, nothing stays behind.
     os.read(sys.stdin.fileno(), 1)
-    _kill_all_below()
+    kill_all_below()
     time.sleep(END_SECONDS)  # in which this process ends, unless it waits for one that could not be killed
     os._exit(1)
 
@@ -80,13 +81,14 @@ def _end_all_below(grace: float) -> None:
     with contextlib.suppress(ChildProcessError):  # none is left
         while (passed := time.monotonic() - start) < grace + END_SECONDS:
             if passed >= grace:
-                _kill_all_below()
+                kill_all_below()
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(POLL_SECONDS)
 
 
-def _kill_all_below() -> None:
+def kill_all_below() -> None:
+    """Kill all that this process started, and all that those started."""
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             each.kill()
@@ -105,17 +107,26 @@ def _run(order: dict) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        module, function = order["target"].split(":")
-        target = getattr(importlib.import_module(module), function)
+        target = function_of(order["target"])
         _limit_memory(order["host_bytes"], order["gpu_share"], order["device"])
         for record in target(*order["arguments"]) or ():
             print(json.dumps({"record": record}), file=results, flush=True)
     except Exception as error:
         resource.setrlimit(resource.RLIMIT_AS, before)  # reporting takes memory too
         traceback.print_exc()
-        report = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
-        print(json.dumps({"error": report}), file=results, flush=True)
+        print(json.dumps(report_of(error)), file=results, flush=True)
         sys.exit(1)
+
+
+def function_of(target: str) -> Callable:
+    """The function of "module:function", imported."""
+    module, function = target.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def report_of(error: BaseException) -> dict:
+    """What `isolated.diagnosis` judges an error by."""
+    return {"error": {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}}
 
 
 def _limit_memory(host_bytes: int | None, gpu_share: float | None, device: str) -> None:

@@ -112,7 +112,9 @@ class ProgressiveTester:
         checker = MemorySafetyChecker(self.config, self.device)
         rows, length, seconds, before = [], start_len, 0.0, start_len
         while True:
-            predicted, room = _bytes(length, estimate(length)), checker.room()
+            predicted, room = estimate(length), checker.room()
+            if not (size := checks.number(f"estimate({length})", predicted)) >= 0:
+                raise ValueError(f"estimate({length}) must be at least 0, got {size}")
             expected = seconds * (length / before) ** 2
             fits, reason = checker.check_memory_available(predicted / GB)
             if fits and expected > self.config.max_seconds:
@@ -154,10 +156,3 @@ class ProgressiveTester:
     def _attention_bytes(self, length: int) -> int:
         sizes = {"length": length, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": self._dtype}
         return estimate_memory(PATTERN, device=self.device, **sizes).total
-
-
-def _bytes(length: int, predicted: object) -> float:
-    size = checks.number(f"estimate({length})", predicted)
-    if not size >= 0:
-        raise ValueError(f"estimate({length}) must be at least 0, got {size}")
-    return predicted

@@ -5,7 +5,6 @@ torchrun --nnodes 2 ... -m hilbert_lib.launch.worker_main MODULE:FUNCTION --argu
 
 import argparse
 import faulthandler
-import importlib
 import json
 import math
 import os
@@ -18,11 +17,11 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from hilbert_lib.files import write_whole
+from hilbert_lib.launch.child import function_of, kill_all_below, report_of
 from hilbert_lib.machine import prepare_kernels
 
 AGENT = "HILBERT_AGENT"  # environment variable with the number of the process whose end ends the ranks
@@ -80,8 +79,7 @@ def main() -> None:
     except (Exception, SystemExit) as error:
         # Not in torchrun's own error file: torchrun fails where its signal cuts one off.
         traceback.print_exc()
-        report = {"type": type(error).__name__, "message": str(error), "errno": getattr(error, "errno", None)}
-        write_whole(result_file(results, rank), json.dumps({"error": report, "time": time.time()}))
+        write_whole(result_file(results, rank), json.dumps(report_of(error) | {"time": time.time()}))
         time.sleep(TELL_SECONDS)
         os._exit(1)  # an orderly end would wait for the collectives that the others still owe
 
@@ -98,9 +96,8 @@ def beat_file(folder: Path, rank: int) -> Path:
 
 def _call(asked: argparse.Namespace, path: Path) -> None:
     prepare_kernels()
-    module, function = asked.target.split(":")
     os.environ[IMPORTING] = asked.target
-    function = getattr(importlib.import_module(module), function)
+    function = function_of(asked.target)
     del os.environ[IMPORTING]
     order = {} if asked.arguments is None else json.loads(asked.arguments.read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -138,10 +135,8 @@ def _live(path: Path) -> None:
         with suppress(OSError):  # the folder is gone, or its disk
             os.utime(path, (time.time(),) * 2)  # by this machine's clock, not by a file server's
         time.sleep(BEAT_SECONDS)
-    process = psutil.Process()
-    for each in [*process.children(recursive=True), process]:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
+    kill_all_below()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from hilbert_lib.checks import integer, positive
+from hilbert_lib import checks
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.isolated import LAST_LINES, diagnosis, run_isolated, runs
 from hilbert_lib.launch.worker_main import AGENT, BACKENDS, IMPORTING, STALL_SECONDS, beat_file, result_file
@@ -89,16 +89,15 @@ def run_ranks(
         raise RuntimeError(
             f"run_ranks was called while a rank imports {importing!r}: put the call under if __name__ == '__main__'"
         )
-    ranks = integer("ranks", ranks, least=1)
+    ranks = checks.integer("ranks", ranks, least=1)
     gpus = torch.cuda.device_count()
     backend = ("nccl" if gpus else "gloo") if backend is None else backend
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    checks.one_of("backend", backend, BACKENDS)
     if backend == "nccl" and ranks > gpus:
         raise ValueError(f"ranks must be at most {gpus} with nccl, one for each GPU, got {ranks}")
     if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
         raise ValueError(f"target must be 'module:function', got {target!r}")
-    seconds, stall_seconds = positive("seconds", seconds), positive("stall_seconds", stall_seconds)
+    seconds, stall_seconds = checks.positive("seconds", seconds), checks.positive("stall_seconds", stall_seconds)
     try:
         text = json.dumps(dict(arguments or {}))
     except (TypeError, ValueError):

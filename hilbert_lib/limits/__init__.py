@@ -1,7 +1,6 @@
 """Memory and time: limits, predictions, and a watch while something runs.
 
 config        the limits, from arguments, the environment, a file
-device_memory where the count of a peak begins on a GPU
 memory        free memory, whether a need fits, the peak of a call
 estimate      the memory of an attention call, predicted
 watch         memory and temperature during a run, which is ended at a limit

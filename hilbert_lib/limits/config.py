@@ -3,12 +3,10 @@
 import math
 import os
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from hilbert_lib.checks import number
+from hilbert_lib.checks import nearest, number
 
 PREFIX = "HILBERT_SAFETY_"
 LONGEST_SECONDS = 10**8  # the system's clocks end before infinity
@@ -75,9 +73,14 @@ class SafetyConfig:
             raise ValueError(f"{path} must be a TOML file: {error}") from error
         variables = {name: text for name, text in os.environ.items() if name.startswith(PREFIX)}
         attributes = {PREFIX + name.upper(): name for name in _ALLOWED}
-        _check_names(in_file, list(_ALLOWED), f"keys of {path}")
-        _check_names(variables, list(attributes), "variables")
-        _check_names(overrides, list(_ALLOWED), "arguments")
+        for what, found, known in (
+            (f"{path} has no key", in_file, _ALLOWED),
+            ("there is no variable", variables, attributes),
+            ("SafetyConfig.load has no argument", overrides, _ALLOWED),
+        ):
+            for name in found:
+                if name not in known:
+                    raise ValueError(f"{what} {name!r}{nearest(name, known)}")
         limits = {name: _checked(name, value, f"{path}: {name}") for name, value in in_file.items()}
         for variable, text in variables.items():
             try:
@@ -85,8 +88,7 @@ class SafetyConfig:
             except ValueError:
                 raise ValueError(f"{variable} must be a number, got {text!r}") from None
             limits[attributes[variable]] = _checked(attributes[variable], value, variable)
-        limits |= {name: value for name, value in overrides.items() if value is not None}
-        return cls(**limits)
+        return cls(**limits | {name: value for name, value in overrides.items() if value is not None})
 
 
 def config_or_default(config: object) -> SafetyConfig:
@@ -105,10 +107,3 @@ def _checked(name: str, value: object, called: str) -> float:
         high = f" and at most {most}" if most < math.inf else " and finite"
         raise ValueError(f"{called} must be {low} {least}{high}, got {value}")
     return value
-
-
-def _check_names(found: Iterable[str], allowed: list[str], what: str) -> None:
-    for name in found:
-        if name not in allowed:
-            (nearest,) = get_close_matches(name, allowed, n=1, cutoff=0.0)
-            raise ValueError(f"{what} must be of {', '.join(allowed)}; got {name!r}: did you mean {nearest!r}?")

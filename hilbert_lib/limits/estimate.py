@@ -81,9 +81,8 @@ def estimate_memory(
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
         backend, is_causal, dropout_p: as `dilated_attention` takes them.
-        has_key_padding: whether there is a key_padding_mask.
-        has_kv_ordering: whether k and v are stored in a kv_ordering; a backend that cannot read through it keeps
-            gathered copies of both for the backward.
+        has_key_padding, has_kv_ordering: whether there is such an argument; a backend that cannot read through an
+            ordering keeps gathered copies of k and v for the backward.
         queries: rows of q, the last positions (decoding); by default all.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
@@ -98,16 +97,12 @@ def estimate_memory(
     workspace: temporary          88.2 MiB
     total                        120.5 MiB
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}; got {direction!r}")
+    checks.one_of("direction", direction, DIRECTIONS)
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
     checks.boolean("has_kv_ordering", has_kv_ordering)
     device = device_or_default(device)
-    length, heads = checks.integer("length", length, least=1), checks.integer("heads", heads, least=1)
-    kv_heads = heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads must divide heads {heads}, got {kv_heads}")
+    length, (heads, kv_heads) = checks.integer("length", length, least=1), checks.grouped(heads, kv_heads)
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
     batch = checks.integer("batch", batch, least=1)
@@ -116,7 +111,7 @@ def estimate_memory(
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
     asked = {"pattern": pattern, "is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
-    backend = _serving(q, k, padding, device, backend, direction, asked)
+    backend = _serving(q, k, padding, device, backend, direction == "backward", asked)
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
     is_gathered = has_kv_ordering and not BACKENDS[backend].reads_orderings
     slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
@@ -129,8 +124,11 @@ def estimate_memory(
     if direction == "backward":
         inputs |= {"dout": q.nbytes, **outputs}
         outputs = {"dq, dk, dv": q.nbytes + 2 * k.nbytes}
-    given = (q, k, k) if direction == "forward" else (q, q, k, k, q, lse)
-    workspace = _workspace(given, call, backend, direction, device, sum(outputs.values()))
+    given, returned = (q, k, k) if direction == "forward" else (q, q, k, k, q, lse), sum(outputs.values())
+    own = BACKENDS[backend].workspace
+    workspace = own(given, call, direction, device, returned) if own else None
+    if workspace is None:
+        workspace = {"temporary": _traced(given, call, backend, direction, device) - returned}
     if is_gathered and direction == "forward":
         workspace["k, v in sequence order"] = 2 * k.nbytes
     elif is_gathered:
@@ -138,23 +136,22 @@ def estimate_memory(
         # dk is put back when the rest of the workspace is free again, and dv when the first dk is.
         workspace["dk or dv put back"] = max(0, k.nbytes - sum(workspace.values()))
     return MemoryEstimate(
-        {**inputs, **outputs, **{f"workspace: {name}": size for name, size in workspace.items()}},
+        inputs | outputs | {f"workspace: {name}": size for name, size in workspace.items()},
         sum(inputs.values()),
-        sum(outputs.values()),
+        returned,
         sum(workspace.values()),
     )
 
 
 def _serving(
-    q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, direction: str, asked: dict
+    q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, gradient: bool, asked: dict
 ) -> str:
-    """The backend that would run, asked with stand-ins of one element."""
+    """The backend that would run, asked with stand-ins of one element; without a device, the one that is named."""
     # A GPU that is not here cannot be asked: there "reference" checks sizes, dtype and pattern.
     is_absent = device.type == "cuda" and not torch.cuda.is_available()
     if is_absent and backend not in BACKENDS:
         raise ValueError(f"backend must be named where there is no GPU to ask, {', '.join(BACKENDS)}; got {backend!r}")
     place, name = ("cpu", "reference") if is_absent else (device, backend)
-    gradient = direction == "backward"
     needs = {"dtype": q.dtype, "device": place, "requires_grad": gradient and q.dtype.is_floating_point}
     q, k = (torch.empty(1, **needs).expand(x.shape) for x in (q, k))
     mask = None if padding is None else torch.zeros(1, dtype=torch.bool, device=place).expand(padding.shape)
@@ -165,14 +162,6 @@ def _serving(
     if not explanation.chosen:
         raise ValueError(f"backend={backend!r} {explanation.reasons[backend]}")
     return explanation.chosen
-
-
-def _workspace(
-    given: tuple[Tensor, ...], call: Call, backend: str, direction: str, device: torch.device, returned: int
-) -> dict[str, int]:
-    own = BACKENDS[backend].workspace
-    found = own(given, call, direction, device, returned) if own else None
-    return {"temporary": _traced(given, call, backend, direction, device) - returned} if found is None else found
 
 
 class _Alive(TorchDispatchMode):
@@ -217,6 +206,7 @@ def _inside(operator: torch._ops.OpOverload, args: tuple) -> int:
 
 
 def _traced(given: tuple[Tensor, ...], call: Call, backend: str, direction: str, device: torch.device) -> int:
+    """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = BACKENDS[backend].functions(device)[DIRECTIONS.index(direction)]
     others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
     with torch.no_grad(), _Alive([*given, *others], device) as alive:

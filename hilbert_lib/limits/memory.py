@@ -13,7 +13,6 @@ import torch
 
 from hilbert_lib import checks
 from hilbert_lib.limits.config import SafetyConfig, config_or_default
-from hilbert_lib.limits.device_memory import begin_peak
 
 GB = 2**30
 CGROUPS = Path("/sys/fs/cgroup")
@@ -70,15 +69,8 @@ class MemorySafetyChecker:
     def check_memory_available(self, required_gb: float) -> tuple[bool, str]:
         """Whether so much more fits on the device, and why. On a GPU the host's limits count too.
 
-        Args:
-            required_gb: in units of 2^30 bytes, at least 0.
-
-        Returns:
-            Whether it fits; and a sentence with what is required, what is available and the limit that decides.
-
-        Raises:
-            TypeError: if required_gb is no number.
-            ValueError: if it is below 0 or NaN.
+        The reason is a sentence with what is required, what is available and the limit that decides. Raises TypeError
+        if required_gb, in units of 2^30 bytes, is no number, ValueError if it is below 0 or NaN.
         """
         required_gb = checks.number("required_gb", required_gb)
         if not required_gb >= 0:
@@ -173,6 +165,19 @@ def measure_peak(run: Callable[[], object], device: object = None) -> int:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def begin_peak(device: torch.device) -> int:
+    """Free what earlier calls left on a CUDA device, reset its peak, and return the bytes still allocated."""
+    gc.collect()  # what torch.compile leaves in cycles holds a call's inputs
+    # The thread that runs a device's backward passes holds the results of the last one until it is scheduled again,
+    # which a busy host delays; a backward of an empty tensor ends that.
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing * 1, nothing, nothing.detach())
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _measure_cpu_peak(run: Callable[[], object]) -> int:

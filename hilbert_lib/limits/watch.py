@@ -40,8 +40,8 @@ class Watcher:
     """Watches memory, temperature and time while a block runs, and ends the run at the first limit that is passed.
 
     By default it kills the watched process and all that it started. If that is this process, it interrupts the main
-    thread instead, and the block raises LimitReachedError: Python code and waiting stop at once, an import stays half
-    done. A call that never returns to Python cannot be interrupted: run it in a process of its own.
+    thread instead, and the block raises LimitReachedError. A call that never returns to Python cannot be interrupted:
+    run it in a process of its own.
 
     Args:
         config: the limits; by default as `SafetyConfig.load` finds them.

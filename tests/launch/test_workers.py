@@ -17,8 +17,8 @@ import torch
 
 from hilbert_lib.launch.workers import RankError, run_ranks
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", README, re.S | re.M)
+PAGE = (Path(__file__).parents[2] / "docs/several_gpus.md").read_text()
+BLOCKS = re.findall(r"^```(?:python|bash)\n(.*?)^```", PAGE, re.S | re.M)
 # A cluster of so many machines as SLURM_NNODES says, all of them this one.
 SRUN = """
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -59,7 +59,7 @@ def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, 
     [
         ({"target": "faulty_ranks"}, "target must be 'module:function', got 'faulty_ranks'"),
         ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
-        ({"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
+        ({"backend": "mpi"}, "backend must be one of gloo, nccl; got 'mpi'"),
         ({"backend": "nccl", "ranks": 10**6}, "ranks must be at most [0-9]+ with nccl, one for each GPU, got 1000000"),
         ({"target": 3}, "target must be 'module:function', got 3"),
         ({"seconds": 0}, "seconds must be finite and above 0, got 0"),
@@ -86,7 +86,7 @@ def block(text):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Runs a script of the README as a job whose commands are this checkout's; what it printed."""
+    """Runs a script of the page as a job whose commands are this checkout's; what it printed."""
     commands = {
         "bin/srun": SRUN,
         "bin/scontrol": "echo localhost",
@@ -120,7 +120,7 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_the_job_of_the_readme_runs_one_group_over_all_machines(job, machines):
+def test_the_pages_job_runs_one_group_over_all_machines(job, machines):
     script = block("--job-name=ring").replace("16777216", "256").replace("29400", str(free_port()))
     assert script.count("256") == 1
     job(script, NNODES=machines, GPUS_ON_NODE=3 - machines, JOB_ID=1, JOB_NODELIST="both")
@@ -128,7 +128,7 @@ def test_the_job_of_the_readme_runs_one_group_over_all_machines(job, machines):
     assert results == [{"result": [1, 128, 8, 64]}] * 2
 
 
-def test_the_call_of_the_readme_returns_one_value_a_rank(job, monkeypatch):
+def test_the_pages_call_returns_one_value_a_rank(job, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     names = {}
@@ -136,7 +136,7 @@ def test_the_call_of_the_readme_returns_one_value_a_rank(job, monkeypatch):
     assert names["shapes"] == [[1, 128, 8, 64]] * 2
 
 
-def test_a_job_of_the_readmes_array_takes_its_share_of_the_points(job):
+def test_a_job_of_the_pages_array_takes_its_share(job):
     printed = job(block("--array"), NNODES=1, ARRAY_TASK_ID=2, ARRAY_TASK_COUNT=2)
     assert printed.splitlines()[-1] == "2 of 4 to run"
 

@@ -238,7 +238,7 @@ def test_a_point_is_predicted_with_all_that_its_process_holds(monkeypatch, backe
         ({"backend": "fast"}, "backend must be one of"),
         ({"queries": 2000}, "queries must be an integer from 1 to 1024"),
         ({"length": 0}, "length must be"),
-        ({"kv_heads": 3}, "kv_heads must divide heads 4, got 3"),
+        ({"kv_heads": 3}, r"kv_heads must divide heads \(4\), got 3"),
         ({"device": "cuda", "backend": "auto"}, "backend must be named"),
         *(
             ({"device": "cuda", "backend": name, "dtype": dtype, **options}, f"backend='{name}' cannot serve: {words}")

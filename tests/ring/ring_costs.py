@@ -12,7 +12,7 @@ from ring_ranks import device, inputs
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.sweeps import ring as benchmarks
-from hilbert_lib.limits.device_memory import begin_peak
+from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring

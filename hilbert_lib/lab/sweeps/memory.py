@@ -32,8 +32,8 @@ from hilbert_lib.lab.pairs import (
 from hilbert_lib.lab.sweep import sweep as measured
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
-from hilbert_lib.limits.device_memory import begin_peak
-from hilbert_lib.ordering import Ordering, compute_tables
+from hilbert_lib.limits.memory import begin_peak
+from hilbert_lib.ordering import Ordering, ordering_tables
 from hilbert_lib.pattern import DilatedPattern
 
 Calls = Callable[[int], Results]
@@ -339,7 +339,8 @@ def _build_and_find(what: str, pattern: DilatedPattern, length: int, heads: int,
         tables = partial(_schedule_tables, pattern, length, heads, device)
         return partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables
     ordering = Ordering.from_curve("hilbert", length).to(device)
-    return partial(compute_tables, ordering), lambda: (ordering.perm, ordering.inverse, ordering.slots(ordering.device))
+    build = partial(ordering_tables.__wrapped__, ordering, ordering.device)
+    return build, lambda: (ordering.perm, ordering.inverse, ordering.slots(ordering.device))
 
 
 def _schedule_tables(

@@ -20,7 +20,7 @@ from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
 from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
 from hilbert_lib.lab.sweeps.ring_trace import exchange_of
 from hilbert_lib.launch.workers import run_ranks
-from hilbert_lib.limits.device_memory import begin_peak
+from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention

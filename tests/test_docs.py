@@ -1,0 +1,89 @@
+"""What the pages of docs/ say can be done, is done here."""
+
+import itertools
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hilbert_lib import DilatedAttention, DilatedPattern, Ordering, run_ranks
+from hilbert_lib.cli.main import main
+
+DOCS = Path(__file__).parents[1] / "docs"
+NAMES = (DOCS / "names.md").read_text()
+SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", NAMES.split("## Their scripts")[0], re.M)
+SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
+RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (DOCS / "recipes.md").read_text(), re.M | re.S))
+COMMANDS = re.findall(
+    r"^\.venv/bin/hilbert ((?:run|sweep|plan|bench).*?)(?:  +#.*)?$",
+    "".join(page.read_text() for page in sorted(DOCS.glob("*.md"))),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("title", [title for title, text in RECIPES.items() if "```python" in text])
+def test_every_recipe_runs(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", RECIPES[title], re.S)
+    exec(code, {"__name__": title})
+
+
+def test_every_ring_of_the_documents_names_equals_the_oracle_on_two_ranks():
+    calls = [call for _, call in SEED_NAMES if call.startswith("RingDilatedAttention(")]
+    assert len(calls) == 6
+    asked = {"calls": [["calls_of_the_documents", {"calls": calls, "segment_length": 16}]]}
+    for (differences,) in run_ranks("ring_ranks:run", 2, asked):
+        assert len(differences) == len(calls)
+        assert max(differences) < 1e-5, dict(zip(calls, differences, strict=True))
+
+
+@pytest.mark.parametrize("call", [call for _, call in SEED_NAMES if call.startswith("DilatedAttention(")])
+def test_every_module_of_the_documents_names_equals_the_oracle(call):
+    if "triton" in call:
+        pytest.importorskip("triton")
+    pattern = DilatedPattern((16, 32), (1, 2), mixing="head_groups")
+    names = {"DilatedAttention": DilatedAttention, "Ordering": Ordering, "partial": partial, "pattern": pattern}
+    made = eval(call, names)
+    assert made.kv_ordering(32) != Ordering.linear(32)
+    q, k, v = torch.randn(3, 1, 32, 2, 16).unbind()
+    torch.testing.assert_close(made(q, k, v), oracle.attention(q, k, v, pattern)[0].float())
+
+
+def test_the_order_of_the_documents_mixin_is_a_hilbert_curve_and_is_undone():
+    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
+    order = eval(call, {"Ordering": Ordering, "length": 64})
+    x = torch.randn(2, 64, 3)
+    assert torch.equal(order.undo(order.apply(x, dim=1), dim=1), x)
+    cells = [divmod(position, 8) for position in order.perm.tolist()]
+    assert sorted(cells) == [(row, col) for row in range(8) for col in range(8)]
+    assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in itertools.pairwise(cells))
+    quarters = [(row // 4, col // 4) for row, col in cells]
+    assert len([key for key, _ in itertools.groupby(quarters)]) == 4, "each quarter is visited whole"
+
+
+@pytest.mark.parametrize("n", [16, 20, 256])
+def test_their_mapping_is_our_snake(n):
+    (call,) = re.findall(r"`create_hilbert_mapping\(n\)` \| `(.*?)`", NAMES)
+    side = math.ceil(math.sqrt(n))
+    rows = [list(range(row * side, min(n, (row + 1) * side)))[:: -1 if row % 2 else 1] for row in range(side)]
+    assert eval(call, {"Ordering": Ordering, "n": n}).tolist() == list(itertools.chain(*rows))
+
+
+def test_every_name_of_the_documents_is_there():
+    assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9  # 6 + 2 + 1 of the tests above
+    assert len(SCRIPTS) == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS + [command for _, command in SCRIPTS])
+def test_every_command_of_the_pages_is_understood(command, monkeypatch):
+    monkeypatch.chdir(DOCS.parent)
+    if "--help" not in command and not command.startswith("plan"):
+        command += " --dry-run"
+    done = CliRunner().invoke(main, command.split())
+    assert done.exit_code == 0, done.output
