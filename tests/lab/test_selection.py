@@ -116,14 +116,11 @@ def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
 
 
-def test_a_comparison_with_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):
-        next(selection.pairs([], attend, ["eager", "fast"]))
-
-
-def test_candidates_are_neither_the_reference_nor_interpreted_kernels():
+def test_candidates_are_backends_but_neither_the_reference_nor_interpreted():
     work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
     assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]
+    with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):
+        next(selection.pairs([], attend, ["eager", "fast"]))
 
 
 @pytest.mark.parametrize("queries", [0, 2])
@@ -191,17 +188,3 @@ def test_the_command_shows_what_it_measured_and_cannot_keep(place):
     assert done.exit_code == 1
     assert done.output.startswith("64  ")
     assert f"measured, but not kept: {place}: File exists" in done.output
-
-
-def test_the_command_refuses_a_variable_of_no_limit_before_it_measures(place, monkeypatch):
-    monkeypatch.setenv("HILBERT_SAFETY_MAX_SECOND", "3")
-    done = CliRunner().invoke(main, ["bench", "backends", "--lengths", "64"])
-    assert done.exit_code == 2
-    assert "did you mean 'HILBERT_SAFETY_MAX_SECONDS'?" in " ".join(done.output.split())
-
-
-def test_the_command_refuses_what_no_pattern_can_be(place):
-    done = CliRunner().invoke(main, ["bench", "backends", "--segment-lengths", "8", "--dilation-rates", "16"])
-    assert done.exit_code == 2
-    assert "dilation" in done.output
-    assert not place.exists()

@@ -4,20 +4,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from math import prod
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.committed import committed_records, records_to_draw  # noqa: F401  notebooks 07 to 09 ask here
 from hilbert_lib.lab.pairs import Results, Side, relative_difference
 from hilbert_lib.lab.workload import Workload
-from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -131,43 +128,6 @@ def _stored_side(work: Workload, name: str, ordering: Ordering | None, attend: C
     return work.side(name, lambda q, k, v, work: attend(q, *stored(), work, ordering), **about)
 
 
-def curves(shapes: Sequence[Sequence[int]], *, device: torch.device) -> Pairs:
-    """The Hilbert curve of grids, decoded and encoded, beside a copy that reads and writes as many bytes.
-
-    Encoding ends with a wait for the host's check; "no wait" is all but that. The error is the share of cells that do
-    not come back from a round trip.
-    """
-    for shape in map(tuple, shapes):
-        yield from _decode_and_encode(shape, device)
-
-
-def _decode_and_encode(shape: tuple[int, ...], device: torch.device) -> Pairs:
-    places = prod(shape)
-    coordinates = cache(lambda: curve_coordinates("hilbert", shape, device=device))
-
-    def encode_unread() -> Results:
-        from hilbert_lib.curves import kernels
-
-        return (kernels.index_unread(coordinates(), shape)[0],)
-
-    def lost(results: Results) -> float:
-        (found,) = results
-        index = found if found.ndim == 1 else curve_index("hilbert", found, shape)
-        return (index != torch.arange(places, device=device)).double().mean().item()
-
-    calls = {
-        ("decode", "hilbert curve"): lambda: (curve_coordinates("hilbert", shape, device=device),),
-        ("encode", "hilbert curve"): lambda: (curve_index("hilbert", coordinates(), shape),),
-    }
-    if kernel_mode() == ("compiled" if device.type == "cuda" else "interpreted"):
-        calls["encode", "hilbert curve, no wait"] = encode_unread
-    for (direction, name), run in calls.items():
-        parameters = {"sweep": "curves", "shape": " x ".join(map(str, shape)), "direction": direction}
-        # Decoding writes the cells; encoding reads them and writes their places.
-        moved = 8 * places * (len(shape) if direction == "decode" else len(shape) + 1)
-        yield _copy(moved, parameters, device), Side(name, parameters, run, lost, useful_bytes=moved)
-
-
 def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> Iterator[tuple[Side]]:
     """What this device can do at best: a copy, and an n x n x n product in bfloat16.
 
@@ -176,37 +136,32 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
         device: where to compute.
     """
     parameters = {"sweep": "ceilings"}
-    yield (_copy(copied_bytes, {**parameters, "bytes": copied_bytes}, device),)
     n = matrix_side
-    matrices = cache(lambda: torch.randn(2, n, n, device=device, dtype=torch.bfloat16))
 
-    def product_of() -> Results:
-        a, b = matrices()
-        return (a @ b,)
-
-    def error(results: Results) -> float:
-        a, b = matrices()
-        return relative_difference([results[0][:8]], [a[:8].double() @ b.double()])
-
-    yield (Side("matrix product", {**parameters, "n": n}, product_of, error, 2 * n**3),)
-
-
-def _copy(moved: int, parameters: dict, device: torch.device) -> Side:
     @cache
     def buffers() -> tuple[Tensor, Tensor]:
-        source = torch.randint(256, (moved // 2,), device=device, dtype=torch.uint8)
+        source = torch.randint(256, (copied_bytes // 2,), device=device, dtype=torch.uint8)
         return source, torch.empty_like(source)
+
+    matrices = cache(lambda: torch.randn(2, n, n, device=device, dtype=torch.bfloat16))
 
     def copy() -> Results:
         source, target = buffers()
-        target.copy_(source)
-        return ()  # nothing that the other side computes too
+        return (target.copy_(source),)
 
-    def error(results: Results) -> float:
-        source, target = buffers()
-        return (source != target).double().mean().item()
+    def multiply() -> Results:
+        a, b = matrices()
+        return (a @ b,)
 
-    return Side("copy", parameters, copy, error, useful_bytes=moved)
+    def copy_error(results: Results) -> float:
+        return (buffers()[0] != results[0]).double().mean().item()
+
+    def product_error(results: Results) -> float:
+        a, b = matrices()
+        return relative_difference([results[0][:8]], [a[:8].double() @ b.double()])
+
+    yield (Side("copy", {**parameters, "bytes": copied_bytes}, copy, copy_error, useful_bytes=copied_bytes),)
+    yield (Side("matrix product", {**parameters, "n": n}, multiply, product_error, 2 * n**3),)
 
 
 def layout_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,6 @@ from hilbert_lib.lab.pairs import ratio_table, run_sides, side_table
 from hilbert_lib.lab.records import REPORTS, RESULTS, read_records
 from hilbert_lib.lab.sweeps import kernels as sweeps
 from hilbert_lib.lab.workload import grid
-from hilbert_lib.machine import kernel_mode
 
 CPU = torch.device("cpu")
 
@@ -80,19 +79,6 @@ def test_an_order_that_is_read_as_another_shows_as_an_error():
 
     table = ratio_table(run_sides(sweeps.layouts(misread, **LAYOUTS), device="cpu"), "layouts")
     assert table.set_index("b").error_b.drop(["no table", "tile"]).min() > 0.1  # 36 tokens are one tile
-
-
-def test_a_wrong_curve_shows_as_an_error():
-    sides = [ours for _, ours in sweeps.curves([(4, 4), (3, 2, 5)], device=CPU)]
-    assert [side.error(side.run()) for side in sides] == [0.0] * (6 if kernel_mode() == "interpreted" else 4)
-    assert all(side.error((side.run()[0].flip(0),)) > 0.5 for side in sides)
-
-
-def test_a_copy_moves_as_many_bytes_as_the_curve():
-    for copy, ours in sweeps.curves([(4, 4)], device=CPU):
-        (result,) = ours.run()
-        read_bytes = 0 if result.ndim == 2 else 16 * 2 * 8
-        assert copy.useful_bytes == ours.useful_bytes == result.nbytes + read_bytes
 
 
 def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
