@@ -37,9 +37,8 @@ PUBLIC = {
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.pattern": ("DilatedPattern",),
     "hilbert_lib.ring.attention": ("ring_dilated_attention",),
-    "hilbert_lib.ring.module": ("RingDilatedAttention",),
+    "hilbert_lib.ring.module": ("RingDilatedAttention", "gather", "shard"),
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
-    "hilbert_lib.ring.shards": ("gather", "shard"),
 }
 _get, __dir__ = lazily(__name__, PUBLIC)
 
@@ -83,6 +82,6 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     from hilbert_lib.pattern import DilatedPattern as DilatedPattern
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
     from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention
+    from hilbert_lib.ring.module import gather as gather
+    from hilbert_lib.ring.module import shard as shard
     from hilbert_lib.ring.plan.plan import plan_ring as plan_ring
-    from hilbert_lib.ring.shards import gather as gather
-    from hilbert_lib.ring.shards import shard as shard

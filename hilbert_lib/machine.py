@@ -187,6 +187,9 @@ def kernel_mode() -> str:
     return "compiled" if torch.cuda.is_available() else "absent"
 
 
+kernel_mode._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
+
+
 def prepare_kernels() -> str:
     """Let Triton interpret its kernels if this process sees no GPU; returns the kernel mode from now on.
 

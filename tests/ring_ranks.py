@@ -24,9 +24,8 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
-from hilbert_lib.ring.module import RingDilatedAttention
+from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import exchange, local
-from hilbert_lib.ring.shards import gather, shard
 
 SPECS = {
     "none": None,

@@ -8,8 +8,8 @@ from torch import Tensor
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.measured_rules import MEASURED, device_name, pattern_key, remembered_rules
-from hilbert_lib.attention.rules import CPU_RULES, FULL_RULES, HALF_RULES, Rule
+from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
+from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
 
 
@@ -40,43 +40,33 @@ class Explanation:
 
 
 def rule_for(q: Tensor, call: Call, *, gradient: bool) -> Rule:
-    """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's.
-
-    Args:
-        q: queries, (batch, queries, heads, head_dim).
-        call: the rest of the request.
-        gradient: whether the backward will run.
-    """
-    batch, length, heads, head_dim = q.shape
-    pattern = pattern_key(call.pattern)
-    for rule in _rules(q.device, q.dtype):
-        if rule.asks_for_length and _is_exporting():
-            continue  # an exported program serves all lengths, so that none may decide
-        if rule.fits(head_dim, length, batch * heads, call.is_causal, gradient, pattern):
-            return rule
-    raise AssertionError("the last rule of every table fits all calls")
-
-
-def _is_exporting() -> bool:
+    """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's."""
     # torch 2.11 says "exporting" to every program that torch.compile traces.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if not is_exporting:  # an exported program serves all lengths, so that none may decide
+        for shape, rule in remembered_rules(q.device, q.dtype):
+            if shape.fits(q, call, gradient):
+                return rule
+    return _known_rule(q.device, q.dtype)
+
+
+def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
+    if device.type != "cuda":
+        return CPU_RULE
+    return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
+
+
+_known_rule._dynamo_marked_constant = True  # torch.compile cannot trace questions to the machine (as in ordering.py)
 
 
 def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
-    """The name of the backend that serves a validated call, or "" where none can; arguments as for `explain`."""
+    """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
     asked = rule_for(q, call, gradient=gradient).order if name == "auto" else (name,)
     return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
 
 
 def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
-    """The backend for a validated call, and why not the others.
-
-    Args:
-        q: queries, (batch, queries, heads, head_dim).
-        call: the rest of the request.
-        name: a backend's name, or "auto" for the first that can serve.
-        gradient: whether the backward will run.
-    """
+    """What `choose` takes, and why not the others."""
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
     reasons = {}
     for candidate, backend in BACKENDS.items():
@@ -94,14 +84,3 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
             passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
             reasons[candidate] = f"can serve, {passed_over}{more}"
     return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record)
-
-
-def _rules(device: torch.device, dtype: torch.dtype) -> tuple[Rule, ...]:
-    if device.type != "cuda":
-        known = CPU_RULES
-    else:
-        known = HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULES
-    return (*remembered_rules(device_name(device), dtype), *known)
-
-
-_rules._dynamo_marked_constant = True  # torch.compile cannot trace questions to the machine (said as in ordering.py)

@@ -7,16 +7,18 @@ import hashlib
 import json
 import os
 import warnings
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.files import write_whole
 from hilbert_lib.machine import get_gpu_info, machine_facts
@@ -26,46 +28,40 @@ VARIABLE = "HILBERT_CACHE"  # names another folder
 MEASURED = "measured on this machine"  # how the record of such a rule begins
 
 
-@dataclass(frozen=True)
-class ShapeClass:
-    """The calls that one measurement speaks for: length and heads up to the next power of two, the rest as it is.
+class ShapeClass(NamedTuple):
+    """The calls that one measurement speaks for: length and heads up to the next power of two, the rest as it is."""
 
-    Attributes:
-        device: as `device_name` gives it.
-        dtype: name of a torch dtype.
-        length: of the sequences.
-        heads: of all sequences of the batch.
-        head_dim: size of a head.
-        is_causal, gradient: as in `Rule`.
-        pattern: which keys a query sees.
-    """
-
-    device: str
-    dtype: str
+    device: str  # as `device_name` gives it
+    dtype: str  # name of a torch dtype
     length: int
-    heads: int
+    heads: int  # of all sequences of the batch
     head_dim: int
     is_causal: bool
-    gradient: bool
-    pattern: DilatedPattern
+    gradient: bool  # whether the backward will run
+    pattern: DilatedPattern | tuple  # a tuple of its fields once it is kept: torch.compile reads no other constants
 
-    def rule(self, order: tuple[str, ...], record: str) -> Rule:
-        """The order for this class."""
-        ranges = (self.head_dim, self.head_dim), _octave(self.length), _octave(self.heads)
-        return Rule(order, record, *ranges, self.is_causal, self.gradient, pattern_key(self.pattern))
+    def kept(self) -> "ShapeClass":
+        """The same class, by its largest length and heads."""
+        length, heads = (1 << (number - 1).bit_length() for number in (self.length, self.heads))
+        return self._replace(length=length, heads=heads, pattern=_fields(self.pattern))
+
+    def fits(self, q: Tensor, call: Call, gradient: bool) -> bool:
+        """Whether a call on this device and in this dtype is of the class, which is `kept`."""
+        batch, length, heads, head_dim = q.shape
+        # Number by number: torch.compile then compiles no length anew.
+        for most, number in ((self.length, length), (self.heads, batch * heads)):
+            if number > most or number <= most // 2:
+                return False
+        same = self.head_dim == head_dim and self.is_causal == call.is_causal and self.gradient == gradient
+        return same and self.pattern == _fields(call.pattern)
 
 
-def pattern_key(pattern: DilatedPattern) -> tuple:
-    """A pattern as `Rule.pattern` holds it."""
+def _fields(pattern: DilatedPattern) -> tuple:
     return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
 
 
 def device_name(device: torch.device) -> str:
-    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu".
-
-    >>> device_name(torch.device("cpu"))
-    'cpu'
-    """
+    """What a measurement on a device speaks for: the model of a GPU, of which a machine may have several, or "cpu"."""
     return get_gpu_info(device).name if device.type == "cuda" else device.type
 
 
@@ -84,112 +80,68 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
 
     Args:
         shape: what was measured.
-        order: names of backends, the fastest first.
+        order: names of backends, the fastest first; "eager", which serves what the others refuse, is one of them.
         times_ms: what a call takes by each, the device or the host, for a reader.
 
     Raises:
-        ValueError: if order holds a name that no backend has, or not "eager", which serves what the others refuse.
+        ValueError: for another order.
         OSError: if the folder cannot be written.
     """
-    _check_order(order)
-    machine = _machine()
-    rule = shape.rule(order, f"{MEASURED}, {datetime.now(UTC).isoformat(timespec='seconds')}")
-    held = {
-        "machine": machine,
-        "device": shape.device,
-        "dtype": shape.dtype,
-        "times_ms": times_ms,
-        "rule": rule._asdict(),
-    }
-    key = _digest([shape.device, shape.dtype, *rule[2:]])
-    path = folder() / f"{_digest(machine)}-{key}.json"
+    if not set(order) <= set(BACKENDS):
+        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {order!r}")
+    if "eager" not in order:
+        raise ValueError(f"order must hold eager, got {order!r}")
+    shape, machine = shape.kept()._asdict(), _machine()
+    record = f"{MEASURED}, {datetime.now(UTC).isoformat(timespec='seconds')}"
+    held = {"machine": machine, "shape": shape, "order": order, "record": record, "times_ms": times_ms}
+    path = folder() / f"{_digest(machine)}-{_digest(shape)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(held, indent=1))
+    write_whole(path, json.dumps({**held, "digest": _digest(held)}, indent=1))
     _rules_in.cache_clear()
     return path
 
 
-def remembered_rules(device: str, dtype: torch.dtype) -> tuple[Rule, ...]:
-    """The rules measured on this machine with this software; files that hold none are ignored with a warning.
-
-    Args:
-        device: as `device_name` gives it.
-        dtype: of q, k and v.
-    """
+def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[ShapeClass, Rule], ...]:
+    """What was measured on this machine with this software; other files are ignored with a warning."""
     place = folder()
     try:
         changed = os.stat(place).st_mtime_ns  # another process may have measured
     except OSError:
         changed = 0
-    return _rules_in(place, changed).get((device, str(dtype).removeprefix("torch.")), ())
+    kind = device_name(device), str(dtype).removeprefix("torch.")
+    return tuple(each for each in _rules_in(place, changed) if (each[0].device, each[0].dtype) == kind)
+
+
+remembered_rules._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
 @lru_cache(maxsize=8)
-def _rules_in(place: Path, _changed: int) -> dict[tuple[str, str], tuple[Rule, ...]]:
-    rules: dict[tuple[str, str], tuple[Rule, ...]] = {}
+def _rules_in(place: Path, _changed: int) -> tuple[tuple[ShapeClass, Rule], ...]:
     if not glob(f"{escape(str(place))}/*.json"):  # unlike Path.is_dir, no error where the folder may not be looked at
-        return rules
+        return ()
     try:
         machine = _machine()
     except RuntimeError as error:  # a GPU that this torch cannot use
         warnings.warn(f"what {place} remembers is ignored: {error}", stacklevel=2)
-        return rules
+        return ()
+    rules = []
     for path in sorted(place.glob(f"{_digest(machine)}-*.json")):
         try:
             held = json.loads(path.read_text())
-            rule = _parsed(held, machine)
-            kind = held["device"], held["dtype"]
+            if held.pop("digest") != _digest(held):
+                raise ValueError("it was changed")
+            pattern = DilatedPattern(*held["shape"].pop("pattern"))
+            shape = ShapeClass(**held["shape"], pattern=pattern)
+            rules.append((shape.kept(), Rule(tuple(held["order"]), held["record"])))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{path} is ignored, it holds no measured order of backends: {error!r}", stacklevel=2)
-            continue
-        rules[kind] = (*rules.get(kind, ()), rule)
-    return rules
-
-
-def _parsed(held: dict, machine: dict) -> Rule:
-    if held["machine"] != machine:
-        raise ValueError("it is of another machine or of other software")
-    if not isinstance(held["device"], str) or not isinstance(held["dtype"], str):
-        raise TypeError(f"device and dtype must be strings, got {held['device']!r} and {held['dtype']!r}")
-    rule = Rule(**{name: _tupled(value) for name, value in held["rule"].items()})
-    _check_order(rule.order)
-    for least, most in (rule.head_dims, rule.lengths, rule.heads):
-        if not isinstance(least, int) or not isinstance(most, int):
-            raise TypeError(f"bounds must be integers, got {least!r} and {most!r}")
-    for name in ("is_causal", "gradient"):
-        if getattr(rule, name) not in (None, True, False):
-            raise TypeError(f"{name} must be true, false or null, got {getattr(rule, name)!r}")
-    if not isinstance(rule.record, str):
-        raise TypeError(f"record must be a string, got {rule.record!r}")
-    pattern_key(DilatedPattern(*rule.pattern))
-    return rule
-
-
-def _check_order(order: tuple[str, ...]) -> None:
-    if not set(order) <= set(BACKENDS):
-        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {order!r}")
-    if "eager" not in order:
-        raise ValueError(f"order must hold eager, got {order!r}")
+    return tuple(rules)
 
 
 def _machine() -> dict:
     names = [backend.package for backend in BACKENDS.values() if backend.package]
     found = {name: presence.absence(name) or presence.state(name) for name in names}
     return {**machine_facts(), "backends": found}
-
-
-def _octave(number: int) -> tuple[int, int]:
-    """The least and the most number with the same next power of two.
-
-    >>> _octave(5), _octave(8), _octave(9), _octave(1)
-    ((5, 8), (5, 8), (9, 16), (1, 1))
-    """
-    most = 1 << (number - 1).bit_length()
-    return most // 2 + 1, most
-
-
-def _tupled(value: object) -> object:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _digest(value: object) -> str:

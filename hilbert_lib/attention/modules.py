@@ -76,17 +76,9 @@ class DilatedAttention(nn.Module):
         is_causal: bool = False,
         query_start: int | None = None,
     ) -> Tensor:
-        """The output of `dilated_attention`: (batch, queries, heads, head_dim).
+        """The output of `dilated_attention`, (batch, queries, heads, head_dim), whose arguments and errors these are.
 
-        Args:
-            q: (batch, queries, heads, head_dim).
-            k, v: (batch, keys, kv_heads, head_dim), in sequence order.
-            key_padding_mask: (batch, keys) bool, True = no weight.
-            is_causal: whether keys after the query are excluded.
-            query_start: position of q's first row, for decoding.
-
-        Raises:
-            TypeError, ValueError: as `dilated_attention`.
+        k and v are in sequence order, whatever `kv_ordering` is.
         """
         ordering = self.kv_ordering
         # `dilated_attention` refuses whatever else k and v may be.

@@ -80,10 +80,9 @@ def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     if kind == "hilbert" and _has_kernel(coordinates.device):
         from hilbert_lib.curves import kernels
 
-        place, all_inside = kernels.index(coordinates, sides)
-        if not all_inside:
-            _check_inside(coordinates, sides)
-        return place
+        place, outside = kernels.index_unread(coordinates, sides)
+        if not outside.item():
+            return place
     _check_inside(coordinates, sides)
     order = raster_index(curve_coordinates(kind, sides, device=coordinates.device), sides)
     place = torch.empty_like(order)

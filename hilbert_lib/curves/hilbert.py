@@ -87,10 +87,9 @@ def split(m: int, n: int, p: int) -> tuple[int, tuple[int, int], int]:
 class Child(NamedTuple):
     """One of the blocks that a block falls into, where a, b, c are the axes of the parent."""
 
-    halves: tuple[int, int, int]  # 0 or 1 for the half of a, b and c that it lies in
     sides: tuple[int, int, int]  # along its own axes
     axes: tuple[int, int, int]  # its own axes, as numbers among the parent's
-    corner: tuple[int, int, int]  # where it is entered, along a, b and c
+    bounds: tuple[tuple[int, int], ...]  # where it begins and ends along a, b and c
     steps: tuple[int, int, int]  # 1 or -1 along a, b and c: which way its own coordinates run
 
 
@@ -99,13 +98,12 @@ def children(sides: tuple[int, int, int]) -> Iterator[Child]:
     cut_a, cuts_b, cut_c = split(*sides)
     for halves, major, far in _PLANE if cut_c == sides[2] else _OCTANTS:
         cuts = (cut_a, cuts_b[halves[0]], cut_c)
-        bounds = [((0, cut), (cut, side))[half] for half, cut, side in zip(halves, cuts, sides, strict=True)]
+        bounds = tuple(((0, cut), (cut, side))[half] for half, cut, side in zip(halves, cuts, sides, strict=True))
         extents = [high - low for low, high in bounds]
         if all(extents):
             axes = block_axes(major, extents)
-            corner = tuple(high - 1 if axis in far else low for axis, (low, high) in enumerate(bounds))
             steps = tuple(-1 if axis in far else 1 for axis in range(3))
-            yield Child(halves, tuple(extents[axis] for axis in axes), axes, corner, steps)
+            yield Child(tuple(extents[axis] for axis in axes), axes, bounds, steps)
 
 
 def block_cells(sides: tuple[int, int, int], device: torch.device, known: dict) -> Tensor:
@@ -121,7 +119,8 @@ def block_cells(sides: tuple[int, int, int], device: torch.device, known: dict) 
         for child in children(sides):
             stop = start + prod(child.sides)
             for row, axis in zip(block_cells(child.sides, device, known), child.axes, strict=True):
-                torch.add(child.corner[axis], row, alpha=child.steps[axis], out=cells[axis, start:stop])
+                (low, high), step = child.bounds[axis], child.steps[axis]
+                torch.add(low if step > 0 else high - 1, row, alpha=step, out=cells[axis, start:stop])
             start = stop
     known[sides] = cells
     return cells

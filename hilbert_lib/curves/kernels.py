@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.curves.hilbert import Child, block_cells, children, raster_index, split, whole_block
+from hilbert_lib.curves.hilbert import Child, block_cells, children, raster_index, whole_block
 from hilbert_lib.graph_cache import cached_for_graphs
 
 LEAF_CELLS = 1024  # at most: a coordinate inside of a leaf has 10 bits
@@ -75,17 +75,11 @@ def coordinates(sides: tuple[int, ...], device: torch.device) -> Tensor:
     return out
 
 
-def index(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, bool]:
-    """The place of each cell (..., ndim) along the Hilbert curve, int64, and whether all cells lie inside of the grid.
-
-    The host waits for the answer. If a cell lies outside, the places mean nothing.
-    """
-    place, outside = index_unread(coordinates, sides)
-    return place, not outside.item()
-
-
 def index_unread(coordinates: Tensor, sides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """As `index`, without the wait: the places, and a number on the device that is 1 if a cell lies outside."""
+    """The place of each cell (..., ndim) along the Hilbert curve, int64; and, on the device, 1 if a cell lies outside.
+
+    The host does not wait. If a cell lies outside, the places mean nothing.
+    """
     place = torch.empty(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
     outside = torch.zeros(1, dtype=torch.int32, device=coordinates.device)
     rules = _rules(sides, LEAF_CELLS, coordinates.device)
@@ -106,25 +100,27 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
     if sum(widths) > 62:  # a step is one bit beyond at most, and then there is the sign
         raise ValueError(f"shape must have coordinates of at most 62 bits in all, got {sides}")
     axes, grid = whole_block(sides)
-    families = {}
-    _collect(grid, leaf_cells, families)
+    numbers, families = _states(State(grid, axes, (1, 1, 1)), leaf_cells)
     leaves, depths, starts = {}, {}, {}
     cells, places, known = [], [], {}
-    for block, family in families.items():
-        leaves[block] = sum(leaves[child.sides] for child in family) or 1
-        depths[block] = max((depths[child.sides] + 1 for child in family), default=0)
-        if not family:
+
+    def settle(block: Block) -> None:  # children before their parents: some are as large, and only turned
+        for child in families[block]:
+            if child.sides not in leaves:
+                settle(child.sides)
+        leaves[block] = sum(leaves[child.sides] for child in families[block]) or 1
+        depths[block] = max((depths[child.sides] + 1 for child in families[block]), default=0)
+        if not families[block]:
             starts[block] = sum(map(len, cells))
             path = block_cells(block, torch.device("cpu"), known)
             cells.append(path[0] | path[1] << 10 | path[2] << 20)
             places.append(raster_index(path.T, block).argsort())
 
-    numbers = _states(State(grid, axes, (1, 1, 1)), families)
+    settle(grid)
     dtype = np.int32 if sum(widths) <= 30 else np.int64
-    beyond = np.iinfo(dtype).max
     cuts = np.zeros(len(numbers), dtype)
     rows = np.zeros((len(numbers), 8, 4), dtype)
-    before = np.full((len(numbers), 8), beyond, dtype)
+    before = np.full((len(numbers), 8), np.iinfo(dtype).max, dtype)
     layouts = np.zeros((len(numbers), 4), dtype)
     lists = np.zeros((len(numbers), 8), dtype)
     shifts = sum(widths[1:]), sum(widths[2:]), 0
@@ -140,21 +136,15 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
             lists[number, :3] = starts[block], prod(block), np.dot(first, steps)
             lists[number, 3:6] = np.multiply(signs, steps)
             continue
-        cut_a, cuts_b, cut_c = split(*block)
-        whole = 0
-        for axis, sign, side, cut in zip(axes, signs, block, (cut_a, cuts_b[0], cut_c), strict=True):
-            low = cut if sign > 0 else side - cut
-            if 0 < low < side:
-                cuts[number] += low << shifts[axis]
-            else:
-                whole |= 4 >> axis
+        lows = [_lows(child, state) for child in families[block]]
+        cut = np.max(lows, axis=0)  # where the upper halves begin; 0 on an axis that is not cut
+        cuts[number] = np.dot(cut, steps)
         cells_before, leaves_before = 0, 0
-        for child in families[block]:
-            upper = [half == (sign > 0) for half, sign in zip(child.halves, signs, strict=True)]
-            halves = whole | sum(4 >> axis for axis, is_upper in zip(axes, upper, strict=True) if is_upper)
-            corner = np.dot(_lowest(child, state), steps)
-            rows[number, halves, :3] = numbers[_lying(child, state)], cells_before, corner
-            if child.halves[0] and cuts_b[0] < cuts_b[1]:  # whole on b, though b is cut in the first half of a
+        for child, low in zip(families[block], lows, strict=True):
+            is_whole = [bounds == (0, side) for bounds, side in zip(child.bounds, block, strict=True)]
+            halves = sum(4 >> axis for axis, at, whole in zip(axes, low, is_whole, strict=True) if at or whole)
+            rows[number, halves, :3] = numbers[_lying(child, state)], cells_before, np.dot(low, steps)
+            if is_whole[1] and cut[1]:  # though b is cut in the first half of a
                 rows[number, halves ^ 4 >> axes[1]] = rows[number, halves]
             before[number, halves] = leaves_before * 8 + halves
             cells_before += prod(child.sides)
@@ -167,25 +157,18 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
     return Rules(*tables, first_cut=first_cut, depth=depths[grid], leaves=leaves[grid], shifts=shifts[:2])
 
 
-def _collect(block: Block, leaf_cells: int, families: dict[Block, list[Child]]) -> None:
-    """Add the distinct blocks that a block falls into, then itself, each with its children; a leaf has none."""
-    if block not in families:
-        family = list(children(block)) if prod(block) > leaf_cells else []
-        for child in family:
-            _collect(child.sides, leaf_cells, families)
-        families[block] = family
-
-
-def _states(grid: State, families: dict[Block, list[Child]]) -> dict[State, int]:
-    """The states that a walk from the grid can reach, each with its number."""
-    numbers, found = {grid: 0}, [grid]
+def _states(grid: State, leaf_cells: int) -> tuple[dict[State, int], dict[Block, list[Child]]]:
+    """The states that a walk from the grid can reach, each with its number; their blocks' children, of a leaf none."""
+    numbers, found, families = {grid: 0}, [grid], {}
     for state in found:  # grows on the way
+        if state.sides not in families:
+            families[state.sides] = list(children(state.sides)) if prod(state.sides) > leaf_cells else []
         for child in families[state.sides]:
             lying = _lying(child, state)
             if lying not in numbers:
                 numbers[lying] = len(numbers)
                 found.append(lying)
-    return numbers
+    return numbers, families
 
 
 def _lying(child: Child, parent: State) -> State:
@@ -193,16 +176,10 @@ def _lying(child: Child, parent: State) -> State:
     return State(child.sides, axes, tuple(parent.signs[n] * child.steps[n] for n in child.axes))
 
 
-def _lowest(child: Child, parent: State) -> list[int]:
-    """How far the block of a child is, along a, b and c of its parent, from the side where the grid's axis begins."""
-    lowest = []
-    for n, (side, sign, corner, step) in enumerate(
-        zip(parent.sides, parent.signs, child.corner, child.steps, strict=True)
-    ):
-        extent = child.sides[child.axes.index(n)]
-        low = corner if step > 0 else corner - extent + 1
-        lowest.append(low if sign > 0 else side - low - extent)
-    return lowest
+def _lows(child: Child, parent: State) -> list[int]:
+    """How far a child is, along a, b and c of its parent, from the side where the grid's axis begins."""
+    lying = zip(child.bounds, parent.sides, parent.signs, strict=True)
+    return [low if sign > 0 else side - high for (low, high), side, sign in lying]
 
 
 @triton.jit

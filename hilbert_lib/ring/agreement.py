@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,18 +57,16 @@ class Agreement:
         self._companion = _companion(group)
         self._gathered = [torch.empty_like(self._own) for _ in range(group.size())]
         self._work = dist.all_gather(self._gathered, self._own, group=self._companion, async_op=True)
-        self._found: tuple[int, ...] | Exception | None = None
 
     def lengths(self) -> tuple[int, ...]:
         """Every rank's shard length, in rank order. A rank that refused its arguments raises that refusal, the others a
         ValueError; where requests differ, all raise one. It names the ranks, and what each asked for."""
-        if self._found is None:  # messages are sent once, however often one asks
-            self._found = self._compared()
         if isinstance(self._found, Exception):
             raise self._found
         return self._found
 
-    def _compared(self) -> tuple[int, ...] | Exception:
+    @cached_property  # messages are sent once, however often one asks
+    def _found(self) -> tuple[int, ...] | Exception:
         self._work.wait()
         ranks, companions = (dist.get_process_group_ranks(group) for group in (self._group, self._companion))
         order = list(map(companions.index, ranks))  # torch sorts the ranks of a group that it makes

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -130,7 +130,8 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
         boolean("validate", validate)
         check_planning(*planning, ranks=1)
         return attend(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
-    asked, lengths, agreement = _agree(q, k, v, pattern, options, group, planning, validate)
+    check = partial(_checked, q, k, v, pattern, options, group, planning, validate)
+    asked, lengths, agreement = _agree(check, group, validate)
     if agreement:
         out, lse = _begin_early(asked, lengths, agreement)
     elif asked.q.shape[0] and sum(lengths):
@@ -140,22 +141,21 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
     return (out, lse) if options["return_lse"] else out
 
 
-def _agree(q, k, v, pattern, options, group, planning, validate) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
+def _agree(
+    check: Callable[[], _Asked], group: ProcessGroup, validate: bool
+) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
     """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
     under way, as they agreed last."""
     agreed = _agreed.get(group)
-    compares, asked, refusal, request, rows = validate or agreed is None, None, None, {}, 0
-    try:
-        boolean("validate", validate)
-        asked = _checked(q, k, v, pattern, options, group, planning)
-        if compares:
-            request, rows = _request(asked), asked.q.shape[1]
-    except (TypeError, ValueError) as error:
-        if not compares:
-            raise
-        refusal = error
-    if not compares:
+    if agreed is not None and not validate:
+        asked = check()
         return asked, _lengths_now(agreed, asked.q.shape[1], group.rank()), None
+    asked, refusal, request, rows = None, None, {}, 0
+    try:
+        asked = check()
+        request, rows = _request(asked), asked.q.shape[1]
+    except (TypeError, ValueError) as error:
+        refusal = error
     agreement = Agreement(request, rows, refusal, group)
     # Mostly all is as in the last call: then the shard's own attention need not wait for the other ranks. It waits with
     # dropout, whose seed is sent first, and on a rank without rows, which has nothing to compute.
@@ -249,7 +249,8 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
 
 
-def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tuple) -> _Asked:
+def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tuple, validate: bool) -> _Asked:
+    boolean("validate", validate)
     planning = check_planning(*planning, ranks=group.size())
     spec, backend = options["kv_ordering"], options["backend"]
     q, k, v, call = validated(q, k, v, pattern, **options | {"kv_ordering": _ordering(spec, k)})
@@ -277,15 +278,7 @@ def _request(asked: _Asked) -> dict[str, str]:
         batch, _, heads, head_dim = x.shape
         return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
 
-    def in_words(option: object) -> str:
-        return "one" if isinstance(option, Tensor) else "none" if option is None else repr(option)
-
-    return {
-        "q": described(asked.q),
-        "k": described(asked.k),
-        **{field.name: in_words(getattr(asked.call, field.name)) for field in fields(asked.call)},
-        **{name: repr(value) for name, value in asked.planning.items()},
-        "kv_ordering": repr(asked.kv_ordering),
-        "backend": repr(asked.backend),
-        "requires_grad": repr(asked.gradient),
-    }
+    options = vars(asked.call) | asked.planning
+    options |= {"kv_ordering": asked.kv_ordering, "backend": asked.backend, "requires_grad": asked.gradient}
+    words = {name: "a tensor" if isinstance(value, Tensor) else repr(value) for name, value in options.items()}
+    return {"q": described(asked.q), "k": described(asked.k)} | words

@@ -199,10 +199,11 @@ def test_every_head_is_in_one_call_of_a_branch_and_begins_at_its_offset(offsets,
             pattern = DilatedPattern((24, 48, 48), (1, rate, 2 * rate), offsets=offsets, mixing=mixing)
             seen = []
             for step in strided.steps(Call(pattern), [q], [q, q]):
-                block = step.block
-                for number, head in enumerate(step.kv_heads):
-                    seen.append((block.branch, head))
-                    assert block.first_key + number * block.shift == pattern.offset(block.branch, head, heads)
+                part = step.key_part(step.keys[0])
+                branch = pattern.dilation_rates.index(part.rate)
+                for number, head in enumerate(range(heads)[part.heads]):
+                    seen.append((branch, head))
+                    assert part.start + number * part.shift == pattern.offset(branch, head, heads)
             assert sorted(seen) == [(i, head) for i in range(3) for head in pattern.branch_heads(i, heads)]
 
 

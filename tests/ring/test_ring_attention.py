@@ -12,6 +12,7 @@ from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import _layout
 from hilbert_lib.ring.rank import exchange
+from hilbert_lib.ring.rank.layout import Mail
 
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -451,7 +452,8 @@ def test_ring_cannot_deadlock_where_every_send_waits_for_its_receive(ranks, monk
     for rank in range(ranks):
         batches.append([])
         sent, received = counts[rank].tolist(), counts[:, rank].tolist()
-        ring = exchange.Ring(lambda peer, sent=sent: torch.zeros(sent[peer], 1), sent, received, _Rank(rank, ranks))
+        mail = Mail(torch.arange(sum(sent)), sent, received, blocks={}, answers={})
+        ring = exchange.Ring(lambda rows: torch.zeros(len(rows), 1), mail, _Rank(rank, ranks))
         for arrived in ring:
             assert len(arrived.rows) == received[arrived.source]
             ring.answer(torch.zeros(len(arrived.rows), 1), arrived)

@@ -12,9 +12,8 @@ from hilbert_lib import ring
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import agreement as header
 from hilbert_lib.ring import module
-from hilbert_lib.ring.module import RingDilatedAttention
+from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import passes
-from hilbert_lib.ring.shards import gather, shard
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1.0, 1e22, 1e30])
@@ -28,11 +27,11 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
 
 PUBLIC = {
     "RingDilatedAttention": "hilbert_lib.ring.module",
-    "gather": "hilbert_lib.ring.shards",
+    "gather": "hilbert_lib.ring.module",
     "plan_ring": "hilbert_lib.ring.plan.plan",
     "ring_dilated_attention": "hilbert_lib.ring.attention",
     "run_ranks": "hilbert_lib.launch.workers",
-    "shard": "hilbert_lib.ring.shards",
+    "shard": "hilbert_lib.ring.module",
 }
 
 

@@ -58,43 +58,21 @@ def missing(pattern, shard_lengths, kv_heads, is_causal):
     return found
 
 
-def table_of(rows: Rows):
-    """(1, count, heads, 2): the position and the head of every row."""
-    positions = torch.arange(rows.count) * rows.step + rows.first
-    heads = torch.tensor(list(rows.kv_heads))
-    return torch.stack(torch.meshgrid(positions, heads, indexing="ij"), dim=-1)[None]
-
-
 def cells(rows: Rows):
-    return {tuple(cell) for cell in table_of(rows).flatten(0, 2).tolist()}
+    """{(position, head)} of every row."""
+    return set(product((rows.first + n * rows.step for n in range(rows.count)), rows.kv_heads))
 
 
-def found_in(message):
-    """{(branch, position, head)} that the parts find in the message's pieces, none of them twice."""
-    listed = []
-    for part in message.parts:
-        view = table_of(message.pieces[part.piece])[part.index]
-        assert torch.equal(view, table_of(part.rows))
-        listed += [(part.branch, *cell) for cell in view.flatten(0, 2).tolist()]
-    assert len(listed) == len(set(listed))
-    return set(listed)
+def cells_of(message):
+    return set().union(*map(cells, message.pieces))
 
 
 @given(patterns(), shards, kv_head_counts, st.booleans(), st.sampled_from(GATHERING))
 def test_every_rank_receives_exactly_the_rows_that_its_queries_need(pattern, lengths, kv_heads, is_causal, transport):
     plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, is_causal=is_causal, transport=transport)
-    found = {pair: found_in(message) for pair, message in plan.messages.get(transport, {}).items()}
-    assert found == missing(pattern, lengths, kv_heads, is_causal)
-
-
-@given(patterns(), shards, kv_head_counts, st.booleans())
-def test_what_is_sent_belongs_to_the_sender_and_is_sent_for_a_branch(pattern, lengths, kv_heads, is_causal):
-    plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, is_causal=is_causal, transport="ring")
-    owner = owners(lengths)
-    for (source, _), message in plan.messages.get("ring", {}).items():
-        sent = [cell for piece in message.pieces for cell in cells(piece)]
-        assert all(owner[position] == source for position, _ in sent)
-        assert set(sent) == {cell[1:] for cell in found_in(message)}
+    found = {pair: cells_of(message) for pair, message in plan.messages.get(transport, {}).items()}
+    needed = missing(pattern, lengths, kv_heads, is_causal)
+    assert found == {pair: {cell[1:] for cell in some} for pair, some in needed.items()}
 
 
 @given(patterns(nested=True), shards, kv_head_counts, st.booleans(), st.sampled_from((1, 3)), st.sampled_from((1, 2)))
@@ -123,33 +101,24 @@ def test_a_row_that_several_branches_need_is_sent_once(pattern, lengths, kv_head
 def test_rows_that_only_look_contained_are_sent():
     # 3 divides 6, but not its segment length 10: rows 12 and 18 of the second branch are not in the first.
     plan = plan_of(DilatedPattern((10, 20), (3, 6)), (15, 5), heads=1, kv_heads=1, transport="ring")
-    sent = set().union(*(cells(piece) for piece in plan.messages["ring"][0, 1].pieces))
-    assert {position for position, _ in sent} == {10, 13, 0, 6, 12}
+    assert {position for position, _ in cells_of(plan.messages["ring"][0, 1])} == {10, 13, 0, 6, 12}
 
 
 @given(patterns(), shards, st.booleans())
 def test_an_all_to_all_brings_every_row_of_a_head_to_the_one_rank_that_computes_it(pattern, lengths, is_causal):
     plan = plan_of(pattern, lengths, heads=18, kv_heads=18, is_causal=is_causal, transport="all_to_all")
-    owner, found, expected = owners(lengths), {}, {}
+    owner, brought, needed = owners(lengths), {}, {}
     for (source, destination), message in plan.messages.get("all_to_all", {}).items():
-        assert {part.piece: part.rows for part in message.parts} == dict(enumerate(message.pieces))
-        for branch, position, head in found_in(message):
+        for position, head in cells_of(message):
             assert owner[position] == source
-            segment = position // pattern.segment_lengths[branch]
-            found.setdefault((branch, segment, head), set()).add((destination, position))
-    for branch, head in product(range(len(pattern.branches)), range(18)):
-        w = pattern.segment_lengths[branch]
-        if branch in pattern.head_branches(head, 18):
-            for position in pattern.contains(branch, torch.arange(len(owner)), head, 18).nonzero().flatten().tolist():
-                expected.setdefault((branch, position // w, head), set()).add(position)
-    straddling = {key: some for key, some in expected.items() if owner_count(owner, key[1], pattern, key[0]) > 1}
-    assert {key: {position for _, position in some} for key, some in found.items()} == straddling
-    assert all(len({destination for destination, _ in some}) == 1 for some in found.values())
-
-
-def owner_count(owner, segment, pattern, branch):
-    w = pattern.segment_lengths[branch]
-    return len(set(owner[segment * w : (segment + 1) * w].tolist()))
+            brought.setdefault((position, head), set()).add(destination)
+    for number, branch in enumerate(plan.branches):
+        for segment, head in product(branch.shared, pattern.branch_heads(number, 18)):
+            (computing,) = [rank for rank, heads in segment.computed.items() if head in heads]
+            positions = torch.arange(segment.start, segment.stop)
+            for position in positions[pattern.contains(number, positions, head, 18)].tolist():
+                needed.setdefault((position, head), set()).add(computing)
+    assert brought == needed
 
 
 @given(patterns(), shards, kv_head_counts)
@@ -269,7 +238,6 @@ def test_a_spanning_branch_costs_less_than_the_bound_whatever_the_length(ranks):
         pattern = DilatedPattern((2**power,), (rate,), offsets="zero")
         plan = plan_of(pattern, (2**power // ranks,) * ranks, heads=16, kv_heads=16, head_dim=128, transport="ring")
         assert {cost.sent_forward for cost in plan.ranks} == {bound * (ranks - 1) // ranks}
-        assert plan.dense_bytes == rate * plan.ranks[0].received_forward
 
 
 def test_causal_ranks_receive_from_those_before_them_only():

@@ -1,7 +1,7 @@
 """What a backend is, and what backends of dense kernels refuse in common."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -9,12 +9,14 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.triton import limits
-from hilbert_lib.machine import get_gpu_info, kernel_mode
+from hilbert_lib.machine import get_gpu_info
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
+# Bytes by name that a direction holds beside inputs and results, from the tensors given to it, the call, the direction,
+# the device and the bytes of its results.
 Workspace = Callable[[tuple[Tensor, ...], Call, str, torch.device, int], dict[str, int] | None]
+Refusal = Callable[[Tensor, Call], str]  # why q and a call cannot be served, or ""
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
@@ -31,44 +33,31 @@ def serves_all(q: Tensor, call: Call) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of dilated attention, with all that is its own.
+    """One implementation of dilated attention, with all that is its own."""
 
-    Attributes:
-        name: as `backend=` takes it.
-        note: what it is, in a line.
-        reason: why it cannot serve a call, or "" where it can.
-        functions: gives forward and backward for tensors on a device.
-        reads_orderings: whether it reads k and v through `Call.inverse`; for others they are gathered once.
-        caveat: what it lacks that the reference has, or "".
-        package: name in `presence`, or "" for what torch or this library brings.
-        limits: gives the reason why it cannot serve a call on any GPU, or "", where there is none to ask.
-        workspace: bytes by name that a direction holds beside inputs and results, from the tensors given to it, the
-            call, the direction, the device and the bytes of its results; None, or a function that gives None, where
-            they are found by running it on meta tensors.
-        colour: in figures.
-        options: later ones of a call that it serves.
-    """
-
-    name: str
-    note: str
-    reason: Callable[[Tensor, Call], str] = serves_all
-    functions: Callable[[torch.device], tuple[Forward, Backward]] = field(kw_only=True)
-    reads_orderings: bool = False
-    caveat: str = ""
-    package: str = ""
-    limits: Callable[[Tensor, Call], str] = serves_all
-    workspace: Workspace | None = None
-    colour: str = field(kw_only=True)
-    options: tuple[str, ...] = ()
+    name: str  # as `backend=` takes it
+    note: str  # what it is, in a line
+    colour: str  # in figures
+    functions: Callable[[torch.device], tuple[Forward, Backward]]  # for tensors on a device
+    limits: Refusal = serves_all  # on every GPU; q need not be on one
+    here: Refusal = serves_all  # on this machine, in its settings
+    package: str = ""  # its name in `presence`, unless torch or this library brings it
+    reads_orderings: bool = False  # through `Call.inverse`; for others k and v are gathered once
+    caveat: str = ""  # what it lacks that the reference has
+    workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
+    options: tuple[str, ...] = ()  # later ones of a call that it serves
 
     def refusal(self, q: Tensor, call: Call) -> str:
         """Why it cannot serve a call, or "" where it can."""
         for name, default in _LATER:
             if name not in self.options and getattr(call, name) != default:
                 return f"no {name}"
-        return self.reason(q, call)
+        if self.package and (absent := presence.absence(self.package)):
+            return absent
+        refused = self.here(q, call) or self.limits(q, call)
+        return refused or (presence.breakage(self.package) if self.package else "")
 
 
 def dense_refusal(q: Tensor, call: Call) -> str:
@@ -84,18 +73,14 @@ def dense_refusal(q: Tensor, call: Call) -> str:
     return ""
 
 
-def half_refusal(
-    q: Tensor, call: Call, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, package: str = ""
-) -> str:
-    """The refusal of dense kernels in half precision: torch's own, and those of a package."""
-    if package and (absent := package_absence(package)):
-        return absent
+def gpu_refusal(q: Tensor, majors: range = FROM_AMPERE) -> str:
+    """Why a kernel for GPUs of some compute capabilities does not run on q's device, or ""."""
     if not q.is_cuda:
         return f"needs a CUDA device, got {q.device.type}"
     if capability(q.device)[0] not in majors:
         allowed = "8.0 or later" if majors == FROM_AMPERE else ", ".join(f"{major}.x" for major in majors)
         return f"needs compute capability {allowed}"
-    return half_limits(q, call, largest_head_dim) or (package and package_breakage(package))
+    return ""
 
 
 def half_limits(q: Tensor, call: Call, largest_head_dim: int = 256) -> str:
@@ -107,16 +92,11 @@ def half_limits(q: Tensor, call: Call, largest_head_dim: int = 256) -> str:
     return dense_refusal(q, call)
 
 
-def half(
-    name: str, note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, package: str = "", **own
-) -> Backend:
+def half(note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE, **own) -> Backend:
     """A backend of a dense kernel in half precision; own: fields of its own."""
-    reason = partial(half_refusal, largest_head_dim=largest_head_dim, majors=majors, package=package)
-    shared = {"reason": reason, "limits": partial(half_limits, largest_head_dim=largest_head_dim), "caveat": SPREADS}
-    return Backend(name, f"{note} over strided views", package=package, **shared | own)
-
-
-# Questions to the machine.
+    limits = partial(half_limits, largest_head_dim=largest_head_dim)
+    shared = {"limits": limits, "here": lambda q, call: gpu_refusal(q, majors), "caveat": SPREADS}
+    return Backend(note=f"{note} over strided views", **shared | own)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -124,34 +104,4 @@ def capability(device: torch.device) -> tuple[int, int]:
     return get_gpu_info(device).capability
 
 
-def package_absence(package: str) -> str:
-    """Why a package cannot be used here, or ""."""
-    return presence.absence(package)
-
-
-def package_breakage(package: str) -> str:
-    """Why a package does not load, or ""."""
-    return presence.breakage(package)
-
-
-def mode() -> str:
-    """How Triton's kernels run here."""
-    return kernel_mode()
-
-
-def fused_absence(device: torch.device) -> str:
-    """Why the fused kernels do not run on a device, or ""."""
-    if kernel_mode() == "absent":
-        return "no GPU, or triton is not installed; without a GPU, TRITON_INTERPRET=1 has its kernels interpreted"
-    if kernel_mode() == "compiled" and device.type != "cuda":
-        return f"needs a CUDA device, got {device.type}"
-    if device.type == "cuda":
-        room = get_gpu_info(device).shared_memory_bytes
-        if room < limits.SHARED_BYTES:
-            return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
-    return ""
-
-
-# torch.compile cannot trace such questions: it takes their answers as constants (said as in ordering.py).
-for _question in (capability, package_absence, package_breakage, mode, fused_absence):
-    _question._dynamo_marked_constant = True
+capability._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)

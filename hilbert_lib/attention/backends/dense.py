@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import backend as shared
-from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, half, half_refusal
+from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, gpu_refusal, half
 from hilbert_lib.attention.backends.kernel import Eager, Grads, Kernel, Problem
 from hilbert_lib.attention.backends.strided import over_views
 from hilbert_lib.attention.call import Call
@@ -67,17 +67,16 @@ class Within32Bits:
 
     kernel: type[Kernel]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if _overflows(q, k, v):
-            return by_head(self.kernel.forward, problem, q, k, v)
-        return self.kernel.forward(q, k, v, problem)
+    def forward(self, *given: Tensor | Problem) -> tuple[Tensor, Tensor]:
+        return self._run(self.kernel.forward, *given)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
-    ) -> Grads:
-        if _overflows(dout, q, k, v):
-            return by_head(self.kernel.backward, problem, dout, q, k, v, out, lse)
-        return self.kernel.backward(dout, q, k, v, out, lse, problem)
+    def backward(self, *given: Tensor | Problem) -> Grads:
+        return self._run(self.kernel.backward, *given)
+
+    def _run(self, run: Callable, *given: Tensor | Problem) -> tuple[Tensor, ...]:
+        *tensors, problem = given
+        # Of a backward: dout, q, k and v.
+        return by_head(run, problem, *tensors) if _overflows(*tensors[:4]) else run(*given)
 
 
 def _overflows(*tensors: Tensor) -> bool:
@@ -148,24 +147,24 @@ class CuDnn:
         return _aten._scaled_dot_product_cudnn_attention_backward(*given, problem.is_causal, scale=problem.scale)
 
 
-def sdpa_refusal(q: Tensor, call: Call) -> str:
-    if q.device.type not in ("cpu", "cuda"):
-        return f"no lse on device {q.device.type}: serves cpu and cuda"
-    if q.is_cuda and q.dtype == torch.bfloat16 and shared.capability(q.device) < shared.AMPERE:
-        return "no bfloat16 below compute capability 8.0"
-    return sdpa_limits(q, call) if q.is_cuda else dense_refusal(q, call)
-
-
 def sdpa_limits(q: Tensor, call: Call) -> str:
-    if q.dtype == torch.float64:
+    if q.device.type != "cpu" and q.dtype == torch.float64:
         return "no float64 on cuda"
-    if q.shape[-1] * q.element_size() % 16:
+    if q.device.type != "cpu" and q.shape[-1] * q.element_size() % 16:
         return f"head_dim * {q.element_size()} bytes must be a multiple of 16 on cuda, got head_dim {q.shape[-1]}"
     return dense_refusal(q, call)
 
 
-def _flash_refusal(q: Tensor, call: Call) -> str:
-    if refused := half_refusal(q, call, largest_head_dim=256):
+def sdpa_here(q: Tensor, call: Call) -> str:
+    if q.device.type not in ("cpu", "cuda"):
+        return f"no lse on device {q.device.type}: serves cpu and cuda"
+    if q.is_cuda and q.dtype == torch.bfloat16 and shared.capability(q.device) < shared.AMPERE:
+        return "no bfloat16 below compute capability 8.0"
+    return ""
+
+
+def _flash_here(q: Tensor, call: Call) -> str:
+    if refused := gpu_refusal(q):
         return refused
     # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that. A
     # forward alone is refused with it: a call does not say whether it will be differentiated.
@@ -175,33 +174,37 @@ def _flash_refusal(q: Tensor, call: Call) -> str:
     return ""
 
 
-def _cudnn_refusal(q: Tensor, call: Call) -> str:
-    if refused := half_refusal(q, call, largest_head_dim=128):
-        return refused
+def _cudnn_here(q: Tensor, call: Call) -> str:
     # torch's own chooser, which is passed by here, keeps cuDNN from such calls; the operators themselves say nothing.
     # Refused with warn_only, too, which cannot be asked for under torch.compile.
     if torch.are_deterministic_algorithms_enabled():
         return "sums gradients in an order that varies, and torch.use_deterministic_algorithms asks for one"
-    return ""
+    return gpu_refusal(q)
 
 
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
 HALF = (
-    half("cudnn", "cuDNN", **over_views(CuDnn, {2: (4, 4, 4)}), colour="#0072B2", reason=_cudnn_refusal,
-         largest_head_dim=128),
-    half("flash", "torch's FlashAttention-2", **over_views(Flash, {2: (4, 8, 4)}), colour="#56B4E9",
-         reason=_flash_refusal),
+    half("cuDNN", name="cudnn", colour="#0072B2", largest_head_dim=128, here=_cudnn_here,
+         **over_views(CuDnn, {2: (4, 4, 4)})),
+    half("torch's FlashAttention-2", name="flash", colour="#56B4E9", here=_flash_here,
+         **over_views(Flash, {2: (4, 8, 4)})),
 )  # fmt: skip
 BACKENDS = (
     Backend(
-        "sdpa",
-        "torch's fused kernel over strided views",
-        sdpa_refusal,
-        **over_views(CpuFlash, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=Within32Bits(Efficient)),
-        caveat=SPREADS,
-        limits=sdpa_limits,
+        name="sdpa",
+        note="torch's fused kernel over strided views",
         colour="#882255",
+        limits=sdpa_limits,
+        here=sdpa_here,
+        caveat=SPREADS,
+        **over_views(CpuFlash, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=Within32Bits(Efficient)),
     ),
-    Backend("eager", "matrix products over strided views", **over_views(Eager), caveat=SPREADS, colour="#999999"),
+    Backend(
+        name="eager",
+        note="matrix products over strided views",
+        colour="#999999",
+        caveat=SPREADS,
+        **over_views(Eager),
+    ),
 )

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hilbert_lib.attention.backends import backend as shared
-from hilbert_lib.attention.backends.backend import Backend, half_limits, half_refusal
+from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -61,6 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     without a gradient.
     """
     orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
+    # A generator: nothing but the call holds the copies, which are as large as q, k and v.
+    stored = (_Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
     heads, kv_heads = q.shape[2], k.shape[2]
     count = block_mask = None
     if q.shape[1] == k.shape[1]:
@@ -73,10 +76,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     once = len(call.pattern.branches) == 1 or call.pattern.mixing == "head_groups"
     run = compiled_flex_attention if q.is_cuda else flex_attention
     out, more = run(
-        *(
-            _Permuted.apply(x, order.perm, order.inverse).transpose(1, 2)
-            for x, order in zip((q, k, v), orders, strict=True)
-        ),
+        *(x.transpose(1, 2) for x in stored),
         score_mod=None if once else add_log_count,
         block_mask=block_mask,
         scale=call.scale,
@@ -86,9 +86,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     )
     lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
     return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
-
-
-forward = attend  # as every backend names it
 
 
 def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
@@ -106,7 +103,8 @@ def _masks(
     position = residue_order(pattern, length).to(device).perm.int()
     # Cut to the length, which changes nothing below it: 32 bits hold no rate of 2^32 and more.
     branches = [(min(w, length), min(r, length)) for w, r in pattern.branches]
-    used = [tuple(min(_offset(pattern, i, g, kv_heads), length) for i in range(len(branches))) for g in range(kv_heads)]
+    by_branch = [[min(o, length) for o in head_offsets(pattern, i, kv_heads)] for i in range(len(branches))]
+    used = list(zip(*by_branch, strict=True))  # of each KV head
     offsets = torch.tensor(used, dtype=torch.int32, device=device).repeat_interleave(heads // kv_heads, 0)
 
     def count(h, query, key):
@@ -130,10 +128,6 @@ def _masks(
         partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
     )
     return count, mask
-
-
-def _offset(pattern: DilatedPattern, branch: int, kv_head: int, kv_heads: int) -> int:
-    return pattern.offset(branch, kv_head, kv_heads) if branch in pattern.head_branches(kv_head, kv_heads) else -1
 
 
 def _block_lists(
@@ -180,19 +174,13 @@ class _Permuted(torch.autograd.Function):
 
 
 def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor | tuple:
-    """torch's `flex_attention` of q, k, v (batch, heads, seq, head_dim) on CUDA, compiled for the shape and options.
-
-    Its backward may run again (`retain_graph`), as that of every operator.
-    """
+    """torch's `flex_attention` of q, k, v (batch, heads, seq, head_dim) on CUDA, compiled for the shape and options."""
     with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
         return run_to_keep(_compiled_flex(), q, k, v, **options)
 
 
 def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
-    """What a compiled function `run` returns, with a backward that takes over no buffers and so may run again.
-
-    run returns a tensor, or a tuple that begins with one.
-    """
+    """A compiled function's tensor, or tuple that begins with one. Its backward keeps its buffers and may run again."""
     # The backward is compiled here, where these settings hold, and not by autograd's thread when it first runs. The
     # tag keeps it apart from code that does take buffers over: to inductor's cache they are one. Autograd's cache
     # cannot keep code that holds tensors, like a mask's, and would warn of that; a kept warning keeps the tensors.
@@ -244,30 +232,28 @@ def _workspace(
     return {"temporary": most - returned}
 
 
-def _refusal(q: Tensor, call: Call) -> str:
-    if not q.is_cuda:
-        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
-    if shared.mode() != "compiled":
-        return "needs triton, and not its interpreter"
-    return _limits(q, call) or half_refusal(q, call, largest_head_dim=256)
-
-
 def _limits(q: Tensor, call: Call) -> str:
     if q.shape[-1] < 16:
         return f"needs a head_dim of at least 16, got {q.shape[-1]}"
-    return half_limits(q, call, largest_head_dim=256)
+    return half_limits(q, call)
+
+
+def _here(q: Tensor, call: Call) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
+    return gpu_refusal(q) if kernel_mode() == "compiled" else "needs triton, and not its interpreter"
 
 
 BACKENDS = (
     Backend(
-        "flex",
-        "compiled FlexAttention; its backward runs the forward once more",
-        _refusal,
-        functions=lambda device: (forward, backward),
+        name="flex",
+        note="compiled FlexAttention; its backward runs the forward once more",
+        colour="#E69F00",
+        functions=lambda device: (attend, backward),
+        limits=_limits,
+        here=_here,
         # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.
         caveat="torch refused it under torch.compile(mode='reduce-overhead') when that was tried",
-        limits=_limits,
         workspace=_workspace,
-        colour="#E69F00",
     ),
 )

@@ -3,14 +3,24 @@
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends import backend as shared
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton import limits, schedule
+from hilbert_lib.machine import get_gpu_info, kernel_mode
 
 
-def _refusal(q: Tensor, call: Call) -> str:
-    return _limits(q, call) or shared.fused_absence(q.device)
+def absence(device: torch.device) -> str:
+    """Why the fused kernels do not run on a device, or ""."""
+    if kernel_mode() == "absent":
+        return "no GPU, or triton is not installed; without a GPU, TRITON_INTERPRET=1 has its kernels interpreted"
+    if kernel_mode() == "compiled" and device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < limits.SHARED_BYTES:
+        return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
+    return ""
+
+
+absence._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
 def _limits(q: Tensor, call: Call) -> str:
@@ -83,13 +93,13 @@ def _is_hopper_call(q: Tensor, k: Tensor, call: Call, device: torch.device) -> b
 
 BACKENDS = (
     Backend(
-        "triton",
-        "one fused pass over all branches",
-        _refusal,
-        functions=_functions,
-        reads_orderings=True,
-        limits=_limits,
-        workspace=_workspace,
+        name="triton",
+        note="one fused pass over all branches",
         colour="#D55E00",
+        functions=_functions,
+        limits=_limits,
+        here=lambda q, call: absence(q.device),
+        reads_orderings=True,
+        workspace=_workspace,
     ),
 )

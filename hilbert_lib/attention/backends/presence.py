@@ -43,23 +43,27 @@ def absence(package: str) -> str:
     return _ABSENCE[package]()
 
 
-@cache
 def breakage(package: str) -> str:
     """`absence`, or why the package does not load when it is imported: built for another torch, a missing library."""
-    if reason := absence(package):
-        return reason
+    return absence(package) or _breakage(package)
+
+
+# torch.compile cannot trace such questions: it takes their answers as constants (said as in ordering.py).
+absence._dynamo_marked_constant = breakage._dynamo_marked_constant = True
+
+
+@cache
+def _breakage(package: str) -> str:
     try:
         importlib.import_module(MODULES[package])
     except Exception as error:  # what it raises is its own affair
         return f"{_named(package)} cannot be imported: {_first_line(error)}"
-    if package != "xformers":
-        return ""
     # xformers keeps such an error to itself, and each of its calls then ends with another.
     error = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
-    while error is not None and error.__cause__ is not None:  # the last one says what failed
-        error = error.__cause__
-    if error is None:
+    if package != "xformers" or error is None:
         return ""
+    while error.__cause__ is not None:  # the last one says what failed
+        error = error.__cause__
     return f"{_named(package)} is imported without its compiled part, and none of its kernels run: {_first_line(error)}"
 
 
@@ -70,10 +74,8 @@ def _first_line(error: BaseException) -> str:
 
 def state(package: str) -> str:
     """Name and version of a package that can be used, and for xformers what it is compiled for."""
-    if reason := absence(package):
-        raise ValueError(f"package must be one that can be used, got {package!r}: {reason}")
-    found = _named(package)
-    return f"{found} compiled for torch {_xformers_build()['torch']}" if package == "xformers" else found
+    built = f" compiled for torch {_xformers_build()['torch']}" if package == "xformers" else ""
+    return _named(package) + built
 
 
 def _named(package: str) -> str:

@@ -101,9 +101,9 @@ def _weighted_sum(weights: Tensor, v: Tensor, mask: list[Tensor]) -> Tensor:
 
 BACKENDS = (
     Backend(
-        "reference",
-        "dense masks: memory grows with length squared",
-        functions=lambda device: (forward, backward),
+        name="reference",
+        note="dense masks: memory grows with length squared",
         colour="#AA4499",
+        functions=lambda device: (forward, backward),
     ),
 )

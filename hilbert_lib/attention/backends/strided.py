@@ -7,7 +7,7 @@ way with fewer views is taken: 16 heads at rate 16 are one view. Dense kernels t
 segments are folded into one where the strides allow it; otherwise the shorter of batch and heads is looped over.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +24,7 @@ from hilbert_lib.pattern import rows_in_segment
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention; shapes as in `reference.forward`.
-
-    Where `_merges_at_once`, all results are kept until one Triton kernel merges them: memory for sum(1 / rate) more of
-    out and lse, over the branches. Elsewhere each is merged at once into a float32 out.
-    """
+    """Output and lse of dilated attention; shapes as in `reference.forward`."""
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
 
@@ -51,11 +47,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tupl
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed.
-
-    Where `_merges_at_once`, all summands are kept until one Triton kernel a gradient sums them: memory for
-    sum(1 / rate) more of dq, and of dk and dv with as many heads as q. Elsewhere each is added at once, in float32.
-    """
+    """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
     query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
     if _merges_at_once(q, kernel):
@@ -80,6 +72,8 @@ def _gradients(kernel: Kernel, step: "Step") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merges_at_once(q: Tensor, kernel: Kernel) -> bool:
+    # Where it does, all results are kept until one Triton kernel merges or sums them: memory for sum(1 / rate) more of
+    # out and lse, or of dq, and of dk and dv with as many heads as q. Elsewhere each goes into a float32 whole.
     # Eager's results are float32, of any head_dim. A captured graph would replay a table whose host copy is gone.
     if kernel is Eager or not q.is_cuda or torch.cuda.is_current_stream_capturing():
         return False
@@ -104,17 +98,14 @@ class _Block:
 
     def view(self, x: Tensor, start: int, first: int, rows: int) -> Tensor:
         """(batch, segments, rows, heads, ...) of x (batch, seq, kv_heads, ...); start: row of the first segment."""
-        if self.segments == 1:
-            begin = start + first  # start is negative where q begins inside the segment
-            seen = x[:, None, begin : begin + rows * self.rate : self.rate, self.kv_heads]
-        else:
-            whole = x[:, start : start + self.segments * self.segment_length]
-            seen = whole.unflatten(1, (self.segments, self.segment_length))[:, :, first :: self.rate, self.kv_heads]
-        if self.shift == 0:
-            return seen
-        strides = list(seen.stride())
-        strides[3] += self.shift * x.stride(1)
-        return seen.as_strided(seen.shape, strides)
+        heads = range(x.shape[2])[self.kv_heads]
+        batch_step, row_step, head_step, *rest = x.stride()
+        begin = x.storage_offset() + (start + first) * row_step + heads.start * head_step
+        # Cut to the length, which only steps that are never taken exceed: 64 bits hold no larger ones.
+        segment_length, rate = (min(size, x.shape[1]) for size in (self.segment_length, self.rate))
+        strides = segment_length * row_step, rate * row_step, heads.step * head_step + self.shift * row_step
+        shape = x.shape[0], self.segments, rows, len(heads), *x.shape[3:]
+        return x.as_strided(shape, (batch_step, *strides, *rest), begin)
 
     def positions(self, first: int, rows: int, device: torch.device) -> Tensor:
         """(segments, rows) int64."""
@@ -180,9 +171,15 @@ class _Fold:
             return None
         return mask[:, :, self.head] if self.head is not None else mask[self.batch].flatten(0, 1)
 
-    def unfolded(self, x: Tensor, segments: int) -> Tensor:
-        """(batch, heads, rows, ...), as a dense kernel returns it -> (batch, segments, rows, heads, ...)."""
-        return x[:, :, :, None] if self.head is not None else x.transpose(1, 2).unflatten(0, (-1, segments))
+    def part(self, block: _Block, start: int, heads: range, *results: Tensor) -> Part:
+        """A dense kernel's results, (batch, heads, rows, ...), whose first row of the first of `heads` is `start`."""
+        if self.head is None:
+            tensors = tuple(x.transpose(1, 2).unflatten(0, (-1, block.segments)) for x in results)
+        else:
+            tensors = tuple(x[:, :, :, None] for x in results)
+            heads, start = heads[self.head : self.head + 1], start + self.head * block.shift
+        at = slice(heads.start, heads.stop, heads.step)
+        return Part(tensors, self.batch, at, start, block.segment_length, block.rate, block.shift)
 
 
 @dataclass(frozen=True)
@@ -192,27 +189,9 @@ class Step:
     problem: Problem
     queries: list[Tensor]
     keys: list[Tensor]
-    block: _Block
-    fold: _Fold
-    query_row: int  # row of q at which the first segment has its first query, of the first head
-    query_heads: range
-    kv_heads: range
-
-    def query_part(self, *results: Tensor) -> Part:
-        """Results of the kernel with a row for each query."""
-        return self._part(results, self.query_row, self.query_heads)
-
-    def key_part(self, *results: Tensor) -> Part:
-        """Results of the kernel with a row for each key."""
-        return self._part(results, self.block.start + self.block.first_key, self.kv_heads)
-
-    def _part(self, results: tuple[Tensor, ...], start: int, heads: range) -> Part:
-        block, head = self.block, self.fold.head
-        if head is not None:
-            heads, start = heads[head : head + 1], start + head * block.shift
-        tensors = tuple(self.fold.unfolded(x, block.segments) for x in results)
-        at = slice(heads.start, heads.stop, heads.step)
-        return Part(tensors, self.fold.batch, at, start, block.segment_length, block.rate, block.shift)
+    rate: int
+    query_part: Callable[..., Part]  # of results with a row for each query
+    key_part: Callable[..., Part]  # and for each key
 
 
 def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
@@ -232,15 +211,14 @@ def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Itera
             query_views = [block.view(x[:, :, :, member], start, block.first_query, block.queries) for x in members]
             masks = _masks(call, block, batch, range(member, heads, group), query_side[0])
             for fold in _folds([*query_views, *key_views]):
+                query_heads, key_heads = range(member, heads, group)[block.kv_heads], range(kv_heads)[block.kv_heads]
                 yield Step(
                     Problem(call.scale, call.is_causal, causal_shift, *map(fold.of_mask, masks)),
                     [fold.of_rows(x) for x in query_views],
                     [fold.of_rows(x) for x in key_views],
-                    block,
-                    fold,
-                    start + block.first_query,
-                    range(member, heads, group)[block.kv_heads],
-                    range(kv_heads)[block.kv_heads],
+                    block.rate,
+                    partial(fold.part, block, start + block.first_query, query_heads),
+                    partial(fold.part, block, block.start + block.first_key, key_heads),
                 )
 
 
@@ -312,7 +290,7 @@ def _workspace(
         workspace = sizes[q.element_size()]
     peak, (dense, thinned, per_row) = 0, workspace
     for step in steps(call, query_side, [k, v]):
-        per_element = dense if step.block.rate == 1 else thinned
+        per_element = dense if step.rate == 1 else thinned
         q, k = step.queries[0], step.keys[0]
         rows = q.numel() // q.shape[-1]
         held += q.nbytes + lse_size * rows + (2 * k.nbytes if direction == "backward" else 0)

@@ -3,18 +3,7 @@
 import triton
 import triton.language as tl
 
-from hilbert_lib.attention.triton.geometry import (
-    NOT_SPECIALIZED,
-    dropout_factor,
-    is_in,
-    key_range,
-    key_rows,
-    segment_rows,
-    tile_of,
-    tile_positions,
-)
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from hilbert_lib.attention.triton import geometry
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "heads"])
@@ -35,7 +24,7 @@ def delta_kernel(
     tl.store(delta + (b * heads + h) * queries + t, tl.sum(o * do, 1), mask=exists)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, partial_dq,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
@@ -49,16 +38,16 @@ def dq_kernel(
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (batch, queries, heads, head_dim) of one tile of queries, which walks over keys as the forward does."""
-    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
-        tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
+    b, h, tile = geometry.tile_of(
+        tl.program_id(0), items, classes, first_query, queries, heads, group, chunk, stride, chunks, phases, count
     )
-    if size == 0:
+    if tile.size == 0:
         return
     g = h // group
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
-    exists = (rows < size) & (position >= lowest) & (position < chunk_end)
+    position = geometry.tile_positions(tile, rows)
+    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
@@ -83,20 +72,19 @@ def dq_kernel(
         r = tl.load(branches + 2 * i + 1)
         o = tl.load(offsets + i * (heads // group) + g)
         branch = tl.load(branch_ids + i)
-        for s in range(lowest // w, highest // w + 1):
+        for s in range(tile.lowest // w, tile.highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(first, start, r, o):
-                n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
-                acc = _dq_walk(
-                    acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-                    start, w, o, r, n, 0, full, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
-                    HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
-                )  # fmt: skip
-                acc = _dq_walk(
-                    acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-                    start, w, o, r, n, full, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
-                    HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
-                )  # fmt: skip
+            if (o >= 0) & geometry.is_in(tile.first, start, r, o):
+                n, full, end = geometry.key_range(
+                    start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, PADDING
+                )
+                for MASKED in tl.static_range(2):
+                    acc = _dq_walk(
+                        acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
+                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, b, h, branch, scale,
+                        drop_below, stride_kn, stride_vn, dims,
+                        HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                    )  # fmt: skip
     if WRITE_PARTIAL:
         tl.store(partial_dq + dq_rows[:, None] + dims[None, :], acc, mask=here)
     else:
@@ -114,11 +102,11 @@ def _dq_walk(
     in_dim = dims[None, :] < HEAD_DIM
     for j in range(begin, end, BLOCK_N):
         valid = j + cols < n
-        key, slot, load = key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        key, slot, load = geometry.key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
         k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        weights = tl.exp2((scores * scale - lse_row[:, None]) * LOG2_E)
+        weights = tl.exp2((scores * scale - lse_row[:, None]) * geometry.LOG2_E)
         if MASKED:
             allowed = valid[None, :] & (position[:, None] >= start) & (position[:, None] - start < w)
             if CAUSAL:
@@ -128,13 +116,13 @@ def _dq_walk(
             weights = tl.where(allowed, weights, 0.0)
         dweights = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT:
-            dweights *= dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
+            dweights *= geometry.dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
         dscores = weights * (dweights - delta_row[:, None])
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
@@ -151,15 +139,15 @@ def dkv_kernel(
 
     Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
     """
-    b, g, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
-        tl.program_id(0), items, classes, 0, keys, chunk, stride, chunks, phases, count, kv_heads, 1
+    b, g, tile = geometry.tile_of(
+        tl.program_id(0), items, classes, 0, keys, kv_heads, 1, chunk, stride, chunks, phases, count
     )
-    if size == 0:
+    if tile.size == 0:
         return
     rows = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
-    exists = (rows < size) & (position < chunk_end)
+    position = geometry.tile_positions(tile, rows)
+    exists = (rows < tile.size) & (position < tile.end)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
     slot = position.to(tl.int64)
@@ -185,17 +173,18 @@ def dkv_kernel(
         r = tl.load(branches + 2 * i + 1)
         o = tl.load(offsets + i * kv_heads + g)
         branch = tl.load(branch_ids + i)
-        for s in range(lowest // w, highest // w + 1):
+        for s in range(tile.lowest // w, tile.highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(first, start, r, o):
+            if (o >= 0) & geometry.is_in(tile.first, start, r, o):
                 # Queries of the segment, by number: begin to end, of which `full` on see every key of the tile.
-                end = tl.minimum(segment_rows(start, w, r, o, keys), segment_rows(start, w, r, o, last_query + 1))
-                begin = segment_rows(start, w, r, o, first_query)
-                whole = (start <= lowest) & (highest - start < w)
+                end = geometry.segment_rows(start, w, r, o, keys)
+                end = tl.minimum(end, geometry.segment_rows(start, w, r, o, last_query + 1))
+                begin = geometry.segment_rows(start, w, r, o, first_query)
+                whole = (start <= tile.lowest) & (tile.highest - start < w)
                 full = begin
                 if CAUSAL:
-                    begin = tl.maximum(begin, (tl.maximum(lowest - start, 0) - o + r - 1) // r)
-                    full = tl.maximum(begin, (highest - start - o + r - 1) // r)
+                    begin = tl.maximum(begin, (tl.maximum(tile.lowest - start, 0) - o + r - 1) // r)
+                    full = tl.maximum(begin, (tile.highest - start - o + r - 1) // r)
                 # Masked are tiles up to `free`, a whole number of them, and the last, which `end` cuts off.
                 free = begin + (full - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
                 free = tl.where(whole, tl.minimum(free, end), end)
@@ -251,7 +240,7 @@ def _dkv_walk(
         q_tile = tl.load(q_head + row[:, None] * stride_qn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
         d_tile = tl.load(d_head + row[:, None] * stride_dn + dims[None, :], mask=load, other=0.0)  # [BLOCK_M, BLOCK_D]
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        weights = tl.exp2((scores * scale - lse_row[None, :]) * LOG2_E)
+        weights = tl.exp2((scores * scale - lse_row[None, :]) * geometry.LOG2_E)
         if MASKED:
             allowed = valid[None, :] & (sees & (position >= start) & (position - start < w))[:, None]
             if CAUSAL:
@@ -260,7 +249,7 @@ def _dkv_walk(
         dweights = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         dropped = weights
         if DROPOUT:
-            factor = dropout_factor(seed, drop_below, b, h, branch, query[None, :], position[:, None])
+            factor = geometry.dropout_factor(seed, drop_below, b, h, branch, query[None, :], position[:, None])
             dweights *= factor
             dropped *= factor
         dv_acc = tl.dot(dropped.to(d_tile.dtype), d_tile, dv_acc, input_precision=PRECISION)

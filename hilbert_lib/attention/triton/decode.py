@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
+from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
-from hilbert_lib.attention.triton.geometry import block_d, dropout_factor, power_of_2, products_of_float32, segment_rows
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -29,10 +29,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 INDEX_STAGES = 2  # more, where rows are gathered: their indices are loaded that far ahead of them
 MERGED_ELEMENTS = 8192  # of partial outputs, at each step of the merge
 INTERPRETED_BLOCK = 16
-# Numbers that differ from call to call.
-NOT_SPECIALIZED = ["first_query", "queries", "keys", "heads", "kv_heads", "group", "pairs", "n_branches"]
-NOT_SPECIALIZED += ["chunk", "units", "tiles", "parts", "stride_pb"]
-LOG2_E = tl.constexpr(1.4426950408889634)
+NOT_SPECIALIZED = [*geometry.NOT_SPECIALIZED, "pairs", "units", "tiles", "parts", "stride_pb"]
 
 
 def serves(q: Tensor, k: Tensor, call: Call) -> bool:
@@ -59,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     kv_heads, first = k.shape[2], call.first_query
     keys = min(k.shape[1], first + queries) if call.is_causal else k.shape[1]  # that any query may see
     group, rows = heads // kv_heads, queries * heads // kv_heads
-    columns = block_d(head_dim)
+    columns = geometry.block_d(head_dim)
     block_n = step_keys(head_dim, k.element_size())
     chunk, units, parts = split(call.pattern, keys, first, queries, batch, kv_heads, KEYS_PER_ROW * rows, block_n)
     table = _table(call.pattern, kv_heads, q.device)
@@ -68,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     # One part for each chunk of each branch's keys.
     partial_out = torch.empty(batch, heads, queries, parts, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads, queries, parts, dtype=torch.float32, device=q.device)
-    block_m = min(TILE_ROWS[k.element_size()], max(16, power_of_2(rows)))
+    block_m = min(TILE_ROWS[k.element_size()], max(16, geometry.power_of_2(rows)))
     tiles = triton.cdiv(rows, block_m)
     # Where an argument is not used, q stands in for it.
     arguments = (
@@ -82,9 +79,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     )  # fmt: skip
     named = {
         **{"HEAD_DIM": head_dim, "BLOCK_D": columns, "BLOCK_M": block_m, "BLOCK_N": block_n},
-        **{"PAIRS": power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
+        **{"PAIRS": geometry.power_of_2(pairs), "SEVERAL": queries > 1, "CAUSAL": call.is_causal},
         **{"GATHER": call.inverse is not None, "PADDING": call.key_padding_mask is not None},
-        **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": products_of_float32()},
+        **{"DROPOUT": call.dropout_p > 0.0, "PRECISION": geometry.products_of_float32()},
         **{"num_warps": NUM_WARPS, "num_stages": NUM_STAGES + (0 if call.inverse is None else INDEX_STAGES)},
     }
     starts = [Start(decode_kernel, (batch * units * tiles,), arguments, named)]
@@ -104,7 +101,7 @@ def step_keys(head_dim: int, element_size: int) -> int:
     """Keys of one step of a program: a tile of k has `TILE_BYTES` at most."""
     if is_interpreted():
         return INTERPRETED_BLOCK
-    return min(128, TILE_BYTES // (block_d(head_dim) * element_size))
+    return min(128, TILE_BYTES // (geometry.block_d(head_dim) * element_size))
 
 
 def split(
@@ -210,7 +207,7 @@ def decode_kernel(
     highest = tl.max(tl.where(inside, position, first_query), 0)
     for s in range(lowest // w, highest // w + 1):
         start = s * w
-        end = tl.minimum(segment_rows(start, w, r, o, keys), (part + 1) * chunk)
+        end = tl.minimum(geometry.segment_rows(start, w, r, o, keys), (part + 1) * chunk)
         for j in range(part * chunk, end, BLOCK_N):
             seen = j + cols < end
             key = start + o + (j + cols) * r
@@ -231,12 +228,14 @@ def decode_kernel(
             largest = tl.maximum(m, tl.max(scores, 1))
             finite = tl.where(largest == float("-inf"), 0.0, largest)
             # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
-            weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
-            decay = tl.exp2((m - finite) * (scale * LOG2_E))
+            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))
+            decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))
             total = total * decay + tl.sum(weights, 1)
             m = largest
             if DROPOUT:
-                weights *= dropout_factor(seed, drop_below, b, h[:, None], branch, position[:, None], key[None, :])
+                weights *= geometry.dropout_factor(
+                    seed, drop_below, b, h[:, None], branch, position[:, None], key[None, :]
+                )
             v_ptrs = v_head + slot[:, None] * stride_vn + dims[None, :]
             v_tile = tl.load(v_ptrs, mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
             acc *= decay[:, None]

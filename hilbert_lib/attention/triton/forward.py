@@ -3,20 +3,10 @@
 import triton
 import triton.language as tl
 
-from hilbert_lib.attention.triton.geometry import (
-    NOT_SPECIALIZED,
-    dropout_factor,
-    is_in,
-    key_range,
-    key_rows,
-    tile_of,
-    tile_positions,
-)
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from hilbert_lib.attention.triton import geometry
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, partial_out, partial_lse, flag,
     branches, offsets, branch_ids, items, classes, inverse, padding, seed,
@@ -36,16 +26,16 @@ def forward_kernel(
     if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
         if tl.load(flag) == 0:
             return
-    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
-        tl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
+    b, h, tile = geometry.tile_of(
+        tl.program_id(0), items, classes, first_query, queries, heads, group, chunk, stride, chunks, phases, count
     )
-    if size == 0:
+    if tile.size == 0:
         return
     g = h // group
     rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
-    exists = (rows < size) & (position >= lowest) & (position < chunk_end)
+    position = geometry.tile_positions(tile, rows)
+    exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
     row = (position - first_query).to(tl.int64)
     in_dim = dims[None, :] < HEAD_DIM
     q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
@@ -72,20 +62,19 @@ def forward_kernel(
         r = tl.load(branches + 2 * i + 1)
         o = tl.load(offsets + i * (heads // group) + g)
         branch = tl.load(branch_ids + i)
-        for s in range(lowest // w, highest // w + 1):
+        for s in range(tile.lowest // w, tile.highest // w + 1):
             start = s * w
-            if (o >= 0) & is_in(first, start, r, o):
-                n, full, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, PADDING)
-                acc, total, m = _walk(
-                    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
-                    start, w, o, r, n, 0, full, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
-                    HEAD_DIM, BLOCK_N, False, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
-                )  # fmt: skip
-                acc, total, m = _walk(
-                    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
-                    start, w, o, r, n, full, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
-                    HEAD_DIM, BLOCK_N, True, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
-                )  # fmt: skip
+            if (o >= 0) & geometry.is_in(tile.first, start, r, o):
+                n, full, end = geometry.key_range(
+                    start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, PADDING
+                )
+                for MASKED in tl.static_range(2):
+                    acc, total, m = _walk(
+                        acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position,
+                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, b, h, branch, scale,
+                        drop_below, stride_kn, stride_vn, dims,
+                        HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
+                    )  # fmt: skip
 
     denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
     result = acc / denominator[:, None]
@@ -101,7 +90,7 @@ def forward_kernel(
 
 @triton.jit
 def _walk(
-    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position, exists,
+    acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position,
     start, w, o, r, n, begin, end, b, h, branch, scale, drop_below, stride_kn, stride_vn, dims,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, GATHER: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,7 +100,7 @@ def _walk(
     in_dim = dims[None, :] < HEAD_DIM
     for j in range(begin, end, BLOCK_N):
         valid = j + cols < n
-        key, slot, load = key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
+        key, slot, load = geometry.key_rows(start + o, r, j + cols, valid, in_dim, inverse, MASKED, GATHER)
         k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
@@ -125,15 +114,15 @@ def _walk(
         finite = tl.where(largest == float("-inf"), 0.0, largest)
         if v_head.dtype.element_ty == tl.float32:
             # Subtract first, then scale: the largest score then gives exactly 1, however large it is.
-            weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+            weights = tl.exp2((scores - finite[:, None]) * (scale * geometry.LOG2_E))
         else:
             # One fused instruction; at scores of 1e4 its rounding is a fifth of half precision's own.
-            weights = tl.exp2(scores * (scale * LOG2_E) - (finite * (scale * LOG2_E))[:, None])
-        decay = tl.exp2((m - finite) * (scale * LOG2_E))
+            weights = tl.exp2(scores * (scale * geometry.LOG2_E) - (finite * (scale * geometry.LOG2_E))[:, None])
+        decay = tl.exp2((m - finite) * (scale * geometry.LOG2_E))
         total = total * decay + tl.sum(weights, 1)
         m = largest
         if DROPOUT:
-            weights *= dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
+            weights *= geometry.dropout_factor(seed, drop_below, b, h, branch, position[:, None], key[None, :])
         v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)  # [BLOCK_N, BLOCK_D]
         acc = acc * decay[:, None]
         if MASKED:

@@ -1,5 +1,7 @@
 """Where a tile of rows lies in the segments of a branch: the arithmetic that every kernel shares."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,7 @@ import triton.language as tl
 from hilbert_lib.attention import dropout
 
 NAME = tl.constexpr(dropout.NAME)
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from call to call: a kernel for every divisor of them would mean a compilation for most calls.
 NOT_SPECIALIZED = [
     *("first_query", "queries", "keys", "batch", "heads", "kv_heads", "group"),
@@ -33,13 +36,24 @@ def products_of_float32() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-@triton.jit
-def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases, count, heads, group):
-    """The tile of a program, among `rows` rows from `first_row` on; `schedule.Tables` holds the tiles.
+class Tile(NamedTuple):
+    """The rows of a program: `size` of a list of classes (`schedule.Tables`), from its row u on; size 0 is no tile."""
 
-    start, members, n and u are what `tile_positions` takes; size is 0 where there is no tile; rows lie before `end`;
-    first is the position of row 0, lowest and highest are those of the first and the last row that exist.
-    """
+    chunk_start: tl.tensor
+    members: tl.tensor  # where the classes of the list begin
+    n: tl.tensor  # of classes
+    u: tl.tensor
+    stride: tl.tensor
+    size: tl.tensor
+    end: tl.tensor  # rows that exist lie before it
+    first: tl.tensor  # position of row 0
+    lowest: tl.tensor  # position of the first row that exists
+    highest: tl.tensor  # and of the last
+
+
+@triton.jit
+def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count):
+    """Sequence, head and tile of a program, among `rows` rows from `first_row` on."""
     # Tiles of a chunk, or of a few, share segments: close together they find them in the cache.
     number = pid % count
     pid = pid // count
@@ -54,17 +68,22 @@ def tile_of(pid, items, classes, first_row, rows, chunk, stride, chunks, phases,
     size = tl.load(item + 3)
     start = at * chunk
     end = tl.minimum(start + chunk, first_row + rows)
-    first = tile_positions(start, members, n, u, stride)
+    first = _position(start, members, n, u, stride)
     lowest = tl.maximum(first, first_row)
-    highest = tl.minimum(tile_positions(start, members, n, u + tl.maximum(size, 1) - 1, stride), end - 1)
+    highest = tl.minimum(_position(start, members, n, u + tl.maximum(size, 1) - 1, stride), end - 1)
     size = tl.where(lowest > highest, 0, size)
-    return b, h, start, members, n, u, size, end, first, lowest, highest
+    return b, h, Tile(start, members, n, u, stride, size, end, first, lowest, highest)
 
 
 @triton.jit
-def tile_positions(start, members, n, row, stride):
-    """Positions of rows of a list of n classes in the chunk that begins at `start`."""
+def _position(start, members, n, row, stride):
     return start + tl.load(members + row % n) + row // n * stride
+
+
+@triton.jit
+def tile_positions(tile, row):
+    """Positions of rows of a tile, by their number in it."""
+    return _position(tile.chunk_start, tile.members, tile.n, tile.u + row, tile.stride)
 
 
 @triton.jit

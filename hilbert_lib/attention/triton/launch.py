@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton import decode, schedule
-from hilbert_lib.attention.triton.arguments import Config, as_computed, config_of, launch_arguments, result
+from hilbert_lib.attention.triton.arguments import as_computed, config_of, launch_arguments, result
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
@@ -17,6 +17,8 @@ from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.limits import POSITIONS
 from hilbert_lib.attention.triton.start import Start, start
+
+PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -33,21 +35,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
     if hopper.runs((q, k, v), k.shape[1], call):
         return _forward_on_hopper(q, k, v, call, lse), lse
-    config = config_of("forward", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
+    todo = schedule.passes(call.pattern, k.shape[1], config_of("forward", q).block_m)
     out = result(q, todo, call)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.full_like(lse, -torch.inf)
     tensors = (q, k, v, out, lse, partial_out, partial_lse, q)
-    start([_plain(forward_kernel, tensors, call, config, *one, IF_FLAG=False) for one in _in_order(todo)])
+    start([_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)])
     return out.to(dtype), lse
 
 
 def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor) -> Tensor:
     # The output; lse is filled in place.
-    config = config_of("forward", q)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
@@ -63,11 +63,11 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
         # launches the first then begins every row anew.
         again = [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
         starts += [
-            _plain(forward_kernel, (*tensors, flag), call, config, one, number == 0, True, IF_FLAG=True)
+            _plain("forward", (*tensors, flag), call, one, number == 0, True, IF_FLAG=True)
             for number, one in enumerate(again)
         ]
     # These go on from the results and replace them, rounded once more each time.
-    starts += [_plain(forward_kernel, (*tensors, q), call, config, one, False, True, IF_FLAG=False) for one in theirs]
+    starts += [_plain("forward", (*tensors, q), call, one, False, True, IF_FLAG=False) for one in theirs]
     start(starts)
     return out
 
@@ -87,58 +87,49 @@ def backward(
     given = (q, k, v, dout, lse, delta)
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
-    on_hopper = call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call)
-    if on_hopper:
+    def in_passes(name: str, *like: Tensor) -> list[Tensor]:
+        # Gradients by all passes of a plain kernel; several add them up in float32 first.
+        config = config_of(name, q)
+        todo = schedule.passes(call.pattern, k.shape[1], config.block_n if name == "dkv" else config.block_m)
+        found = sums = [result(x, todo, call) for x in like]
+        if len(todo) > 1:
+            sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
+        starts.extend(_plain(name, (*given, *found, *sums), call, *one, **strides_d) for one in _in_order(todo))
+        return found
+
+    sums = None
+    if call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call):
         # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        sums = None if is_deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        if not torch.are_deterministic_algorithms_enabled():
+            sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         dk, dv = (result(x, ours[:1], call) for x in (k, v))
         for number, one in enumerate(ours):
             starts.append(hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0))
-        config, tensors = config_of("dkv", q), (*given, dk, dv, dk, dv)
-        starts += [_plain(dkv_kernel, tensors, call, config, one, False, True, **strides_d) for one in theirs]
-        if sums is not None:
-            config, tensors = config_of("dq", q), (*given, sums, sums)
-            starts += [_plain(dq_kernel, tensors, call, config, one, False, False, **strides_d) for one in theirs]
-            start(starts)
-            return torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype)), dk, dv
-
-    config = config_of("dq", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_m)
-    dq = result(q, todo, call)
-    tensors = (*given, dq, *_partials(todo, dq))
-    starts += [_plain(dq_kernel, tensors, call, config, *one, **strides_d) for one in _in_order(todo)]
-    if on_hopper:
+        tensors = (*given, dk, dv, dk, dv)
+        starts += [_plain("dkv", tensors, call, one, False, True, **strides_d) for one in theirs]
+    else:
+        dk, dv = in_passes("dkv", k, v)
+    if sums is None:
+        (dq,) = in_passes("dq", q)
         start(starts)
-        return dq, dk, dv
-
-    config = config_of("dkv", q)
-    todo = schedule.passes(call.pattern, k.shape[1], config.block_n)
-    dk, dv = result(k, todo, call), result(v, todo, call)
-    tensors = (*given, dk, dv, *_partials(todo, dk, dv))
-    starts += [_plain(dkv_kernel, tensors, call, config, *one, **strides_d) for one in _in_order(todo)]
-    start(starts)
+    else:
+        tensors = (*given, sums, sums)
+        starts += [_plain("dq", tensors, call, one, False, False, **strides_d) for one in theirs]
+        start(starts)
+        dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype))
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _plain(
-    kernel, tensors: tuple, call: Call, config: Config, one: schedule.Pass, first: bool, last: bool, **named
-) -> Start:
+def _plain(name: str, tensors: tuple, call: Call, one: schedule.Pass, first: bool, last: bool, **named) -> Start:
     # The start of a plain kernel for a pass; tensors begin with q, k and v.
-    rows = "keys" if kernel is dkv_kernel else "queries"
+    rows = "keys" if name == "dkv" else "queries"
+    config = config_of(name, tensors[0])
     grid, shared = launch_arguments(*tensors[:3], call, one, config, rows=rows, first=first, last=last)
-    return Start(kernel, grid, tensors, shared | named)
+    return Start(PLAIN[name], grid, tensors, shared | named)
 
 
 def _in_order(todo: tuple[schedule.Pass, ...]) -> Iterator[tuple[schedule.Pass, bool, bool]]:
     # Each pass, whether it is the first, and whether it is the last.
     for number, one in enumerate(todo):
         yield one, number == 0, number == len(todo) - 1
-
-
-def _partials(todo: tuple[schedule.Pass, ...], *gradients: Tensor) -> tuple[Tensor, ...]:
-    # Where partial gradients are added up: of one pass, nowhere else.
-    if len(todo) == 1:
-        return gradients
-    return tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in gradients)

@@ -28,13 +28,8 @@ class Pass:
     branches: tuple[int, ...]  # indices of the pattern's
     chunk: int  # the rows of a tile lie in one stretch of this many positions
     stride: int  # every rate divides it; the chunk, where that is shorter
-    segment_lengths: tuple[int, ...]  # of the branches; one that ends past the sequence ends with its last chunk
+    is_aligned: bool  # whether every tile lies in one segment of each branch
     covers_all: bool  # whether it also visits rows that are in none of its branches
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether every tile lies in one segment of each branch."""
-        return all(w % self.chunk == 0 for w in self.segment_lengths)
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,9 @@ def pass_of(pattern: DilatedPattern, branches: tuple[int, ...], length: int, cov
     """The launch of some branches of a pattern."""
     lengths = [pattern.segment_lengths[i] for i in branches]
     chunk = max(1, min(length, *lengths))
-    end = max(1, ceil(length / chunk)) * chunk
     stride = min(chunk, lcm(*(pattern.dilation_rates[i] for i in branches)))
-    return Pass(branches, chunk, stride, tuple(end if w >= length else w for w in lengths), covers_all)
+    is_aligned = all(w >= length or w % chunk == 0 for w in lengths)
+    return Pass(branches, chunk, stride, is_aligned, covers_all)
 
 
 @lru_cache(maxsize=1024)

@@ -1,77 +1,19 @@
 """Who sends which rows to whom: a pure function of the pattern and the shard lengths. No process group, no GPU."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
-from itertools import accumulate, groupby, product
+from dataclasses import replace
+from itertools import product
 
 import torch
 
 from hilbert_lib.checks import boolean, integer, integers
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.ring.plan.balance import check_weights
-from hilbert_lib.ring.plan.cost import Messages, RankCost, Sizes, costs, traffic
-from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch, messages_for
+from hilbert_lib.ring.plan.cost import TRANSPORTS, RingPlan, Sizes, amount, traffic
+from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch
 
-TRANSPORTS = ("ring", "all_gather", "all_to_all")
 GATHERING = {"all_gather": "room for all rows at once", "ring": "no room for all rows at once"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class RingPlan:
-    """What `plan_ring` found; `print` shows it as a table. The first fields are what it was asked."""
-
-    pattern: DilatedPattern
-    shard_lengths: tuple[int, ...]
-    sizes: Sizes
-    dtype: torch.dtype
-    is_causal: bool
-    branches: tuple[BranchPlan, ...]
-    speeds: tuple[float, ...] | None = None  # relative speeds of the ranks, where weights were given
-
-    @property
-    def length(self) -> int:
-        """Tokens in the sequence."""
-        return sum(self.shard_lengths)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first position of each rank."""
-        return (0, *accumulate(self.shard_lengths[:-1]))
-
-    @cached_property
-    def messages(self) -> dict[str, Messages]:
-        """For each transport in use, what one rank sends to another: one message with the rows of all its branches.
-
-        In step t of the ring, rank a sends to (a + t) mod p and receives from (a - t) mod p, where there is a message.
-        By "all_to_all" a rank also has a message to itself: its own rows of the heads that it computes.
-        """
-        messages = {}
-        for transport in TRANSPORTS:
-            branches = {number: branch for number, branch in enumerate(self.branches) if branch.transport == transport}
-            if branches:
-                messages[transport] = messages_for(branches, transport, self.is_causal)
-        return messages
-
-    @cached_property
-    def ranks(self) -> tuple[RankCost, ...]:
-        """What the plan costs each rank."""
-        return costs(self.branches, self.messages, self.shard_lengths, self.sizes, self.is_causal)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that the fullest rank receives in a forward that passes all k and v to every rank."""
-        return self.sizes.kv_bytes(self.length - min(self.shard_lengths))
-
-    def __str__(self) -> str:
-        sizes = self.sizes
-        title = (
-            f"{self.length:,} tokens on {len(self.shard_lengths)} ranks, batch {sizes.batch}, {sizes.heads} heads, "
-            f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(self.dtype).removeprefix('torch.')}, "
-            f"{'causal' if self.is_causal else 'not causal'}"
-        )
-        return "\n\n".join([title, _branch_table(self), _rank_table(self)])
 
 
 def plan_ring(
@@ -184,7 +126,7 @@ def _candidates(bare: RingPlan, transport: str, even: bool) -> Iterator[RingPlan
 
 def _check_heads_suffice(bare: RingPlan) -> None:
     for number, branch in enumerate(bare.branches):
-        most, heads = max((len(s.ranks) for s in branch.shared), default=0), sum(map(len, branch.kv_heads))
+        most, heads = max((len(s.ranks) for s in branch.shared), default=0), len(branch.kv_heads)
         if most > heads:
             raise ValueError(
                 f"transport='all_to_all' needs at least one KV head a rank: {most} ranks share a segment of branch "
@@ -194,19 +136,19 @@ def _check_heads_suffice(bare: RingPlan) -> None:
 
 def _why_heads_stay(bare: RingPlan, branch: BranchPlan) -> str:
     # Why a branch exchanges no heads; empty if it should.
-    heads = sum(map(len, branch.kv_heads))
+    heads = len(branch.kv_heads)
     for segment in branch.shared:
         if heads % len(segment.ranks):
             return f"{len(segment.ranks)} ranks do not divide {heads} KV heads"
     gathered, exchanged = (_bytes_alone(bare, branch, transport) for transport in ("ring", "all_to_all"))
     if exchanged >= gathered:
-        return f"exchanging heads would take {_amount(exchanged / 1e6)} MB"
+        return f"exchanging heads would take {amount(exchanged / 1e6)} MB"
     return ""
 
 
 def _bytes_alone(bare: RingPlan, branch: BranchPlan, transport: str) -> int:
-    messages = {transport: messages_for({0: branch}, transport, bare.is_causal)}
-    return max(map(max, traffic(messages, "forward", bare.sizes, len(bare.shard_lengths))))
+    alone = replace(bare, branches=(replace(branch, transport=transport),))
+    return max(map(max, traffic(alone, "forward")))
 
 
 def _with_transports(bare: RingPlan, transports: list[str], reasons: list[str]) -> RingPlan:
@@ -222,52 +164,7 @@ def _with_transports(bare: RingPlan, transports: list[str], reasons: list[str]) 
 def _has_room(plan: RingPlan, memory_limit: int | None) -> bool:
     if memory_limit is not None:
         return max(max(cost.memory_forward, cost.memory_backward) for cost in plan.ranks) <= memory_limit
-    at_once = {transport: some for transport, some in plan.messages.items() if transport == "all_gather"}
-    _, received = traffic(at_once, "forward", plan.sizes, len(plan.shard_lengths))
-    return max(received) <= plan.sizes.kv_bytes(max(plan.shard_lengths))
-
-
-def _branch_table(plan: RingPlan) -> str:
-    titles = ("branch", "segment_length", "dilation_rate", "ranks a segment", "MB a rank", "transport", "why")
-    rows = []
-    for number, branch in enumerate(plan.branches):
-        most = max((len(segment.ranks) for segment in branch.shared), default=1)
-        megabytes = _amount(branch.bytes_forward / 1e6)
-        shape = f"{branch.segment_length:,}", f"{branch.dilation_rate:,}"
-        rows.append((str(number), *shape, str(most), megabytes, branch.transport, branch.reason))
-    return _aligned(titles, rows, words=2)
-
-
-def _rank_table(plan: RingPlan) -> str:
-    titles = ("rank", "tokens", "MB sent", "received", "backward: sent", "received")
-    titles += ("GB of memory", "backward", "TFLOP", "backward")
-    units = (1e6,) * 4 + (1e9,) * 2 + (1e12,) * 2  # of the fields of a `RankCost`
-    if plan.speeds:
-        titles += ("time to the mean",)
-        flop_at_speed_1 = sum(cost.flop_forward for cost in plan.ranks) / sum(plan.speeds) or 1
-    lines = []
-    for rank, (length, cost) in enumerate(zip(plan.shard_lengths, plan.ranks, strict=True)):
-        line = [f"{length:,}", *(_amount(each / unit) for each, unit in zip(astuple(cost), units, strict=True))]
-        if plan.speeds:
-            line.append(f"{cost.flop_forward / plan.speeds[rank] / flop_at_speed_1:.0%}")
-        lines.append(line)
-    rows = []
-    for line, alike in groupby(enumerate(lines), key=lambda numbered: numbered[1]):
-        numbers = [number for number, _ in alike]
-        rows.append((f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), *line))
-    return _aligned(titles, rows)
-
-
-def _amount(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
-def _aligned(titles: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 0) -> str:
-    # Numbers to the right; the last columns are words.
-    sides = ">" * (len(titles) - words) + "<" * words
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    lines = []
-    for row in (titles, *rows):
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    at_once = replace(plan, branches=tuple(branch for branch in plan.branches if branch.transport == "all_gather"))
+    _, received = traffic(at_once, "forward")
+    kv_row, _ = plan.sizes.on_wire("all_gather", "forward")
+    return max(received) <= kv_row * plan.sizes.kv_heads * max(plan.shard_lengths)

@@ -12,9 +12,11 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import NAME, named
+from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.rank.layout import Block, Layout
+from hilbert_lib.ring.rank.local import Merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,40 +40,47 @@ class Job:
         return group
 
 
-def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and lse of a block: like q, and (segments, queries, kv_heads, group, batch).
+def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:
+    """Merges the output and lse of a block into those of all rows among which its queries have their places.
 
     q: (segments, queries, kv_heads, group, batch, head_dim). kv: (segments, keys, kv_heads, 2, batch, head_dim).
-    padded: (segments, keys, batch) bool, True = no weight; or None.
+    padding: (rows, batch), of all rows among which the keys have their places; 0 = with weight. Or None.
     """
     segments, group = q.shape[0], q.shape[3]
-    q = _dense_queries(q)
-    k, v, call, name = _prepared(q, kv, block, job, padded)
+    q = _dense(q)
+    k, v, call, name = _prepared(q, kv, block, job, padding)
     out, lse = operators.forward(q, k, v, call, name)
-    return _query_rows(out, segments, group), _query_rows(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
+    lse = _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
+    merge_rows(*merged, (block.queries,), _by_row(out, segments, group), lse)
 
 
 def backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of q and kv, shaped like them, from the gradient of out and the merged out and lse.
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None,
+    all_dq: Tensor, all_dkv: Tensor,
+) -> None:  # fmt: skip
+    """Adds the gradients of q and kv, from the merged out and lse, to those of all rows among which these are.
 
     dout and out are shaped like q, and so is lse, with 1 for head_dim. The rest is as for `forward`.
     """
     segments, keys, group = *kv.shape[:2], q.shape[3]
-    dout, q, out, lse = map(_dense_queries, (dout, q, out, lse))
-    k, v, call, name = _prepared(q, kv, block, job, padded)
+    dout, q, out, lse = map(_dense, (dout, q, out, lse))
+    k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
     dq, *grads = operators.backward(dout, q, k, v, *dense, call, name)
-    return _query_rows(dq, segments, group), torch.stack([_key_rows(x[:, :keys], segments) for x in grads], 3)
+    add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
+    add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
 
 
-def _prepared(q: Tensor, kv: Tensor, block: Block, job: Job, padded: Tensor | None) -> tuple[Tensor, Tensor, Call, str]:
+def _prepared(
+    q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
+) -> tuple[Tensor, Tensor, Call, str]:
     # k and v, the call and the backend for dense queries.
-    k, v = map(_dense_keys, kv.unbind(3))
+    k, v = map(_dense, kv.split(1, 3))
     queries, keys = q.shape[1], k.shape[1]
-    mask = None if padded is None else padded.transpose(1, 2).flatten(0, 1)
+    mask = None
+    if padding is not None:  # the heads of a block are alike
+        mask = padding[block.keys[:, :, 0]].bool().transpose(1, 2).flatten(0, 1)
     call = replace(
         job.call,
         pattern=DilatedPattern((max(queries, keys),), (1,)),
@@ -97,26 +106,17 @@ def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | 
     # For a call of so many rows (a segment of a sequence each) and query heads.
     if seed is None:
         return None
-    segments, group = block.names.shape[1], heads // len(block.kv_heads)
-    batch = torch.arange(rows // segments, device=seed.device)
-    head = block.kv_heads[:, None] * group + torch.arange(group, device=batch.device)
-    words = torch.broadcast_tensors(batch[:, None, None], head, *block.names[:, :, None, :, None])
+    segments, kv_heads = block.names.shape[1:]
+    batch, group = (torch.arange(n, device=seed.device) for n in (rows // segments, heads // kv_heads))
+    kv_head, *words = block.names[:, :, None, :, None]
+    words = torch.broadcast_tensors(batch[:, None, None], kv_head * len(group) + group, *words)
     return named(seed, torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
 
 
-def _dense_queries(x: Tensor) -> Tensor:
+def _dense(x: Tensor) -> Tensor:
     """(segments, rows, kv_heads, group, batch, d) -> (segments * batch, rows, heads, d)."""
     return x.permute(0, 4, 1, 2, 3, 5).flatten(3, 4).flatten(0, 1)
 
 
-def _query_rows(x: Tensor, segments: int, group: int) -> Tensor:
+def _by_row(x: Tensor, segments: int, group: int) -> Tensor:
     return x.unflatten(2, (-1, group)).unflatten(0, (segments, -1)).permute(0, 2, 3, 4, 1, 5)
-
-
-def _dense_keys(x: Tensor) -> Tensor:
-    """(segments, rows, kv_heads, batch, d) -> (segments * batch, rows, kv_heads, d)."""
-    return x.permute(0, 3, 1, 2, 4).flatten(0, 1)
-
-
-def _key_rows(x: Tensor, segments: int) -> Tensor:
-    return x.unflatten(0, (segments, -1)).permute(0, 2, 3, 1, 4)

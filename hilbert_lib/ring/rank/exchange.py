@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-Packed = Callable[[int | None], Tensor]
+from hilbert_lib.ring.rank.layout import Mail
+
+Packing = Callable[[Tensor], Tensor]  # from places of rows to the rows, as they are sent
 
 
 class Beside:
     """Work launched inside runs beside what was launched since this was made, on a stream of its own; on the CPU after.
 
-    The current stream later waits for both. A GPU that is given its long work first has the many small kernels of an
-    exchange under it. What is allocated inside is freed after the current stream has read it, and stays whole: the next
-    `Beside` of that stream waits for it before it is given away.
+    So the long work is launched first, with the many small kernels of an exchange under it; the current stream then
+    waits for both. What is allocated inside stays whole until that has read it: the next `Beside` waits for it.
     """
 
     def __init__(self, device: torch.device):
@@ -77,11 +78,11 @@ def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: 
 
 
 class AllGather:
-    """Rows that come all at once, in one step, which starts now. `packed` gives the rows for a destination, or all."""
+    """Rows that come all at once, in one step, which starts now."""
 
-    def __init__(self, packed: Packed, sent: Sequence[int], received: Sequence[int], group: ProcessGroup):
-        self._sent, self._received, self._group = sent, received, group
-        self._arriving = exchange(packed(None), sent, received, group)
+    def __init__(self, packed: Packing, mail: Mail, group: ProcessGroup):
+        self._mail, self._group = mail, group
+        self._arriving = exchange(packed(mail.rows), mail.sent, mail.received, group)
 
     def __iter__(self) -> Iterator[Arriving]:
         self._arriving.wait()
@@ -89,19 +90,19 @@ class AllGather:
 
     def answer(self, rows: Tensor, arrived: Arriving) -> Arriving:
         """Sends an answer to each row back to where it came from, and receives those to the rows sent."""
-        return exchange(rows, self._received, self._sent, self._group)
+        return exchange(rows, self._mail.received, self._mail.sent, self._group)
 
 
 class Ring:
     """Rows that come step by step: in step t rank a sends to a + t and receives from a - t, modulo the ranks.
 
-    The first step starts now, and step t + 1 is under way while step t is computed. Every rank starts its sends and
-    receives in the order of the steps, so that no two wait for each other. Two buffers, or one where one rank sends,
-    receive the rows, and as many the answers.
+    The first step starts now, and step t + 1 is under way while step t is computed. All ranks start sends and receives
+    in the order of the steps, so that no two wait for each other.
     """
 
-    def __init__(self, packed: Packed, sent: Sequence[int], received: Sequence[int], group: ProcessGroup):
-        self._packed, self._sent, self._received, self._group = packed, sent, received, group
+    def __init__(self, packed: Packing, mail: Mail, group: ProcessGroup):
+        self._packed, self._mail, self._group = packed, mail, group
+        self._rows_for = mail.rows.split(mail.sent)
         self._buffers: list[Tensor] = []
         self._answers: list[Tensor] = []
         self._first = self._step(1)
@@ -116,16 +117,16 @@ class Ring:
 
     def answer(self, rows: Tensor, arrived: Arriving) -> Arriving:
         """As `AllGather.answer`; the second answer after this one overwrites its rows."""
-        self._answers = self._answers[::-1] or _receivers(rows, self._sent)
-        into = self._answers[0][: self._sent[arrived.destination]]
+        self._answers = self._answers[::-1] or _receivers(rows, self._mail.sent)
+        into = self._answers[0][: self._mail.sent[arrived.destination]]
         return self._start(rows, arrived.source, into, arrived.destination)
 
     def _step(self, number: int) -> Arriving:
         rank, ranks = self._group.rank(), self._group.size()
         source, destination = (rank - number) % ranks, (rank + number) % ranks
-        rows = self._packed(destination)
-        self._buffers = self._buffers[::-1] or _receivers(rows, self._received)
-        into = self._buffers[0][: self._received[source]]
+        rows = self._packed(self._rows_for[destination])
+        self._buffers = self._buffers[::-1] or _receivers(rows, self._mail.received)
+        into = self._buffers[0][: self._mail.received[source]]
         return self._start(rows, destination, into, source)
 
     def _start(self, rows: Tensor, destination: int, into: Tensor, source: int) -> Arriving:

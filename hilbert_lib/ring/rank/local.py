@@ -1,7 +1,7 @@
 """A rank's own tensors by rows, and what several computations add up in them.
 
-A row is one (position, KV head), with that KV head's group of query heads. What more than one computation adds to is
-held in float32 (float64 for float64), which is the dtype of lse.
+A row is one (position, KV head), with that KV head's group of query heads; rows are named by their places in
+`Layout.touched`. What more than one computation adds to is held in float32 (float64 for float64), the dtype of lse.
 """
 
 import torch
@@ -9,83 +9,55 @@ from torch import Tensor
 
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.ring.rank.layout import Layers
+
+Merged = tuple[Tensor, Tensor]  # out (rows, group, batch, head_dim) and lse of attention over the keys seen so far
 
 
-class Merged:
-    """Attention of some queries over ever more keys, at first over none."""
-
-    def __init__(self, shape: tuple[int, ...], lse: Tensor):
-        self.out = lse.new_zeros(shape)  # (rows, group, batch, head_dim)
-        self.lse = lse.new_full(shape[:-1], -torch.inf)
-
-    def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merges what some of the rows, each once, found elsewhere."""
-        merge_rows(self.out, self.lse, (rows,), out, lse)
-
-
-class Sums:
-    """Gradients of some rows, each from several places."""
-
-    def __init__(self, shape: tuple[int, ...], lse: Tensor):
-        self.dq = lse.new_zeros(shape)  # (rows, group, batch, head_dim)
-        # (rows, 2, batch, head_dim), dk and dv each dense, as `Shard.add` reads them
-        self.dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)
-
-    def add_queries(self, rows: Tensor, dq: Tensor) -> None:
-        """Adds to some of the rows, each once, of q."""
-        add_rows(self.dq, (rows,), dq)
-
-    def add_keys(self, rows: Tensor, dkv: Tensor) -> None:
-        """Adds to some of the rows, each once, of k and v."""
-        add_rows(self.dkv, (rows,), dkv)
-
-    def add_answer(self, layers: Layers, dkv: Tensor) -> None:
-        """Adds the answer to the rows of k and v that were sent."""
-        for rows, places in layers:
-            self.add_keys(places, dkv[rows])
+def none_merged(shape: tuple[int, ...], lse: Tensor) -> Merged:
+    """Attention over no keys: out of this shape, in the dtype of lse."""
+    return lse.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf)
 
 
 class Shard:
     """Reads and writes rows of a rank's tensors, whose k and v are stored in an ordering, or in sequence order (None).
 
-    >>> x = torch.arange(8).view(1, 2, 4, 1)  # 2 positions, 4 heads
-    >>> Shard(2, None, x.device).queries(x, torch.tensor([[1], [1]])).flatten().tolist()
-    [6, 7]
+    >>> touched = torch.tensor([[0, 1], [3, 2]])  # position 0 of head 3, and 1 of 2
+    >>> [found] = Shard(touched, 4, None).queries(torch.tensor([1]), torch.arange(8).view(1, 2, 4, 1))
+    >>> found.flatten().tolist()
+    [6]
     """
 
-    def __init__(self, kv_heads: int, ordering: Ordering | None, device: torch.device):
+    def __init__(self, touched: Tensor, kv_heads: int, ordering: Ordering | None):
         self._kv_heads = kv_heads
-        self._slots = None if ordering is None else ordering.to(device).inverse
+        self._positions, self._heads = touched
+        slots = self._positions if ordering is None else ordering.to(touched.device).inverse[self._positions]
+        self._stored = slots, self._heads
 
-    def queries(self, x: Tensor, at: Tensor) -> Tensor:
-        """(*rows, group, batch, d) of x (batch, positions, heads, d)."""
-        return self._by_row(x)[at.unbind()]
+    def queries(self, rows: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """(*rows, group, batch, d) of each tensor (batch, positions, heads, d)."""
+        at = self._positions[rows], self._heads[rows]
+        return [self._by_row(x)[at] for x in tensors]
 
-    def keys(self, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    def keys(self, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(*rows, 2, batch, d) of k and v (batch, slots, kv_heads, d)."""
-        stored = self._stored(at)
-        return torch.stack([x.permute(1, 2, 0, 3)[stored] for x in (k, v)], at.dim() - 1)
+        at = tuple(x[rows] for x in self._stored)
+        return torch.stack([x.permute(1, 2, 0, 3)[at] for x in (k, v)], rows.dim())
 
-    def padding(self, mask: Tensor, at: Tensor) -> Tensor:
-        """(*rows, batch) of a mask (batch, positions)."""
-        return mask.T[at[0]]
+    def padding(self, mask: Tensor | None) -> Tensor | None:
+        """(rows, batch) of a mask (batch, positions), for all rows; None if there is none."""
+        return None if mask is None else mask.T[self._positions]
 
-    def merge(self, out: Tensor, lse: Tensor, at: Tensor, merged: Merged) -> None:
-        """Merges into out (batch, positions, heads, head_dim) and lse (batch, heads, positions), in place."""
+    def merge(self, out: Tensor, lse: Tensor, merged: Merged) -> None:
+        """Merges what was found for all rows into out and lse (batch, heads, positions), in place."""
         lse_rows = self._by_row(lse.transpose(1, 2)[..., None])[..., 0]
-        merge_rows(self._by_row(out), lse_rows, at.unbind(), merged.out, merged.lse)
+        merge_rows(self._by_row(out), lse_rows, (self._positions, self._heads), *merged)
 
-    def add(self, dq: Tensor, dk: Tensor, dv: Tensor, at: Tensor, sums: Sums) -> None:
-        """Adds to the gradients of q, k and v, in place."""
-        add_rows(self._by_row(dq), at.unbind(), sums.dq)
-        stored = self._stored(at)
-        for n, x in enumerate((dk, dv)):
-            add_rows(self._by_row(x), stored, sums.dkv[:, n : n + 1])
+    def add(self, grads: tuple[Tensor, Tensor, Tensor], more_dq: Tensor, more_dkv: Tensor) -> None:
+        """Adds, for all rows, to the gradients of q, k and v, in place."""
+        dq, *dkv = map(self._by_row, grads)
+        add_rows(dq, (self._positions, self._heads), more_dq)
+        for n, x in enumerate(dkv):
+            add_rows(x, self._stored, more_dkv[:, n : n + 1])
 
     def _by_row(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self._kv_heads, -1)).permute(1, 2, 3, 0, 4)
-
-    def _stored(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        positions, heads = at.unbind()
-        return (positions if self._slots is None else self._slots[positions]), heads

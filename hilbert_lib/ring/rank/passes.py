@@ -5,6 +5,7 @@ What more than one computation adds to is held in float32 (float64 for float64),
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,15 +15,15 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import named
-from hilbert_lib.attention.merge import add_rows
+from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
-from hilbert_lib.ring.rank.layout import Block, Layout, Mail
-from hilbert_lib.ring.rank.local import Merged, Shard, Sums
+from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
+from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
-Kept = dict[str, Tensor]  # what a backward needs of other ranks' rows, by name
+Kept = dict[str, Tensor]  # of other ranks' rows, for the backward: padding, by transport; and those "exchanged"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
@@ -30,15 +31,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], Non
 
     `confirm` is called when the shard's own attention is under way, before anything is sent.
     """
-    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     confirm()
     if job.layout.is_fused:
         return out, lse, {}
     with beside:
+        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
         merged, kept = _beside_forward(q, k, v, lse, shard, job)
-    shard.merge(out, lse, job.layout.touched, merged)
+    shard.merge(out, lse, merged)
     return out, lse, kept
 
 
@@ -46,14 +47,14 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: Kept
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
-    shard = Shard(k.shape[2], job.ordering, k.device)
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     if job.layout.is_fused:
         return grads
     with beside:
+        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
         sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
-    shard.add(*grads, job.layout.touched, sums)
+    shard.add(grads, *sums)
     return grads
 
 
@@ -63,80 +64,79 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        rows = torch.cat([shard.queries(q, exchanging.rows), shard.keys(k, v, exchanging.rows)], 1)
+        rows = torch.cat([*shard.queries(exchanging.rows, q), shard.keys(exchanging.rows, k, v)], 1)
         arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
-    kept = _paddings(shard, job)
-    merged = Merged(_shape_of_touched(q, job), lse)
-
-    def add(block: Block, kv: Tensor, padded: Tensor | None) -> None:
-        queries = shard.queries(q, block.own_queries)
-        merged.add(block.queries, *blocks.forward(queries, kv, block, job, padded))
-
+    padding = shard.padding(job.call.key_padding_mask)
+    kept = _exchanged_padding(padding, job)
+    merged = none_merged(_shape_of_touched(q, job), lse)
     for block in layout.own:
-        add(block, shard.keys(k, v, block.own_keys), _own_padded(block, shard, job))
+        queries = shard.queries(block.queries, q)
+        blocks.forward(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
     if exchanging:
         kept["exchanged"] = arriving.wait()
         answers = _exchanged_forward(exchanging, kept, job, lse)
     for transport, gather in gathers.items():
         mail = layout.mail[transport]
         for arrived in gather:
-            for block in mail.blocks.get(arrived.source, ()):
-                add(block, arrived.rows[block.keys], _padded(block, mail, kept, transport, arrived.source))
+            padding = _padding(kept, transport, mail, arrived.source)
+            for block in mail.blocks[arrived.source]:
+                queries = shard.queries(block.queries, q)
+                blocks.forward(*queries, arrived.rows[block.keys], block, job, padding, merged)
         arrived = None  # with what it sent
     if exchanging:
         their_out, their_lse = (answer.wait() for answer in answers)
         for rows, places in exchanging.answers[None]:
-            merged.add(places, their_out[rows], their_lse[rows])
+            merge_rows(*merged, (places,), their_out[rows], their_lse[rows])
     return merged, kept
 
 
 def _beside_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shard: Shard, job: Job, kept: Kept
-) -> Sums:
-    # All but the fused call: what it adds to the gradients of the touched rows.
+) -> tuple[Tensor, Tensor]:
+    # All but the fused call: what it adds to the gradients of the touched rows, of q, and of k and v.
     layout, lse_rows = job.layout, lse.transpose(1, 2)[..., None]
+    by_query = dout, q, out, lse_rows
     exchanging = layout.mail.get(EXCHANGING)
     gathers = _start_gathers(k, v, shard, job)
     if exchanging:
-        dout_rows, out_rows, own_lse = (shard.queries(x, exchanging.rows) for x in (dout, out, lse_rows))
-        delta = (dout_rows.to(lse.dtype) * out_rows.to(lse.dtype)).sum(-1)
+        own_dout, own_out, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
+        delta = (own_dout.to(lse.dtype) * own_out.to(lse.dtype)).sum(-1)
         arriving = [
             exchange(rows, exchanging.sent, exchanging.received, job.group)
-            for rows in (dout_rows, torch.stack([own_lse[..., 0], delta], 1))
+            for rows in (own_dout, torch.stack([own_lse[..., 0], delta], 1))
         ]
-    sums = Sums(_shape_of_touched(q, job), lse)
-
-    def add(block: Block, kv: Tensor, padded: Tensor | None) -> Tensor:
-        # Adds up dq and returns the gradient of kv.
-        mine = (shard.queries(x, block.own_queries) for x in (dout, q, out, lse_rows))
-        dq, dkv = blocks.backward(*mine, kv, block, job, padded)
-        sums.add_queries(block.queries, dq)
-        return dkv
-
+    padding = shard.padding(job.call.key_padding_mask)
+    shape = _shape_of_touched(q, job)
+    dq = lse.new_zeros(shape)
+    dkv = lse.new_zeros(2, shape[0], *shape[2:]).transpose(0, 1)  # dk and dv each dense, as `Shard.add` reads them
     for block in layout.own:
-        kv = shard.keys(k, v, block.own_keys)
-        sums.add_keys(block.keys, add(block, kv, _own_padded(block, shard, job)))
+        mine = shard.queries(block.queries, *by_query)
+        blocks.backward(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
     if exchanging:
         answer = _exchanged_backward(exchanging, arriving, kept, job)
     for transport, gather in gathers.items():
         mail, late = layout.mail[transport], None
         for arrived in gather:
-            dkv = torch.zeros(arrived.rows.shape, dtype=lse.dtype, device=q.device)
-            for block in mail.blocks.get(arrived.source, ()):
-                padded = _padded(block, mail, kept, transport, arrived.source)
-                add_rows(dkv, (block.keys,), add(block, arrived.rows[block.keys], padded))
+            padding = _padding(kept, transport, mail, arrived.source)
+            their_dkv = lse.new_zeros(arrived.rows.shape)
+            for block in mail.blocks[arrived.source]:
+                mine = shard.queries(block.queries, *by_query)
+                blocks.backward(*mine, arrived.rows[block.keys], block, job, padding, dq, their_dkv)
             if late:
-                sums.add_answer(late[0], late[1].wait())
-            # While this answer travels, the next step is computed.
-            late = mail.answers[arrived.destination], gather.answer(dkv, arrived)
+                _add_answer(dkv, mail.answers[late.source], late.wait())
+            late = gather.answer(their_dkv, arrived)  # while it travels, the next step is computed
         arrived = None  # with what it sent
-        sums.add_answer(late[0], late[1].wait())
+        _add_answer(dkv, mail.answers[late.source], late.wait())
     if exchanging:
         gradients = answer.wait()
-        for rows, places in exchanging.answers[None]:
-            sums.add_queries(places, gradients[rows, :-2])
-            sums.add_keys(places, gradients[rows, -2:])
-    return sums
+        _add_answer(dq, exchanging.answers[None], gradients[:, :-2])
+        _add_answer(dkv, exchanging.answers[None], gradients[:, -2:])
+    return dq, dkv
+
+
+def _add_answer(total: Tensor, layers: Layers, more: Tensor) -> None:
+    for rows, places in layers:
+        add_rows(total, (places,), more[rows])
 
 
 def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
@@ -144,43 +144,34 @@ def _shape_of_touched(q: Tensor, job: Job) -> tuple[int, int, int, int]:
 
 
 def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, AllGather | Ring]:
-    gathers = {}
-    for transport, gather in GATHERING.items():
-        if transport in job.layout.mail:
-            mail = job.layout.mail[transport]
-            rows_for = dict(enumerate(mail.rows.split(mail.sent, 1))) | {None: mail.rows}
-
-            def packed(destination: int | None, rows_for: dict = rows_for) -> Tensor:
-                return shard.keys(k, v, rows_for[destination])
-
-            gathers[transport] = gather(packed, mail.sent, mail.received, job.group)
-    return gathers
+    packed = partial(shard.keys, k=k, v=v)
+    return {
+        transport: gather(packed, job.layout.mail[transport], job.group)
+        for transport, gather in GATHERING.items()
+        if transport in job.layout.mail
+    }
 
 
 def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
     # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
-    received = kept["exchanged"]  # (rows, group + 2, batch, head_dim): q, k and v
-    merged = Merged(received[:, :-2].shape, lse)
+    q, kv = kept["exchanged"][:, :-2], kept["exchanged"][:, -2:]  # (rows, group or 2, batch, head_dim)
+    out, lse = none_merged(q.shape, lse)
+    padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        rows = received[block.queries]
-        padded = _padded(block, mail, kept, EXCHANGING, None)
-        merged.add(block.queries, *blocks.forward(rows[..., :-2, :, :], rows[..., -2:, :, :], block, job, padded))
+        blocks.forward(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
     back = mail.received, mail.sent, job.group
-    return exchange(merged.out.to(received.dtype), *back), exchange(merged.lse, *back)
+    return exchange(out.to(q.dtype), *back), exchange(lse, *back)
 
 
 def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: Job) -> Arriving:
     # Likewise; sends dq, dk and dv back.
-    received = kept["exchanged"]
-    dout, (lse, delta) = arriving[0].wait(), arriving[1].wait().unbind(1)
-    out = _with_product(dout, delta)
-    sums = torch.zeros(received.shape, dtype=lse.dtype, device=received.device)
+    received, dout, (lse, delta) = kept["exchanged"], arriving[0].wait(), arriving[1].wait().unbind(1)
+    by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
+    sums = lse.new_zeros(received.shape)
+    padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
-        rows = received[block.queries]
-        mine = dout[block.queries], rows[..., :-2, :, :], out[block.queries], lse[block.queries][..., None]
-        padded = _padded(block, mail, kept, EXCHANGING, None)
-        some = blocks.backward(*mine, rows[..., -2:, :, :], block, job, padded)
-        add_rows(sums, (block.queries,), torch.cat(some, 3))
+        mine = (x[block.queries] for x in by_query)
+        blocks.backward(*mine, received[:, -2:][block.keys], block, job, padding, sums[:, :-2], sums[:, -2:])
     return exchange(sums, mail.received, mail.sent, job.group)
 
 
@@ -196,8 +187,7 @@ def _with_product(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
     if job.layout.fused is None:
         batch, rows, heads, _ = q.shape
-        lse = torch.full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
+        return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype))
     return operators.forward(q, *_fused_call(q, k, v, job))
 
 
@@ -205,7 +195,7 @@ def _fused_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job
 ) -> tuple[Tensor, Tensor, Tensor]:
     if job.layout.fused is None:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     k, v, call, name = _fused_call(q, k, v, job)
     dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
     if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
@@ -234,27 +224,18 @@ def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
     return named(seed, names, layout.branches)
 
 
-def _paddings(shard: Shard, job: Job) -> Kept:
-    # Whether received rows are padded, by transport: (rows, batch) uint8.
-    if job.call.key_padding_mask is None:
+def _exchanged_padding(own: Tensor | None, job: Job) -> Kept:
+    # Of received rows, by transport: (rows, batch) uint8.
+    if own is None:
         return {}
-    masks = job.call.key_padding_mask.byte()
     arriving = {
-        transport: exchange(shard.padding(masks, mail.rows), mail.sent, mail.received, job.group)
+        transport: exchange(own.byte()[mail.rows], mail.sent, mail.received, job.group)
         for transport, mail in job.layout.mail.items()
     }
-    return {f"padded {transport}": one.wait() for transport, one in arriving.items()}
+    return {transport: one.wait() for transport, one in arriving.items()}
 
 
-def _padded(block: Block, mail: Mail, kept: Kept, transport: str, source: int | None) -> Tensor | None:
-    # Of a block whose keys were received: (segments, keys, batch) bool.
-    padded = kept.get(f"padded {transport}")
-    if padded is None:
-        return None
-    keys = block.keys[:, :, 0] + (0 if source is None else sum(mail.received[:source]))
-    return padded[keys].bool()  # the heads of a block are alike
-
-
-def _own_padded(block: Block, shard: Shard, job: Job) -> Tensor | None:
-    mask = job.call.key_padding_mask
-    return None if mask is None else shard.padding(mask, block.own_keys[..., 0])
+def _padding(kept: Kept, transport: str, mail: Mail, source: int | None) -> Tensor | None:
+    # Of the rows received from a source, or from all.
+    padding = kept.get(transport)
+    return padding if padding is None or source is None else padding.split(mail.received)[source]

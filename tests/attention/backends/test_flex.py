@@ -14,7 +14,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
     pattern, (q, k, v, _), out, lse, _ = expected("sparse", "head", mixing, torch.float32, "wide", is_causal)
-    got, got_lse = flex.forward(q, k, v, Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
+    got, got_lse = flex.attend(q, k, v, Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
     torch.testing.assert_close(got.double(), out, atol=2e-4, rtol=0)
     torch.testing.assert_close(got_lse.double(), lse, atol=2e-4, rtol=0)
     assert lse.isinf().any()  # rows that no branch has
@@ -36,7 +36,7 @@ def test_masks_of_flex_first_made_in_inference_mode_serve_a_backward_pass(monkey
     q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
     call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
-        out, lse = flex.forward(q, k, v, call)
+        out, lse = flex.attend(q, k, v, call)
     got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
@@ -91,7 +91,7 @@ def test_parts_of_compiled_flex_have_the_gradient_of_the_whole():
 def test_flex_takes_fewer_queries_than_keys_in_one_segment():
     q, k, v = (torch.randn(1, n, 2, 16) for n in (40, 90, 90))
     pattern = DilatedPattern((90,), (1,))
-    got = flex.forward(q, k, v, Call(pattern, scale=0.3))
+    got = flex.attend(q, k, v, Call(pattern, scale=0.3))
     for part, truth in zip(got, oracle.attention(q, k, v, pattern, scale=0.3), strict=True):
         torch.testing.assert_close(part.double(), truth, atol=1e-5, rtol=0)
 
@@ -100,7 +100,7 @@ def test_flex_takes_fewer_queries_than_keys_in_one_segment():
 def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
     q, k, v = torch.randn(3, 1, 8, 1, 16)
-    out, lse = flex.forward(q, k, v, Call(pattern, scale=0.25))
+    out, lse = flex.attend(q, k, v, Call(pattern, scale=0.25))
     exact, exact_lse = dilated_attention(q, k, v, pattern, scale=0.25, return_lse=True, backend="reference")
     torch.testing.assert_close(out, exact)
     torch.testing.assert_close(lse, exact_lse)

@@ -104,10 +104,10 @@ def fake_xformers():
 
 
 KERNELS = {
-    "flash_attn_2": (packages.FlashAttn2, fake_2),
-    "flash_attn_3": (packages.FlashAttn3, fake_3),
-    "flash_attn_4": (packages.FlashAttn4, fake_4),
-    "xformers": (packages.Xformers, fake_xformers),
+    "flash_attn_2": (packages.FLASH_ATTN_2, fake_2),
+    "flash_attn_3": (packages.FLASH_ATTN_3, fake_3),
+    "flash_attn_4": (packages.FLASH_ATTN_4, fake_4),
+    "xformers": (packages.XFORMERS, fake_xformers),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
         torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.Xformers)])
+@pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])
 def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
         assert function.keywords["kernel"] == Within32Bits(kernel)

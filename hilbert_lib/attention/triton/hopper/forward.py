@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from hilbert_lib.attention.triton.geometry import NOT_SPECIALIZED, key_range, segment_rows, tile_of, tile_positions
+from hilbert_lib.attention.triton import geometry
+from hilbert_lib.attention.triton.hopper import tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     as_operand,
     first_scores,
@@ -26,22 +27,9 @@ from hilbert_lib.attention.triton.hopper.steps import (
     v_free,
     values,
 )
-from hilbert_lib.attention.triton.hopper.tiles import (
-    GROUP_ROWS,
-    LN_2,
-    LOG2_E,
-    arrive,
-    is_inside,
-    meet,
-    product_layout,
-    row_layout,
-    segment_coordinates,
-    segment_of,
-    shared_layout,
-)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def forward_kernel(
     q, out, lse, flag,
     k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5,
@@ -62,141 +50,141 @@ def forward_kernel(
     # Of the second group, where a multiprocessor runs two programs, and one. The first group has what it and the
     # copying warps leave: 112 of three times 80 (maxnreg of its configuration), since those need at least 24.
     REGISTERS: gl.constexpr = 104 if in_halves(BLOCK_D) else 240
-    q_tiles = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], shared_layout())
+    q_tiles = gl.allocate_shared_memory(dtype, [2, tiles.GROUP_ROWS, BLOCK_D], tiles.shared_layout())
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], k0.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, 1, BLOCK_D], v0.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = tiles.Ring(k_tiles, v_tiles, k_full, v_full)
+    tables = (branches, offsets, items, classes)
+    sizes, grid = (first_query, queries, keys, heads, group), (chunk, stride, chunks, phases, count)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
     # Written out twice: a tuple that is assigned to a name loses its constants.
     gl.warp_specialize([
         (_attend, (
-            0, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
-            stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
+            0, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
         )),
         (_attend, (
-            1, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full, v_full, scale,
-            stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-            count, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
+            1, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes, grid, HEAD_DIM,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
         )),
         (_copy, (
-            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), branches, offsets, items, classes, k_tiles, v_tiles,
-            k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-            count, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
+            (k0, k1, k2, k3, k4, k5), (v0, v1, v2, v3, v4, v5), tables, ring, sizes, grid, BLOCK_N, N_BRANCHES,
+            CAUSAL,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
+def _tile_of(tables, sizes, grid):
+    """Sequence, head and tile of the program; its branches, as `segment_of` takes them."""
+    branches, offsets, items, classes = tables
+    first_query, queries, _keys, heads, group = sizes
+    b, h, tile = geometry.tile_of(gl.program_id(0), items, classes, first_query, queries, heads, group, *grid)
+    return b, h, tile, (branches, offsets, heads // group, h // group)
+
+
+@gluon.jit
 def _copy(
-    k_descriptors, v_descriptors, branches, offsets, items, classes, k_tiles, v_tiles,
-    k_full, v_full, first_query, queries, keys, heads, group, chunk, stride, chunks, phases,
-    count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    k_descriptors, v_descriptors, tables, ring, sizes, grid, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Copies tiles of k and v into the ring of stages, in the order in which the groups take them."""
-    b, h, _, _, _, _, size, _, first, lowest, highest = tile_of(
-        gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
-    )
-    g = h // group
+    STAGES: gl.constexpr = ring.k_tiles.shape[0]
+    b, _, tile, branches = _tile_of(tables, sizes, grid)
+    keys, g = sizes[2], branches[3]
     block = 0
     for i in gl.static_range(N_BRANCHES):
-        inside, start, w, r, o = segment_of(branches, offsets, i, heads // group, g, first)
-        if (size > 0) & inside:
-            n, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
-            row, residue = segment_coordinates(start + o, r, n, keys)
+        inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
+        if (tile.size > 0) & inside:
+            n, _, end = geometry.key_range(start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False)
+            row, residue = tiles.segment_coordinates(start + o, r, n, keys)
             for j in range(0, end, BLOCK_N):
                 stage = block % STAGES
                 if block >= STAGES:
-                    meet(k_free(block, STAGES))
-                mbarrier.expect(k_full.index(stage), k_descriptors[i].block_type.nbytes)
+                    tiles.meet(k_free(ring, block))
+                mbarrier.expect(ring.k_full.index(stage), k_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    k_descriptors[i], [b, row + j, residue, g, 0], k_full.index(stage), k_tiles.index(stage)
+                    k_descriptors[i], [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage)
                 )
                 if block >= STAGES:
-                    meet(v_free(block, STAGES))
-                mbarrier.expect(v_full.index(stage), v_descriptors[i].block_type.nbytes)
+                    tiles.meet(v_free(ring, block))
+                mbarrier.expect(ring.v_full.index(stage), v_descriptors[i].block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    v_descriptors[i], [b, row + j, residue, g, 0], v_full.index(stage), v_tiles.index(stage)
+                    v_descriptors[i], [b, row + j, residue, g, 0], ring.v_full.index(stage), ring.v_tiles.index(stage)
                 )
                 block += 1
 
 
 @gluon.jit
 def _attend(
-    NUMBER: gl.constexpr, q, out, lse, flag, branches, offsets, items, classes, q_tiles, k_tiles, v_tiles, k_full,
-    v_full, scale, stride_qb, stride_qn, stride_qh, first_query, queries, keys, heads, group, chunk, stride, chunks,
-    phases, count, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    NUMBER: gl.constexpr, q, out, lse, flag, tables, q_tiles, ring, scale, stride_qb, stride_qn, stride_qh, sizes,
+    grid, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 queries of the tile against every block of keys."""
-    b, h, chunk_start, members, n_classes, u, size, chunk_end, first, lowest, highest = tile_of(
-        gl.program_id(0), items, classes, first_query, queries, chunk, stride, chunks, phases, count, heads, group
-    )
-    kv_heads = heads // group
-    g = h // group
-    if size > NUMBER * GROUP_ROWS:
+    b, h, tile, branches = _tile_of(tables, sizes, grid)
+    if tile.size > NUMBER * tiles.GROUP_ROWS:
         q_head = q + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
         q_tile = q_tiles.index(NUMBER)
         if MASKED | in_halves(BLOCK_D):
             _attend_by_branch(
-                NUMBER, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
-                stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members,
-                n_classes, u, size, chunk_end, first, lowest, highest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES,
-                CAUSAL, MASKED, READ_PARTIAL,
+                NUMBER, q_head, out, lse, flag, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED, READ_PARTIAL,
             )  # fmt: skip
         else:
             _attend_whole(
-                NUMBER, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale, stride_qn,
-                first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
-                chunk_end, first, lowest, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, READ_PARTIAL,
+                NUMBER, q_head, out, lse, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+                HEAD_DIM, BLOCK_D, BLOCK_N, N_BRANCHES, READ_PARTIAL,
             )  # fmt: skip
-    elif size > 0:  # this group's half of the tile is empty
+    elif tile.size > 0:  # this group's half of the tile is empty
         block = 0
         for i in range(N_BRANCHES):
-            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+            inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
             if inside:
-                _, _, end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                _, _, end = geometry.key_range(
+                    start, w, r, o, sizes[2], tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                )
                 for _j in range(0, end, BLOCK_N):
-                    pass_over(block, k_full, v_full, STAGES)
+                    pass_over(ring, block)
                     block += 1
 
 
 @gluon.jit
 def _attend_whole(
-    NUMBER: gl.constexpr, q_head, out, lse, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
-    stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
-    chunk_end, first, lowest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, READ_PARTIAL: gl.constexpr,
+    NUMBER: gl.constexpr, q_head, out, lse, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
+    READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where no tile of keys is cut off: only the number of blocks counts."""
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    ROWS: gl.constexpr = row_layout(BLOCK_D)
+    first_query, queries, keys, heads, _group = sizes
+    SCORES: gl.constexpr = tiles.product_layout(BLOCK_N)
+    ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
     # A thread finds one position and hands it on: divisions for every row that it loads would outlast the loads.
-    number = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-    position = tile_positions(chunk_start, members, n_classes, u + number, stride)
-    exists = (number < size) & (position >= lowest) & (position < chunk_end)
+    number = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    position = geometry.tile_positions(tile, number)
+    exists = (number < tile.size) & (position >= tile.lowest) & (position < tile.end)
     row = gl.convert_layout(gl.where(exists, position - first_query, -1), gl.SliceLayout(1, ROWS))[:, None]
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
     here = (row >= 0) & (dims < HEAD_DIM)
     q_rows = gl.load(q_head + row.to(gl.int64) * stride_qn + dims, mask=here, other=0.0)
-    blocks = _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N, N_BRANCHES)
+    blocks = _blocks(branches, tile.first, keys, BLOCK_N, N_BRANCHES)
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
     acc, total, m = nothing(BLOCK_D, BLOCK_N)
     if blocks > 0:
-        scores = first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        scores = first_scores(q_tile, ring)
         weights, _, m, total = softmax(scores, m, total, scale, True)
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)
         for block in range(1, blocks):
             acc, total, m, weights = step(
-                acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                scale, block, queries, BLOCK_D, BLOCK_N, STAGES, False, True,
-            )  # fmt: skip
-        value_token = values(weights, acc, v_tiles, v_full, blocks - 1, BLOCK_D, BLOCK_N, STAGES)
+                acc, total, m, weights, q_tile, ring, block, scale, block, queries, False, True
+            )
+        value_token = values(weights, acc, ring, blocks - 1)
         acc = warpgroup_mma_wait(0, deps=[value_token])
     result, result_lse = _normalized(acc, total, m)
     # Handed on once more: the loads' own would take registers all through the steps.
@@ -217,44 +205,43 @@ def _attend_whole(
 
 @gluon.jit
 def _attend_by_branch(
-    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, offsets, q_tile, k_tiles, v_tiles, k_full, v_full, scale,
-    stride_qn, first_query, queries, keys, heads, kv_heads, stride, b, h, g, chunk_start, members, n_classes, u, size,
-    chunk_end, first, lowest, highest, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    READ_PARTIAL: gl.constexpr,
+    NUMBER: gl.constexpr, q_head, out, lse, flag, branches, q_tile, ring, scale, stride_qn, sizes, b, h, tile,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, READ_PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """`_attend` where tiles of keys may be cut off, or where another program hides the waits of this one.
 
     It finds positions as they are needed: begun like `_attend_whole`, it took 6 % longer at head_dim 128 because of how
     its steps were compiled. Any edit may change that: compare_kernels.py measures it.
     """
-    SCORES: gl.constexpr = product_layout(keys_at_once(BLOCK_D, BLOCK_N))
-    ROWS: gl.constexpr = row_layout(BLOCK_D)
-    rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, ROWS))
-    position = tile_positions(chunk_start, members, n_classes, u + rows, stride)
+    first_query, queries, keys, heads, _group = sizes
+    SCORES: gl.constexpr = tiles.product_layout(keys_at_once(BLOCK_D, BLOCK_N))
+    ROWS: gl.constexpr = tiles.row_layout(BLOCK_D)
+    rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, ROWS))
+    position = geometry.tile_positions(tile, rows)
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))[None, :]
-    here = ((rows < size) & (position >= lowest) & (position < chunk_end))[:, None] & (dims < HEAD_DIM)
+    here = ((rows < tile.size) & (position >= tile.lowest) & (position < tile.end))[:, None] & (dims < HEAD_DIM)
     row = (position - first_query).to(gl.int64)[:, None]
     q_tile.store(gl.load(q_head + row * stride_qn + dims, mask=here, other=0.0))
     fence_async_shared()
-    score_rows = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
-    query = tile_positions(chunk_start, members, n_classes, u + score_rows, stride)
+    score_rows = NUMBER * tiles.GROUP_ROWS + gl.arange(0, tiles.GROUP_ROWS, gl.SliceLayout(1, SCORES))
+    query = geometry.tile_positions(tile, score_rows)
     # Where causal, a group sees fewer keys than its tile, and more of them without a mask.
-    last = gl.minimum(size, (NUMBER + 1) * GROUP_ROWS) - 1
-    own_lowest = gl.maximum(lowest, tile_positions(chunk_start, members, n_classes, u + NUMBER * GROUP_ROWS, stride))
-    own_highest = gl.minimum(highest, tile_positions(chunk_start, members, n_classes, u + last, stride))
+    last = gl.minimum(tile.size, (NUMBER + 1) * tiles.GROUP_ROWS) - 1
+    own_lowest = gl.maximum(tile.lowest, geometry.tile_positions(tile, NUMBER * tiles.GROUP_ROWS))
+    own_highest = gl.minimum(tile.highest, geometry.tile_positions(tile, last))
     if in_halves(BLOCK_D):
         acc, total, m = _walk_in_halves(
-            q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
-            highest, own_lowest, own_highest, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL, MASKED,
+            q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL, MASKED,
         )  # fmt: skip
     else:
         acc, total, m = _walk(
-            q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
-            highest, own_lowest, own_highest, queries, BLOCK_D, BLOCK_N, STAGES, N_BRANCHES, CAUSAL,
+            q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
+            BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL,
         )  # fmt: skip
     result, result_lse = _normalized(acc, total, m)
-    exists = (score_rows < size) & (query >= lowest) & (query < chunk_end)
+    exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)
     if MASKED:
         bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
         gl.store(flag + gl.zeros_like(bad), bad, mask=exists & (bad > 0))
@@ -269,104 +256,98 @@ def _attend_by_branch(
 
 @gluon.jit
 def _walk(
-    q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
-    highest, own_lowest, own_highest, queries, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Products with v, sums of weights and maxima over all branches, by `step`."""
     first_branch = -1
     for i in range(N_BRANCHES):
-        inside, _, _, _, _ = segment_of(branches, offsets, i, kv_heads, g, first)
+        inside, _, _, _, _ = tiles.segment_of(branches, i, tile.first)
         if (first_branch < 0) & inside:
             first_branch = i
 
     acc, total, m = nothing(BLOCK_D, BLOCK_N)
     if first_branch >= 0:
-        _, start, w, r, o = segment_of(branches, offsets, first_branch, kv_heads, g, first)
-        n = segment_rows(start, w, r, o, keys)
-        scores = first_scores(q_tile, k_tiles, k_full, BLOCK_D, BLOCK_N, STAGES)
+        _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
+        n = geometry.segment_rows(start, w, r, o, keys)
+        scores = first_scores(q_tile, ring)
         scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))
         weights, _, m, total = softmax(scores, m, total, scale, False)
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)
         block = 1
         for i in range(first_branch, N_BRANCHES):
-            inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+            inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
             if inside:
-                n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
+                n, full, end = geometry.key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
                 full = gl.minimum(full, end)
                 begin = gl.where(i == first_branch, BLOCK_N, 0)
                 for _j in range(begin, full, BLOCK_N):
                     acc, total, m, weights = step(
-                        acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                        scale, query, queries, BLOCK_D, BLOCK_N, STAGES, False, False,
-                    )  # fmt: skip
+                        acc, total, m, weights, q_tile, ring, block, scale, query, queries, False, False
+                    )
                     block += 1
                 seen = seen_keys(n, start + o, r, query, CAUSAL)
                 for j in range(gl.maximum(begin, full), end, BLOCK_N):
                     acc, total, m, weights = step(
-                        acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block,
-                        scale, seen - j, queries, BLOCK_D, BLOCK_N, STAGES, True, False,
-                    )  # fmt: skip
+                        acc, total, m, weights, q_tile, ring, block, scale, seen - j, queries, True, False
+                    )
                     block += 1
                 if CAUSAL:
-                    _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                    _n, _full, tile_end = geometry.key_range(
+                        start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                    )
                     unseen = gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)
                     if unseen > 0:
-                        value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+                        value_token = values(weights, acc, ring, block - 1)
                         acc = warpgroup_mma_wait(0, deps=[value_token])
-                        arrive(v_free(block - 1, STAGES))
+                        tiles.arrive(v_free(ring, block - 1))
                         for _j in range(unseen - 1):
-                            pass_over(block, k_full, v_full, STAGES)
+                            pass_over(ring, block)
                             block += 1
                         # The last one stays, with weights of zero: the next step multiplies them with v.
-                        mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-                        arrive(k_free(block, STAGES))
+                        tiles.wait_full(ring.k_full, block)
+                        tiles.arrive(k_free(ring, block))
                         block += 1
-                        OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
-                        weights = gl.zeros([GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)
-        value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+                        OPERAND: gl.constexpr = gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2)
+                        weights = gl.zeros([tiles.GROUP_ROWS, BLOCK_N], q_tile.dtype, OPERAND)
+        value_token = values(weights, acc, ring, block - 1)
         acc = warpgroup_mma_wait(0, deps=[value_token])
     return acc, total, m
 
 
 @gluon.jit
 def _walk_in_halves(
-    q_tile, k_tiles, v_tiles, k_full, v_full, branches, offsets, scale, keys, kv_heads, g, first, query, lowest,
-    highest, own_lowest, own_highest, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """What `_walk` computes, by `halves`."""
     acc, total, m = nothing(BLOCK_D, BLOCK_N)
     block = 0
     for i in range(N_BRANCHES):
-        inside, start, w, r, o = segment_of(branches, offsets, i, kv_heads, g, first)
+        inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
         if inside:
-            n, full, end = key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
+            n, full, end = geometry.key_range(start, w, r, o, keys, own_lowest, own_highest, BLOCK_N, CAUSAL, False)
             full = gl.maximum(0, gl.minimum(full, end))
             for _j in range(0, full, BLOCK_N):
-                acc, total, m = halves(
-                    acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, query, BLOCK_N,
-                    BLOCK_D, BLOCK_N, STAGES, False,
-                )  # fmt: skip
+                acc, total, m = halves(acc, total, m, q_tile, ring, block, scale, query, BLOCK_N, False)
                 block += 1
             if MASKED:
                 seen = seen_keys(n, start + o, r, query, CAUSAL)
                 for j in range(full, end, BLOCK_N):
-                    acc, total, m = halves(
-                        acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen - j, end - j,
-                        BLOCK_D, BLOCK_N, STAGES, True,
-                    )  # fmt: skip
+                    acc, total, m = halves(acc, total, m, q_tile, ring, block, scale, seen - j, end - j, True)
                     block += 1
             if CAUSAL:
-                _n, _full, tile_end = key_range(start, w, r, o, keys, lowest, highest, BLOCK_N, CAUSAL, False)
+                _n, _full, tile_end = geometry.key_range(
+                    start, w, r, o, keys, tile.lowest, tile.highest, BLOCK_N, CAUSAL, False
+                )
                 for _j in range(gl.cdiv(tile_end, BLOCK_N) - gl.cdiv(end, BLOCK_N)):
-                    pass_over(block, k_full, v_full, STAGES)
+                    pass_over(ring, block)
                     block += 1
     return acc, total, m
 
 
 @gluon.jit
-def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
+def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr):
     """How many blocks of keys a tile sees where none is cut off.
 
     A thread looks at one branch: a loop over all of them would take a block's time.
@@ -374,11 +355,12 @@ def _blocks(branches, offsets, kv_heads, g, first, keys, BLOCK_N: gl.constexpr, 
     gl.static_assert(N_BRANCHES <= 8)
     i = gl.arange(0, 8, gl.BlockedLayout([1], [32], [4], [0]))
     exists = i < N_BRANCHES
-    w = gl.load(branches + 2 * i, mask=exists, other=1)
-    r = gl.load(branches + 2 * i + 1, mask=exists, other=1)
+    pairs, offsets, kv_heads, g = branches
+    w = gl.load(pairs + 2 * i, mask=exists, other=1)
+    r = gl.load(pairs + 2 * i + 1, mask=exists, other=1)
     o = gl.load(offsets + i * kv_heads + g, mask=exists, other=-1)
-    inside, start = is_inside(w, r, o, first)
-    n = segment_rows(start, w, r, o, keys)
+    inside, start = tiles.is_inside(w, r, o, first)
+    n = geometry.segment_rows(start, w, r, o, keys)
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
 
 
@@ -387,7 +369,7 @@ def _normalized(acc, total, m):
     """Output and lse; 0 and -inf where there are no keys."""
     total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
     denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
-    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * LN_2)
+    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)
     inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
     return acc * inverse[:, None], lse
 
@@ -398,8 +380,8 @@ def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
     before = gl.load(lse_ptrs, mask=exists, other=float("-inf"))
     largest = gl.maximum(lse, before)
     finite = gl.where(largest == float("-inf"), 0.0, largest)
-    weight = gl.exp2((lse - finite) * LOG2_E)
-    weight_before = gl.exp2((before - finite) * LOG2_E)
+    weight = gl.exp2((lse - finite) * geometry.LOG2_E)
+    weight_before = gl.exp2((before - finite) * geometry.LOG2_E)
     total = weight + weight_before
     denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
     COLUMNS: gl.constexpr = gl.SliceLayout(1, result.type.layout)
@@ -407,4 +389,4 @@ def _merged(result, lse, out_ptrs, here, lse_ptrs, exists):
     other = gl.convert_layout(weight_before / denominator, COLUMNS)[:, None]
     out_before = gl.convert_layout(gl.load(out_ptrs, mask=here, other=0.0), result.type.layout).to(gl.float32)
     result = result * own + out_before * other
-    return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * LN_2)
+    return result, gl.where(total == 0.0, float("-inf"), finite + gl.log2(denominator) * tiles.LN_2)

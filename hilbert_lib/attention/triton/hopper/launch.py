@@ -1,7 +1,5 @@
 """The warp-specialised kernels of Hopper: which calls they serve, and their launches."""
 
-from functools import cache
-
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
@@ -54,13 +52,8 @@ def columns_of(q: Tensor) -> int:
 
 def is_masked(call: Call, one: schedule.Pass, keys: int, block_n: int) -> bool:
     """Whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
-    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in _branches(call, one))
-
-
-def _branches(call: Call, one: schedule.Pass) -> list[tuple[int, int]]:
-    # Segment length and rate of a pass's branches.
-    branches = call.pattern.branches
-    return [branches[i] for i in one.branches]
+    branches = [call.pattern.branches[i] for i in one.branches]
+    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in branches)
 
 
 def forward(
@@ -77,11 +70,11 @@ def forward(
 
     columns = columns_of(q)
     config = HOPPER_FORWARD[columns]
-    branches = _branches(call, one)
-    descriptors = [tiles.descriptor(x, r, config.block_n, columns) for _, r in branches for x in (k, v)]
+    rates = [call.pattern.dilation_rates[i] for i in one.branches]
+    descriptors = [tiles.descriptor(x, r, config.block_n, columns) for r in rates for x in (k, v)]
     descriptors += [None] * (2 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
-    named = _named(kernels.forward_kernel, shared, columns, config, len(branches))
+    named = _named(kernels.forward_kernel, shared, columns, config, len(rates))
     named |= {"MASKED": flag is not None, "maxnreg": config.maxnreg}
     return Start(kernels.forward_kernel, grid, (q, out, lse, q if flag is None else flag, *descriptors), named)
 
@@ -99,27 +92,22 @@ def backward(
 
     columns = columns_of(q)
     config = HOPPER_BACKWARD[columns]
-    branches = _branches(call, one)
+    rates = [call.pattern.dilation_rates[i] for i in one.branches]
     part = (config.block_m, columns // 2)  # of one group of warps
     descriptors = []
-    for _, r in branches:
+    for r in rates:
         descriptors += [tiles.descriptor(x, r, config.block_m, columns) for x in (q, dout)]
         descriptors.append(descriptors[-1] if sums is None else tiles.descriptor(sums, r, *part))
     descriptors += [None] * (3 * division.BRANCHES - len(descriptors))
     grid, shared = launch_arguments(q, k, v, call, one, config, rows="keys", first=first, last=True)
     tables = schedule.tables(call.pattern, one, k.shape[1], k.shape[2], config.block_n, config.together, q.device)
-    named = _named(kernels.backward_kernel, shared, columns, config, len(branches))
+    named = _named(kernels.backward_kernel, shared, columns, config, len(rates))
     named |= {"CUT": tables.cut, "WITH_DQ": sums is not None}
     return Start(kernels.backward_kernel, grid, (k, v, lse, delta, dk, dv, *descriptors), named)
 
 
 def _named(kernel, shared: dict, columns: int, config: Config, branches: int) -> dict:
     # Those shared arguments that this kernel takes, and what both kernels take besides; four warps a group.
-    names = _names(kernel)
+    names = set(kernel.arg_names)
     own = {"BLOCK_D": columns, "STAGES": config.num_stages, "N_BRANCHES": branches, "num_warps": 4}
     return {name: value for name, value in shared.items() if name in names} | own
-
-
-@cache
-def _names(kernel) -> frozenset[str]:
-    return frozenset(kernel.arg_names)

@@ -7,17 +7,10 @@ taken in two halves whose products are waited for (`halves`), while the other pr
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from hilbert_lib.attention.triton.hopper.tiles import (
-    FIRST_BARRIER,
-    GROUP_ROWS,
-    LOG2_E,
-    arrive,
-    arrive_behind,
-    product_layout,
-    shared_layout,
-)
+from hilbert_lib.attention.triton.geometry import LOG2_E
+from hilbert_lib.attention.triton.hopper import tiles
 
 # Bits by which scores may pass the maximum that is subtracted: earlier sums are scaled only where a row grows by more,
 # which after a few blocks hardly any does. Half precision holds weights of 2^8 to as many digits as those below 1; but
@@ -26,15 +19,16 @@ SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
-def k_free(block, STAGES: gl.constexpr):
+def k_free(ring, block):
     """Number of the barrier at which the groups say that they are done with a tile of k."""
-    return FIRST_BARRIER + block % STAGES
+    return tiles.FIRST_BARRIER + block % ring.k_tiles.shape[0]
 
 
 @gluon.jit
-def v_free(block, STAGES: gl.constexpr):
+def v_free(ring, block):
     """The same for v."""
-    return FIRST_BARRIER + STAGES + block % STAGES
+    STAGES: gl.constexpr = ring.v_tiles.shape[0]
+    return tiles.FIRST_BARRIER + STAGES + block % STAGES
 
 
 @gluon.constexpr_function
@@ -53,54 +47,40 @@ def keys_at_once(columns, block_n):
 def nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
     """Products with v, sums of weights, and the maximum, before the first block of keys."""
     KEYS: gl.constexpr = keys_at_once(BLOCK_D, BLOCK_N)
-    SCORES: gl.constexpr = product_layout(KEYS)
-    acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
-    total = _partial_sums(gl.zeros([GROUP_ROWS, KEYS], gl.float32, SCORES))
-    return acc, total, gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    SCORES: gl.constexpr = tiles.product_layout(KEYS)
+    acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
+    total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))
+    return acc, total, gl.full([tiles.GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
-def pass_over(block, k_full, v_full, STAGES: gl.constexpr):
+def pass_over(ring, block):
     """Skips a block of keys that this group does not see."""
-    mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-    arrive(k_free(block, STAGES))
-    mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
-    arrive(v_free(block, STAGES))
+    tiles.wait_full(ring.k_full, block)
+    tiles.arrive(k_free(ring, block))
+    tiles.wait_full(ring.v_full, block)
+    tiles.arrive(v_free(ring, block))
 
 
 @gluon.jit
-def halves(
-    acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, left,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.constexpr):
     """A block of keys by halves. The group sees the first `left` keys; with MASKED a row sees the first `seen`."""
-    HALF: gl.constexpr = BLOCK_N // 2
-    acc, total, m = _half(
-        0, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
-        BLOCK_D, BLOCK_N, STAGES, MASKED,
-    )  # fmt: skip
-    if left > HALF:
-        acc, total, m = _half(
-            1, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
-            BLOCK_D, BLOCK_N, STAGES, MASKED,
-        )  # fmt: skip
-    arrive(k_free(block, STAGES))
-    arrive(v_free(block, STAGES))
+    acc, total, m = _half(0, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
+    if left > ring.k_tiles.shape[2] // 2:
+        acc, total, m = _half(1, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
+    tiles.arrive(k_free(ring, block))
+    tiles.arrive(v_free(ring, block))
     return acc, total, m
 
 
 @gluon.jit
-def _half(
-    NUMBER: gl.constexpr, acc, total, m, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen, MASKED: gl.constexpr):
     """Scores, softmax and product with v of half a block, each waited for."""
-    HALF: gl.constexpr = BLOCK_N // 2
-    stage = block % STAGES
+    HALF: gl.constexpr = ring.k_tiles.shape[2] // 2
     if NUMBER == 0:
-        mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    k_rows = _tile(k_tiles, stage, BLOCK_D, BLOCK_N).slice(NUMBER * HALF, HALF, 0)
-    zeros = gl.zeros([GROUP_ROWS, HALF], gl.float32, product_layout(HALF))
+        tiles.wait_full(ring.k_full, block)
+    k_rows = tiles.tile_of_stage(ring.k_tiles, block).slice(NUMBER * HALF, HALF, 0)
+    zeros = gl.zeros([tiles.GROUP_ROWS, HALF], gl.float32, tiles.product_layout(HALF))
     score_token = warpgroup_mma(q_tile, k_rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[score_token])
     if MASKED:
@@ -108,77 +88,68 @@ def _half(
     weights, decay, m, total = softmax(scores, m, total, scale, True)
     acc = _scaled_if_any(acc, decay)
     if NUMBER == 0:
-        mbarrier.wait(v_full.index(stage), block // STAGES & 1)
-    v_rows = _tile(v_tiles, stage, BLOCK_D, BLOCK_N).slice(NUMBER * HALF, HALF, 0)
-    value_token = warpgroup_mma(as_operand(weights, q_tile.dtype, BLOCK_D), v_rows, acc, is_async=True)
+        tiles.wait_full(ring.v_full, block)
+    v_rows = tiles.tile_of_stage(ring.v_tiles, block).slice(NUMBER * HALF, HALF, 0)
+    value_token = warpgroup_mma(as_operand(weights, q_tile.dtype, acc.shape[1]), v_rows, acc, is_async=True)
     return warpgroup_mma_wait(0, deps=[value_token]), total, m
 
 
 @gluon.jit
-def step(
-    acc, total, m, weights, q_tile, k_tiles, v_tiles, k_full, v_full, block, scale, seen, queries,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASKED: gl.constexpr, WHOLE: gl.constexpr):
     """Scores and softmax of a block of keys, while the block before is multiplied with its v.
 
     WHOLE: no block of the tile is cut off. The wait for that product then stays behind the softmax, which takes 8 %
     less time than where the compiler puts it, and earlier sums are scaled only where a row needs it, 2 to 3 % less;
     where blocks are cut off both take more time (reports/HISTORY.md).
     """
-    score_token = _scores(q_tile, k_tiles, k_full, block, BLOCK_D, BLOCK_N, STAGES)
-    value_token = values(weights, acc, v_tiles, v_full, block - 1, BLOCK_D, BLOCK_N, STAGES)
+    score_token = _scores(q_tile, ring, block)
+    value_token = values(weights, acc, ring, block - 1)
     scores = warpgroup_mma_wait(1, deps=[score_token])
     if not WHOLE:
-        arrive(k_free(block, STAGES))
+        tiles.arrive(k_free(ring, block))
     if MASKED:
         scores = masked(scores, seen)
     new_weights, decay, m, total = softmax(scores, m, total, scale, WHOLE)
     if WHOLE:
-        arrive_behind(k_free(block, STAGES), total, queries)
+        tiles.arrive_behind(k_free(ring, block), total, queries)
     acc = warpgroup_mma_wait(0, deps=[value_token])
-    arrive(v_free(block - 1, STAGES))
+    tiles.arrive(v_free(ring, block - 1))
     if WHOLE:
         acc = _scaled_if_any(acc, decay)
     else:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, total, m, as_operand(new_weights, q_tile.dtype, BLOCK_D)
+    return acc, total, m, as_operand(new_weights, q_tile.dtype, acc.shape[1])
 
 
 @gluon.jit
-def first_scores(q_tile, k_tiles, k_full, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def first_scores(q_tile, ring):
     """Scores of the first block; from then on the product with v of a block runs during the scores of the next."""
-    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles, k_full, 0, BLOCK_D, BLOCK_N, STAGES)])
-    arrive(k_free(0, STAGES))
+    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, ring, 0)])
+    tiles.arrive(k_free(ring, 0))
     return scores
 
 
 @gluon.jit
-def _scores(q_tile, k_tiles, k_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    stage = block % STAGES
-    mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-    k_tile = _tile(k_tiles, stage, BLOCK_D, BLOCK_N)
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def _scores(q_tile, ring, block):
+    KEYS: gl.constexpr = ring.k_tiles.shape[2]
+    tiles.wait_full(ring.k_full, block)
+    zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))
+    return warpgroup_mma(
+        q_tile, tiles.tile_of_stage(ring.k_tiles, block).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
-def values(weights, acc, v_tiles, v_full, block, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def values(weights, acc, ring, block):
     """Starts the product of a block's weights with its v, added to acc."""
-    stage = block % STAGES
-    mbarrier.wait(v_full.index(stage), block // STAGES & 1)
-    return warpgroup_mma(weights, _tile(v_tiles, stage, BLOCK_D, BLOCK_N), acc, is_async=True)
-
-
-@gluon.jit
-def _tile(tiles, stage, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The tile of a stage as [BLOCK_N, BLOCK_D]; the copy engine wrote it in five dimensions."""
-    return tiles.index(stage)._reinterpret(tiles.dtype, [BLOCK_N, BLOCK_D], shared_layout())
+    tiles.wait_full(ring.v_full, block)
+    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, block), acc, is_async=True)
 
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr, BLOCK_D: gl.constexpr):
     """Rounded weights, in the layout that the product with v takes."""
-    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, product_layout(BLOCK_D), 2))
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, tiles.product_layout(BLOCK_D), 2))
 
 
 @gluon.jit

@@ -1,19 +1,32 @@
 """What the warp-specialised kernels share: descriptors and layouts of tiles, segments, the hardware's barriers."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.triton.geometry import is_in
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
+
+
+class Ring(NamedTuple):
+    """The forward's stages in shared memory, and the barriers at which they are full.
+
+    Tiles are [stages, 1, keys, 1, 1, columns], as the copy engine writes them.
+    """
+
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
 
 
 def descriptor(x: Tensor, rate: int, rows: int, columns: int) -> TensorDescriptor:
@@ -75,9 +88,17 @@ def shared_layout():
 
 
 @gluon.jit
-def branch_of(branches, offsets, i, kv_heads, g):
-    """Segment length, rate and offset of a branch."""
-    return gl.load(branches + 2 * i), gl.load(branches + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
+def tile_of_stage(tiles, block):
+    """The 2-D tile of a block among the stages, where the copy engine wrote it in five dimensions."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    return tiles.index(block % STAGES)._reinterpret(tiles.dtype, [tiles.shape[2], tiles.shape[5]], shared_layout())
+
+
+@gluon.jit
+def wait_full(full, block):
+    """Waits until the stage of a block is full; `full` has one barrier a stage."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(block % STAGES), block // STAGES & 1)
 
 
 @gluon.jit
@@ -88,9 +109,13 @@ def is_inside(w, r, o, first):
 
 
 @gluon.jit
-def segment_of(branches, offsets, i, kv_heads, g, first):
-    """Whether the tile is in a branch; where its segment begins; length, rate and offset."""
-    w, r, o = branch_of(branches, offsets, i, kv_heads, g)
+def segment_of(branches, i, first):
+    """Whether the tile is in a branch; where its segment begins; length, rate and offset.
+
+    branches: the tables of segment lengths and rates and of offsets, the number of KV heads, and which one it is.
+    """
+    pairs, offsets, kv_heads, g = branches
+    w, r, o = gl.load(pairs + 2 * i), gl.load(pairs + 2 * i + 1), gl.load(offsets + i * kv_heads + g)
     inside, start = is_inside(w, r, o, first)
     return inside, start, w, r, o
 
