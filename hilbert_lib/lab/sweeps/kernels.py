@@ -36,10 +36,9 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
     Raises:
         ValueError: for an unknown opponent.
 
-    >>> from hilbert_lib.lab.workload import grid
-    >>> works = grid({"a": DilatedPattern((4,), (1,))}, lengths=[8], heads=1, head_dims=[2], device=torch.device("cpu"))
-    >>> [(theirs.name, ours.name) for theirs, ours in backends(works, None, ["eager"])][:1]
-    [('eager', 'triton')]
+    >>> work = Workload(DilatedPattern((4,), (1,)), 8, 1, 2, torch.device("cpu"))
+    >>> [(a.name, b.name) for a, b in backends([("a", work)], lambda name, q, k, v, work: v, ["eager"])][0]
+    ('eager', 'triton')
     """
     known, told = {**BACKENDS, **BASELINES}, set()
     if unknown := [name for name in opponents if name not in known]:
