@@ -102,7 +102,7 @@ def block_reach(neighbourhood: Neighbourhood, *, block_size: int, names: Sequenc
     tables = []
     for name in names:
         ordering = neighbourhood_orderings(neighbourhood.shape)[name]
-        positions, block = ordering.perm, torch.arange(rows * cols) // block_size
+        positions, block = ordering.perm, torch.arange(rows * cols, device="cpu") // block_size
         own = block == block[ordering.inverse[rows // 2 * cols + cols // 2]]
         seen = neighbourhood.attends(positions[own][:, None], positions).any(0)
         parts = {"queries": own, "seen": seen, "computed": torch.isin(block, block[seen])}
