@@ -26,7 +26,7 @@ from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
-from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
+from hilbert_lib.ring.plan.plan import plan_ring
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
@@ -107,20 +107,6 @@ class Work:
             return DilatedPattern(*zip(*inside, strict=True))
         return pattern
 
-    def plan(self, side: str) -> RingPlan:
-        """What a side sends and computes; of "gathered" what it computes."""
-        return plan_ring(
-            self.pattern_of(side),
-            (self.tokens // self.ranks,) * self.ranks,
-            batch=1,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=getattr(torch, self.dtype),
-            is_causal=self.is_causal,
-            transport=_transport(side),
-        )
-
     def identity(self, side: str) -> dict:
         """What a record of a side is known by."""
         given = asdict(self)
@@ -175,7 +161,7 @@ def measure(work: Work) -> list[dict]:
         backward_samples_ms (each the slowest rank's), forward_by_rank_ms and backward_by_rank_ms (each rank's median),
         and likewise sustained_ms and so on of both together, a sample a window, with host_by_rank, mhz_by_rank and
         watts_by_rank as `back_to_back` finds them; sent_forward and sent_backward (planned bytes of the costliest
-        rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
+        rank), flop_forward (of the costliest rank), peak_bytes (None without a GPU) and planned_bytes of memory;
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms, hidden and
         exchange_begins_ms, each _forward and _backward, as `_traced` finds them; sm_clocks_mhz, each rank's after the
         last single call. What was not asked for is None.
@@ -214,14 +200,16 @@ def _transport(side: str) -> str:
 
 
 def _planned(side: str, work: Work) -> dict:
-    plan = work.plan(side)
-    memory = "memory_backward" if work.backward else "memory_forward"
-    names = ("sent_forward", "sent_backward", "flop_forward", memory)
-    found = {name: max(getattr(cost, name) for cost in plan.ranks) for name in names}
-    found["planned_bytes"] = found.pop(memory)
+    dtype, rows = getattr(torch, work.dtype), work.tokens // work.ranks
+    sizes = {"batch": 1, "heads": work.heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "dtype": dtype}
+    how = {"is_causal": work.is_causal, "transport": _transport(side), **sizes}
+    costs = plan_ring(work.pattern_of(side), (rows,) * work.ranks, **how).ranks
+    names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
+    names["planned_bytes"] = "memory_backward" if work.backward else "memory_forward"
+    found = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
     if side == GATHERED:
-        rows = 2 * (work.tokens // work.ranks) * work.kv_heads * work.head_dim * (work.ranks - 1)
-        found |= {"sent_forward": rows * plan.dtype.itemsize, "sent_backward": rows * 4, "planned_bytes": None}
+        sent = 2 * rows * work.kv_heads * work.head_dim * (work.ranks - 1)
+        found |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
     return found
 
 

@@ -1,6 +1,7 @@
 """Tables of rings: what is planned, by ranks and tokens, and what was measured."""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,6 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 PLANNED, DENSE_RING, DENSE_GATHER = "dilated rows, as planned", "all k and v, round a ring", "all k and v, gathered"
 COSTS = ("sent_forward", "sent_backward", "memory_forward", "memory_backward")
-TOLD = ("hidden_forward", "hidden_backward", "out_error", "dq_error")
 
 
 def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> DilatedPattern:
@@ -92,60 +92,31 @@ def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads:
 
 
 def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
-    """What was measured, a row a side: the records of `run_works` that belong to these sweeps.
+    """The records of these sweeps, a row a side, with work, tokens_per_s, tflop_per_s, sent_mb, peak_gb and planned_gb.
 
-    Returns:
-        sweep, work (tokens, ranks, causal or not), side, ranks, tokens, is_causal, forward_ms and backward_ms with
-        quartiles (_low, _high), tokens_per_s (of a rank, forward and backward where both ran), tflop_per_s (of a rank's
-        forward), sent_mb (forward), hidden_forward, hidden_backward, peak_gb, planned_gb, out_error and dq_error.
+    The two speeds are of a rank: of forward and backward, where both ran, and of the forward; sent_mb is of a forward.
     """
-    rows = []
-    for record in (each for each in records if each["sweep"] in sweeps):
-        causal = ", causal" if record["is_causal"] else ""
-        row = {"work": f"{short(record['tokens'])} tokens, {record['ranks']} GPUs{causal}"}
-        row |= {name: record[name] for name in ("sweep", "side", "ranks", "tokens", "is_causal")}
-        for name in ("forward", "backward"):
-            quartiles = np.quantile(record[f"{name}_samples_ms"] or [np.nan], [0.25, 0.5, 0.75])
-            row |= dict(zip((f"{name}_low", f"{name}_ms", f"{name}_high"), quartiles, strict=True))
-        together = record["forward_ms"] + (record["backward_ms"] or 0.0)
-        row["tokens_per_s"] = record["tokens"] / record["ranks"] / together * 1e3
-        row["tflop_per_s"] = record["flop_forward"] / record["forward_ms"] / 1e9
-        row["sent_mb"] = record["sent_forward"] / 1e6
-        row |= {f"{name}_gb": (record[f"{name}_bytes"] or np.nan) / 1e9 for name in ("peak", "planned")}
-        rows.append(row | {name: record[name] for name in TOLD})
-    return pd.DataFrame(rows)
+    table = pd.DataFrame([record for record in records if record["sweep"] in sweeps])
+    table["work"] = table.tokens.map(short) + " tokens, " + table.ranks.map(str) + " GPUs"
+    table["work"] += table.is_causal.map({True: ", causal", False: ""})
+    together = table.forward_ms + table.backward_ms.astype(float).fillna(0.0)
+    return table.assign(
+        tokens_per_s=table.tokens / table.ranks / together * 1e3,
+        tflop_per_s=table.flop_forward / table.forward_ms / 1e9,
+        sent_mb=table.sent_forward / 1e6,
+        peak_gb=table.peak_bytes.astype(float) / 1e9,
+        planned_gb=table.planned_bytes.astype(float) / 1e9,
+    )
 
 
 def by_pass(table: pd.DataFrame) -> pd.DataFrame:
-    """`ring_table` with a row a pass: "forward" and "backward" each with ms, low and high, for a figure's bars."""
-    kept = ["work", "side", "sent_mb", "hidden_forward"]
-    rows = [
-        table[[*kept, f"{name}_ms", f"{name}_low", f"{name}_high"]]
-        .set_axis([*kept, "ms", "low", "high"], axis=1)
-        .assign(**{"pass": name})
-        for name in ("forward", "backward")
-    ]
-    return pd.concat(rows).sort_index(kind="stable").dropna(subset="ms")
-
-
-def efficiency(table: pd.DataFrame) -> pd.DataFrame:
-    """Scaling of the side "auto": what a rank does in a second, over what a rank of the fewest does.
-
-    Args:
-        table: `ring_table` of the sweeps "weak" and "strong".
-
-    Returns:
-        case, sweep, tokens (of a rank where weak, in all where strong), ranks, efficiency, and peak_gb and planned_gb
-        of a rank, where there are two numbers of ranks and more.
-    """
-    auto = table[(table.side == "auto") & table.sweep.isin(["weak", "strong"])].copy()
-    auto["tokens"] = auto.tokens.where(auto.sweep == "strong", auto.tokens // auto.ranks)
-    auto = auto[auto.groupby(["sweep", "tokens"]).ranks.transform("nunique") > 1]
-    fewest = auto.sort_values("ranks").groupby(["sweep", "tokens"]).tokens_per_s.transform("first")
-    of = auto.sweep.map({"weak": "a GPU", "strong": "in all"})
-    auto["case"] = auto.sweep + ": " + auto.tokens.map(short) + " tokens " + of
-    columns = ["case", "sweep", "tokens", "ranks", "efficiency", "peak_gb", "planned_gb"]
-    return auto.assign(efficiency=auto.tokens_per_s / fewest)[columns]
+    """A row a side and pass, "forward" or "backward", of `ring_table`: work, side, pass, ms, and quartiles low, high."""
+    rows = []
+    for record, name in product(table.to_dict("records"), ("forward", "backward")):
+        if samples := record[f"{name}_samples_ms"]:
+            low, ms, high = np.quantile(samples, [0.25, 0.5, 0.75])
+            rows.append((record["work"], record["side"], name, ms, low, high))
+    return pd.DataFrame(rows, columns=["work", "side", "pass", "ms", "low", "high"])
 
 
 def weak_scaling(records: Sequence[dict]) -> pd.DataFrame:
