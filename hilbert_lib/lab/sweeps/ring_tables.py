@@ -110,7 +110,7 @@ def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
 
 
 def by_pass(table: pd.DataFrame) -> pd.DataFrame:
-    """A row a side and pass, "forward" or "backward", of `ring_table`: work, side, pass, ms, and quartiles low, high."""
+    """A row a side and pass ("forward" or "backward") of `ring_table`: work, side, pass, ms and quartiles low, high."""
     rows = []
     for record, name in product(table.to_dict("records"), ("forward", "backward")):
         if samples := record[f"{name}_samples_ms"]:
