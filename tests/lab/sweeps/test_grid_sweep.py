@@ -104,6 +104,7 @@ def test_the_pictures_say_what_is_counted():
         assert f"{touched} of 64 blocks of keys ({touched / 64:.0%})" in axes.get_xlabel()
         assert f"over all blocks of queries: {mean:.0%}" in axes.get_xlabel()
         assert len(axes.patches) == touched
+        assert (table[table.order == name].part != "skipped").sum() == 4 * touched
         cells = table[table.order == name].assign(position=lambda cell: 16 * cell.row + cell.col)
         own = torch.tensor(cells[cells.part == "queries"].position.to_numpy())
         seen = near.attends(own[:, None], torch.arange(256)).any(0).nonzero().flatten()
