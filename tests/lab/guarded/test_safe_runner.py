@@ -17,7 +17,7 @@ import torch
 from own_processes import child_with, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.lab import committed
+from hilbert_lib.lab import records as committed
 from hilbert_lib.lab.figures.safety import draw_memory
 from hilbert_lib.lab.guarded import cases as benchmarks
 from hilbert_lib.lab.guarded.cases import Benchmark
