@@ -73,16 +73,9 @@ WRONG = {
     | {"progressive_end": 1023, "progressive_gb": 0.0, "hang_seconds": -1.0, "max_seconds": float("nan")}
     | {"heads": 0, "head_dim": 0, "dilation_rates": [1]},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
-    | {"paper_segment_lengths": [0, 8], "paper_dilation_rates": [], "ordering_length": 0, "ordering_dilations": [0]}
-    | {"ordering_row_bytes": [33], "ordering_queries": [-1], "ordering_heads": -1, "graph_lengths": [0]}
-    | {"cache_lengths": [], "memory_heads": 0, "memory_dilation_rates": [0], "graph_dilation_rates": [1]}
-    | {"repetitions": 0, "seconds": 0.0},
-    "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
-    | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
-    | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
-    | {"paper_segment_lengths": [], "counted_keys": 0, "more_counted_lengths": [0], "repetitions": 0, "seconds": -1.0}
-    | {"layout_repetitions": 0}
-    | {"segment_lengths": [0], "dilation_rates": []},
+    | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0},
+    "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
+    | {"opponents": ["falsh"], "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0},
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "sides": [0], "windows": [33], "block_sizes": [-1]}

@@ -14,6 +14,7 @@ import yaml
 from made_up import answered_by, comparison
 from matplotlib.collections import PathCollection
 
+from hilbert_lib import dilated_attention
 from hilbert_lib.lab import selection
 from hilbert_lib.lab.figures import verdict
 from hilbert_lib.lab.guarded.cases import attention_points, measure_attention
@@ -33,9 +34,9 @@ from hilbert_lib.lab.ledger.claim import (
     read_ledger,
 )
 from hilbert_lib.lab.pairs import run_sides
-from hilbert_lib.lab.records import REPORTS, read_records
+from hilbert_lib.lab.records import REPORTS, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
-from hilbert_lib.lab.sweeps.kernels import committed_records
+from hilbert_lib.lab.workload import grid
 from hilbert_lib.pattern import DilatedPattern
 
 COUNTS = {"K": 11, "C": 9, "M": 4, "R": 7, "B": 10, "S": 2}  # the documents' claims, by kind
@@ -262,9 +263,13 @@ def test_strong_scaling_is_of_the_same_tokens_in_all(ledger, tmp_path):
 
 
 def test_the_ledger_reads_the_fields_of_the_choice_of_backends(ledger, tmp_path):
-    works = selection.works({"p": DilatedPattern((16,), (2,))}, lengths=[32], heads=1, head_dims=[8], dtype="float32",
-                            device=torch.device("cpu"))  # fmt: skip
-    made = run_sides(selection.pairs(works, ["eager"]), device="cpu", repetitions=3, seconds=0.01, on_cpu=True)
+    sizes = {"lengths": [32], "heads": 1, "head_dims": [8], "dtype": "float32", "device": torch.device("cpu")}
+    works = grid({"p": DilatedPattern((16,), (2,))}, **sizes)
+
+    def attend(backend, q, k, v, work):
+        return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
+
+    made = run_sides(selection.pairs(works, attend, ["eager"]), device="cpu", repetitions=3, seconds=0.01, on_cpu=True)
     claim = replace(ledger["B1"], options={**ledger["B1"].options, "where": ""})
     assert set(answered_by(claim, made, tmp_path).cases.base) == {"eager"}
 
