@@ -9,7 +9,7 @@ XDIST := -n auto --dist loadfile --no-loadscope-reorder
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup reports figures pages numbers test test-all test-gpu test-multigpu test-browser lab lint
+.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-multigpu: setup  ## the tests that need several CUDA devices, on all that t
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser
+
+picture: setup  ## draw the README's picture of the idea, notebooks/idea.png
+	@$(BIN)/python -c "from hilbert_lib.lab.figures.grids import write_idea; write_idea('notebooks/idea.png')"
 
 lab: setup  ## open JupyterLab on the notebooks; make lab LAB="--no-browser" passes options on
 	@$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB)

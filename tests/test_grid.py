@@ -14,7 +14,6 @@ from hilbert_lib.lab.cache.neighbourhood import (
     count_blocks,
     count_exchange,
     neighbourhood_orderings,
-    rows_exchanged,
 )
 from hilbert_lib.lab.exact_rows import exact_grid_dk_dv, exact_grid_dq, exact_grid_out
 from hilbert_lib.ordering import Ordering
@@ -111,13 +110,14 @@ def test_pairs_of_a_block_are_counted(near, order):
     assert pairs.equal(torch.tensor(blocks))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_rows_exchanged_are_those_that_windows_reach_on_other_ranks(near, order):
-    perm = ordering(near, order).perm
-    runs = perm.tensor_split(4)
+def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
+    near = Neighbourhood((16, 12), 5)
+    table = count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
     mask = oracle.neighbourhood_mask(near)
-    expected = [[int(mask[mine][:, theirs].any(0).sum()) * (mine is not theirs) for theirs in runs] for mine in runs]
-    assert rows_exchanged(near, ordering(near, order), 4).tolist() == expected
+    for order in ORDERS:
+        runs = ordering(near, order).perm.tensor_split(4)
+        received = [20 * int(mask[mine].any(0).sum() - mask[mine][:, mine].any(0).sum()) for mine in runs]
+        assert [table.total_bytes[order], table.most_bytes[order]] == [sum(received), max(received)]
 
 
 def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
@@ -153,15 +153,6 @@ def test_used_is_the_share_of_pairs_that_attend():
     assert (means - counts.used[means.index]).abs().max() < 1e-12
 
 
-def test_bytes_exchanged_are_of_k_and_v():
-    near = Neighbourhood((8, 8), 3)
-    table = count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
-    needed = rows_exchanged(near, ordering(near, "tile"), 4)
-    assert table.total_bytes["tile"] == 20 * needed.sum()
-    assert table.most_bytes["tile"] == 20 * needed.sum(1).max()
-    assert table.most_peers["raster"] == 2
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -169,7 +160,7 @@ def test_bytes_exchanged_are_of_k_and_v():
         (lambda: Neighbourhood((4, 8), 5), "window"),
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
-        (lambda: rows_exchanged(Neighbourhood((4, 4), 3), Ordering.linear(16), 17), "ranks"),
+        (lambda: count_exchange(Neighbourhood((4, 4), 3), ranks=[3], row_bytes=1), "ranks must divide the 16 cells"),
         (lambda: count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
         (lambda: count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
         (lambda: count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
@@ -263,7 +254,6 @@ def test_nothing_depends_on_the_default_device():
         lambda: near.queries(9),
         lambda: mask_blocks(near, own, q_block=4, kv_block=2),
         lambda: block_pairs(near, own, q_block=4, kv_block=2),
-        lambda: rows_exchanged(near, own, 3),
         lambda: neighbourhood_attention(q, k, v, near, ordering=own),
         lambda: exact_grid_out(q, k, v, near, head=1, query=9),
         lambda: exact_grid_dq(q, k, v, dout, near, head=1, query=9),

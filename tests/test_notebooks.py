@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_PARAMETERS = 12
 NO_LESSONS_YET = {"03_cache_lines", "04_safe_benchmarking", "05_backend_selection", "06_kernel_benchmarks"}
-NO_LESSONS_YET |= {"07_ring_attention", "08_where_a_curve_pays"}
 keep_outputs = load_script("keep_outputs")
 STRICT = re.search(r"^STRICT := (.*)$", (ROOT / "Makefile").read_text(), re.M).group(1).split()
 

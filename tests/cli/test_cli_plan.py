@@ -9,9 +9,7 @@ from click.testing import CliRunner
 
 from hilbert_lib.cli import plan as cli_plan
 from hilbert_lib.cli.main import main
-from hilbert_lib.lab.figures import redraw, show
-from hilbert_lib.lab.figures.ring import draw_scaling
-from hilbert_lib.lab.sweeps.ring_tables import scaling_table, split_table
+from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.plan import plan_ring
@@ -72,13 +70,3 @@ def test_rows_are_lacked_as_enumerated_wherever_the_sequence_is_ordered():
                 lacked[owner[query]].add((branch, key, head))
         assert table.before[kind] == max(map(len, lacked))
     assert set(table.after) == {table.before["linear"]}
-
-
-def test_the_figure_of_plans_shows_every_row_and_is_redrawn_from_its_file(tmp_path):
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 4, "dtype": torch.bfloat16}
-    table = scaling_table([(4096, 1), (4096, 2), (4096, 4), (1024, 4)], first_segment=64, **sizes)
-    figure = show(draw_scaling, table, output_dir=str(tmp_path))
-    assert [[len(line.get_xdata()) for line in axes.lines] for axes in figure.axes] == [[2] * 3, [2] * 3, [3] * 3]
-    assert redraw(tmp_path) == [tmp_path / "draw_scaling.png"]
-    alone = draw_scaling(scaling_table([(4096, 1)], first_segment=64, **sizes))
-    assert [text.get_text() for text in alone.axes[0].texts] == ["nothing is sent"]

@@ -1,4 +1,4 @@
-"""What ranks measure of the ring, one record a side as soon as it is found: the sweeps of notebook 07."""
+"""What ranks measure of the ring: a record a side, on the disk as soon as it is known (notebook 07)."""
 
 import json
 import math
@@ -15,23 +15,34 @@ from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.environment import environment, sm_clocks_mhz
-from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
+from hilbert_lib.lab.records import RESULTS, append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
+from hilbert_lib.lab.sweep import Kept
 from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
+from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.lab.sweeps.ring_trace import exchange_of
 from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
-from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
+from hilbert_lib.ring.plan.plan import plan_ring
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-GATHERED, DENSE_RING, ALONE = "gathered", "dense ring", "each by itself"
-VALIDATED = "auto, validated"
+VALIDATED, GATHERED, DENSE_RING, ALONE = "auto, validated", "gathered", "dense ring", "each by itself"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
-SIDES = (*TRANSPORTS, VALIDATED, GATHERED, DENSE_RING, ALONE, *ORDERS)
+SIDES = {
+    "auto": "dilated rows of k and v travel, each branch by the way that the plan chooses",
+    "ring": "dilated rows travel from rank to rank (isend, irecv)",
+    "all_gather": "dilated rows travel in one collective",
+    "all_to_all": "heads travel: a rank computes some heads of a whole segment",
+    VALIDATED: "auto, and every call compares the ranks' arguments, not the first alone",
+    GATHERED: "all rows of k and v, dilated or not, are gathered on every rank: the same function",
+    DENSE_RING: "all rows of k and v go round a ring, and attention is dense: another function",
+    ALONE: "every rank computes the branches inside its shard, without the others",
+    **dict.fromkeys(ORDERS, "auto, with k and v of a shard read through the table of this order"),
+}
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
@@ -41,24 +52,15 @@ STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other rank
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence over some ranks, and what computes it in turn.
+    """One sequence over some ranks, and the sides that compute it in turn.
 
-    Attributes:
+    Args:
         sweep: what it belongs to.
-        ranks: how many share it, in equal shards.
-        tokens: of the whole sequence.
-        heads, kv_heads, head_dim: sizes.
-        segment_lengths, dilation_rates: of the pattern.
-        sides: of `SIDES`. Transports compute by the library's own choice of backend, and only their first call is
-            validated, as in a training loop; in "auto, validated" every call is. "gathered" gathers all k and v on
-            every rank once and attends to them; its backward runs in the plain kernels, as the queries are fewer than
-            the keys. "dense ring" passes all of them round the ring and computes dense attention, another function. In
-            "each by itself" every rank computes the branches inside its shard, at the same time as the others and
-            without them. The orders read k and v through the table of an order, by "auto".
-        is_causal: whether keys after the query are excluded.
+        ranks, tokens: the whole sequence is split into equal shards.
+        heads, kv_heads, head_dim, dtype, segment_lengths, dilation_rates, is_causal: of the attention.
+        sides: of `SIDES`.
         backward: whether gradients are computed too.
         repetitions: samples a side.
-        dtype: of q, k and v.
         sustained_seconds: how long forwards and backwards run back to back before they are timed so too, in windows of
             a fifth of it; 0 for single calls alone.
     """
@@ -86,39 +88,30 @@ class Work:
         if self.tokens % self.ranks:
             raise ValueError(f"tokens must be a multiple of the ranks, {self.ranks}, got {self.tokens}")
 
-    @property
-    def pattern(self) -> DilatedPattern:
-        """Its pattern."""
-        return DilatedPattern(self.segment_lengths, self.dilation_rates)
+    @classmethod
+    def spanning(
+        cls, sweep: str, ranks: int, tokens: int, *, heads: int, first_segment: int, growth: int = 2, **rest
+    ) -> "Work":
+        """A work with the branches of `spanning_pattern`, and as many KV heads as heads."""
+        pattern = spanning_pattern(tokens, first_segment, growth)
+        branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+        return cls(sweep, ranks, tokens, heads=heads, kv_heads=heads, **branches, **rest)
 
     def pattern_of(self, side: str) -> DilatedPattern:
         """The pattern of what a side computes."""
         if side == DENSE_RING:
             return DilatedPattern((self.tokens,), (1,))
+        pattern = DilatedPattern(self.segment_lengths, self.dilation_rates)
         if side == ALONE:
-            inside = [branch for branch in self.pattern.branches if self.tokens // self.ranks % branch[0] == 0]
+            inside = [branch for branch in pattern.branches if self.tokens // self.ranks % branch[0] == 0]
             return DilatedPattern(*zip(*inside, strict=True))
-        return self.pattern
-
-    def plan(self, side: str) -> RingPlan:
-        """What a side sends and computes; of "gathered" what it computes."""
-        return plan_ring(
-            self.pattern_of(side),
-            (self.tokens // self.ranks,) * self.ranks,
-            batch=1,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=getattr(torch, self.dtype),
-            is_causal=self.is_causal,
-            transport={DENSE_RING: "ring"}.get(side, side if side in TRANSPORTS else "auto"),
-        )
+        return pattern
 
     def identity(self, side: str) -> dict:
         """What a record of a side is known by."""
         given = asdict(self)
         del given["sides"], given["repetitions"]
-        return json.loads(json.dumps({**given, "side": side}))
+        return given | {"side": side}
 
 
 def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | None = None) -> list[dict]:
@@ -128,38 +121,29 @@ def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | Non
     before one of them failed is in it.
 
     Args:
-        works: what to measure.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        backend: as in `run_ranks`.
+        works: what to measure. output_dir: folder of results.jsonl; empty writes nothing. backend: as in `run_ranks`.
 
     Returns:
         The records of `measure`, in order, each with its environment.
-
-    Raises:
-        RankError: as `run_ranks`.
     """
-    works, facts = list(works), environment()
-    if output_dir:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-    found = {_key(one): one for one in measured_before(output_dir)}
+    works, found = list(works), Kept(output_dir, _key).known
     for ranks in sorted({work.ranks for work in works}):
         todo = []
-        for work in works:
-            sides = tuple(side for side in work.sides if not _is_there(found.get(_key(work.identity(side))), work))
-            if work.ranks == ranks and sides:
-                todo.append(asdict(replace(work, sides=sides)))
+        for work in (each for each in works if each.ranks == ranks):
+            sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
+            todo += [asdict(replace(work, sides=sides))] if sides else []
         if todo:
-            order = {"works": todo, "output_dir": str(Path(output_dir).resolve()) if output_dir else "", "facts": facts}
-            target = "hilbert_lib.lab.sweeps.ring:measure_all"
-            limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS}
-            records = run_ranks(target, ranks, order, backend=backend, **limits)[0]
+            folder = str(Path(output_dir).resolve()) if output_dir else ""
+            order = {"works": todo, "output_dir": folder, "facts": environment()}
+            limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS, "backend": backend}
+            records = run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]
             found |= {_key(record): record for record in records}
             print(*map(_line, records), sep="\n", flush=True)
     return [found[_key(work.identity(side))] for work in works for side in work.sides]
 
 
 def measure_all(order: dict) -> list[dict]:
-    """A target of `run_ranks`: measures "works", and adds each record to the results of "output_dir" with "facts"."""
+    """A target of `run_ranks`: measures "works"; rank 0 adds each to the results of "output_dir" with "facts"."""
     records = []
     for given in order["works"]:
         for record in measure(Work(**given)):
@@ -177,12 +161,10 @@ def measure(work: Work) -> list[dict]:
         backward_samples_ms (each the slowest rank's), forward_by_rank_ms and backward_by_rank_ms (each rank's median),
         and likewise sustained_ms and so on of both together, a sample a window, with host_by_rank, mhz_by_rank and
         watts_by_rank as `back_to_back` finds them; sent_forward and sent_backward (planned bytes of the costliest
-        rank), flop_forward (of the costliest rank), peak_bytes and planned_bytes of memory (None without a GPU);
-        out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms and hidden, forward
-        and backward: how long the exchange's kernels ran, and the share of it under other kernels (of the rank where
-        that is least); exchange_begins_ms, likewise: when each rank's began, after they had met: the others wait for
-        the last one (None where nothing is exchanged, or without a GPU); sm_clocks_mhz, each rank's after the last
-        single call. What was not asked for is None.
+        rank), flop_forward (of the costliest rank), peak_bytes (None without a GPU) and planned_bytes of memory;
+        out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms, hidden and
+        exchange_begins_ms, each _forward and _backward, as `_traced` finds them; sm_clocks_mhz, each rank's after the
+        last single call. What was not asked for is None.
     """
     q, k, v, dout = _inputs(work)
     records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
@@ -202,7 +184,7 @@ def measure(work: Work) -> list[dict]:
     return list(records.values())
 
 
-def _inputs(work: Work) -> list[Tensor]:
+def _inputs(work: Work) -> list[Tensor | None]:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     rows = work.tokens // work.ranks
@@ -213,28 +195,27 @@ def _inputs(work: Work) -> list[Tensor]:
     return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 
 
+def _transport(side: str) -> str:
+    return "ring" if side == DENSE_RING else side if side in TRANSPORTS else "auto"
+
+
 def _planned(side: str, work: Work) -> dict:
-    plan = work.plan(side)
-    most = {name: max(getattr(cost, name) for cost in plan.ranks) for name in ("sent_forward", "sent_backward")}
+    dtype, rows = getattr(torch, work.dtype), work.tokens // work.ranks
+    sizes = {"batch": 1, "heads": work.heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "dtype": dtype}
+    how = {"is_causal": work.is_causal, "transport": _transport(side), **sizes}
+    costs = plan_ring(work.pattern_of(side), (rows,) * work.ranks, **how).ranks
+    names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
+    names["planned_bytes"] = "memory_backward" if work.backward else "memory_forward"
+    found = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
     if side == GATHERED:
-        rows = 2 * (work.tokens // work.ranks) * work.kv_heads * work.head_dim * (work.ranks - 1)
-        most = {"sent_forward": rows * plan.dtype.itemsize, "sent_backward": rows * 4}  # gradients summed in float32
-    memory = "memory_backward" if work.backward else "memory_forward"
-    return {
-        **most,
-        "flop_forward": max(cost.flop_forward for cost in plan.ranks),
-        "planned_bytes": None if side == GATHERED else max(getattr(cost, memory) for cost in plan.ranks),
-    }
+        sent = 2 * rows * work.kv_heads * work.head_dim * (work.ranks - 1)
+        found |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
+    return found
 
 
 def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
     # The forward keeps its output for the backward after it, which drops it.
-    if side == GATHERED:
-        return _gathered(work, q, k, v, dout)
-    pattern, graph = work.pattern_of(side), []
-    options = {"transport": side if side in TRANSPORTS else "auto", "is_causal": work.is_causal}
-    if side == DENSE_RING:
-        options["transport"] = "ring"
+    pattern, graph, options = work.pattern_of(side), [], {}
     if side in ORDERS:
         options["kv_ordering"] = OrderingSpec(ORDERS[side])
         order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
@@ -242,65 +223,60 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 
     def forward() -> Tensor:
         graph.clear()
-        if side == ALONE:
-            graph[:] = [dilated_attention(q, k, v, pattern, is_causal=work.is_causal)]
-            return graph[0]
-        graph[:] = [ring_dilated_attention(q, k, v, pattern, **options)]
-        options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
-        return graph[0]
+        if side == GATHERED:
+            whole, start = map(_Gathered.apply, (k, v)), q.shape[1] * dist.get_rank()
+            out = dilated_attention(q, *whole, pattern, is_causal=work.is_causal, query_start=start)
+        elif side == ALONE:
+            out = dilated_attention(q, k, v, pattern, is_causal=work.is_causal)
+        else:
+            how = {"transport": _transport(side), "is_causal": work.is_causal}
+            out = ring_dilated_attention(q, k, v, pattern, **how, **options)
+            options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
+        graph.append(out)
+        return out
 
     return forward, lambda: torch.autograd.grad(graph.pop(), (q, k, v), dout)
 
 
-def _gathered(work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
-    start, graph = work.tokens // work.ranks * dist.get_rank(), []
+class _Gathered(torch.autograd.Function):
+    """Every rank's rows of a tensor; gradients are summed in float32, as the ring does."""
 
-    def forward() -> Tensor:
-        graph.clear()
-        both = [x.new_empty(1, work.tokens, *x.shape[2:]) for x in (k, v)]
-        for gathered, x in zip(both, (k, v), strict=True):
-            dist.all_gather_into_tensor(gathered[0], x.detach()[0])
-        both = [x.requires_grad_(work.backward) for x in both]
-        graph[:] = dilated_attention(q, *both, work.pattern, is_causal=work.is_causal, query_start=start), *both
-        return graph[0]
+    @staticmethod
+    def forward(_, own: Tensor) -> Tensor:
+        whole = own.new_empty(1, own.shape[1] * dist.get_world_size(), *own.shape[2:])
+        dist.all_gather_into_tensor(whole[0], own[0])
+        return whole
 
-    def backward() -> tuple[Tensor, ...]:
-        out, *both = graph
-        graph.clear()
-        dq, *grads = torch.autograd.grad(out, (q, *both), dout)
-        own = [torch.empty_like(k, dtype=torch.float32) for _ in grads]  # summed in float32, as the ring does
-        for one, grad in zip(own, grads, strict=True):
-            dist.reduce_scatter_tensor(one[0], grad[0].float())
-        return dq, *own
-
-    return forward, backward
+    @staticmethod
+    def backward(_, grad: Tensor) -> Tensor:
+        own = grad.new_empty(1, grad.shape[1] // dist.get_world_size(), *grad.shape[2:], dtype=torch.float32)
+        dist.reduce_scatter_tensor(own[0], grad[0].float())
+        return own.to(grad.dtype)
 
 
 def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
     # The first call compiles; the second one's memory is looked at, and its results.
-    q, k, v, dout = inputs
-    forward, backward = passes
+    device, found = inputs[0].device, {"peak_bytes": None, "out_error": None, "dq_error": None}
     for _ in range(2):
         out = dq = None
-        if q.is_cuda:
-            begin_peak(q.device)
-        out = forward().detach()
-        dq = backward()[0] if work.backward else None
-        peak = torch.cuda.max_memory_allocated() if q.is_cuda else None
-    if peak is not None:
-        peak = int(max(_from_ranks(float(peak), q.device)))
-    errors = {"out": None, "dq": None}
+        if device.type == "cuda":
+            begin_peak(device)
+        out = passes[0]().detach()
+        dq = passes[1]()[0] if work.backward else None
+    if device.type == "cuda":
+        found["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
     if side != DENSE_RING:
-        tensors = [x if x is None else x.detach() for x in (q, k, v, dout)]
+        tensors = [x if x is None else x.detach() for x in inputs]
         errors = sampled_errors(*tensors, out, dq, work.pattern_of(side), is_causal=work.is_causal)
         if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
             raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
-    return {"peak_bytes": peak, **{f"{name}_error": error for name, error in errors.items()}}
+        found |= {f"{name}_error": error for name, error in errors.items()}
+    return found
 
 
 def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict]:
     names = ("forward", "backward")[: 1 + work.backward]
-    samples = {side: {name: [] for name in names} for side in passes}
+    samples = {side: {"forward": [], "backward": []} for side in passes}
     for _ in range(WARM_UP + work.repetitions):
         for side, calls in passes.items():
             for name, call in zip(names, calls, strict=False):
@@ -309,11 +285,11 @@ def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.devic
                 call()
                 _wait(device)
                 samples[side][name].append((time.perf_counter() - started) * 1e3)
-    found = {side: {} for side in passes}
-    for side, times in samples.items():
-        for name in ("forward", "backward"):
-            found[side] |= _over_ranks(name, times.get(name, [])[-work.repetitions :], device)
-    return found
+    return {
+        side: _over_ranks("forward", times["forward"][WARM_UP:], device)
+        | _over_ranks("backward", times["backward"][WARM_UP:], device)
+        for side, times in samples.items()
+    }
 
 
 def _over_ranks(name: str, own_ms: list[float], device: torch.device) -> dict[str, list[float | None] | float | None]:
@@ -357,7 +333,8 @@ def _from_ranks(value: float | None, device: torch.device) -> list[float | None]
 
 
 def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | None] | None]:
-    # The longest exchange over the ranks, the least share of it that is hidden, and when each began.
+    # exchange_ms: the longest that a rank's exchange took; hidden: the least share of it under other kernels; when each
+    # began after the ranks had met. None where nothing was exchanged, or without a GPU.
     if device.type != "cuda":
         run()
         return NOT_TRACED
@@ -374,18 +351,14 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
     return {"exchange_ms": longest, "hidden": least, "exchange_begins_ms": begins}
 
 
-def _is_there(record: dict | None, work: Work) -> bool:
-    return record is not None and len(record["forward_samples_ms"]) >= work.repetitions
-
-
 def _key(record: dict) -> str:
     names = (*Work.__dataclass_fields__, "side")
     return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)
 
 
 def _line(record: dict) -> str:
+    names = [name for name in ("forward", "backward", "sustained") if record[f"{name}_ms"] and record["peak_bytes"]]
+    told = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in names]  # none of emulated ranks
+    told += [f"{name} {record[name]:.1e}" for name in ("out_error", "dq_error") if record[name] is not None]
     title = f"{record['sweep']}, {record['ranks']} ranks, {record['tokens']:,} tokens, {record['side']}"
-    names = [name for name in ("forward", "backward", "sustained") if record[f"{name}_ms"]]
-    times = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in names]
-    errors = [f"{name} {record[f'{name}_error']:.1e}" for name in ("out", "dq") if record[f"{name}_error"] is not None]
-    return f"{title}: {', '.join(times)}; error of {', '.join(errors) or 'nothing'}"
+    return f"{title}: {', '.join(told)}"

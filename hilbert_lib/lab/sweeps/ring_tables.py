@@ -1,18 +1,22 @@
-"""What rings send and hold, by ranks and tokens, and by where the sequence is ordered: before anything runs."""
+"""Tables of rings: what is planned, by ranks and tokens, and what was measured."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.checks import integer
+from hilbert_lib.lab.figures.axes import short
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
-from hilbert_lib.ring.plan.plan import RingPlan, plan_ring
+from hilbert_lib.ring.plan.plan import plan_ring
 
 PLANNED, DENSE_RING, DENSE_GATHER = "dilated rows, as planned", "all k and v, round a ring", "all k and v, gathered"
+COSTS = ("sent_forward", "sent_backward", "memory_forward", "memory_backward")
 
 
 def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> DilatedPattern:
@@ -33,35 +37,23 @@ def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **si
     """The costliest rank of a spanning pattern, beside that of dense attention over as many tokens.
 
     Args:
-        points: (tokens, ranks) of each plan.
-        first_segment: of the pattern.
-        **sizes: as `plan_ring` takes them.
+        points: (tokens, ranks) of each plan. first_segment: of the pattern. **sizes: as `plan_ring` takes them.
 
     Returns:
-        tokens, ranks, what, and the most of any rank: sent_forward, sent_backward, memory_forward and memory_backward,
-        in bytes.
-
-    >>> sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
-    >>> scaling_table([(2**20, 4)], first_segment=2048, **sizes).sent_forward.tolist()
-    [1841152, 805306368, 805306368]
+        tokens, ranks, what, and `COSTS`, the most of any rank, in bytes.
     """
     rows = []
     for tokens, ranks in dict.fromkeys(points):
-        lengths = shard_lengths_for(tokens, ranks)
         dense = DilatedPattern((tokens,), (1,))
         for what, pattern, transport in (
             (PLANNED, spanning_pattern(tokens, first_segment), "auto"),
             (DENSE_RING, dense, "ring"),
             (DENSE_GATHER, dense, "all_gather"),
         ):
-            plan = plan_ring(pattern, lengths, transport=transport, **sizes)
-            rows.append({"tokens": tokens, "ranks": ranks, "what": what} | _most(plan))
+            plan = plan_ring(pattern, shard_lengths_for(tokens, ranks), transport=transport, **sizes)
+            most = {name: max(getattr(cost, name) for cost in plan.ranks) for name in COSTS}
+            rows.append({"tokens": tokens, "ranks": ranks, "what": what} | most)
     return pd.DataFrame(rows)
-
-
-def _most(plan: RingPlan) -> dict[str, int]:
-    names = ("sent_forward", "sent_backward", "memory_forward", "memory_backward")
-    return {name: max(getattr(cost, name) for cost in plan.ranks) for name in names}
 
 
 def split_table(
@@ -71,10 +63,6 @@ def split_table(
 
     Ordered before, a rank holds consecutive slots of one curve through the whole sequence; ordered after, consecutive
     positions, in whatever order it likes. Rows are counted branch by branch, by enumeration.
-
-    Args:
-        pattern: which keys a query sees. tokens: in the sequence. ranks: equal shards. kinds: of orderings.
-        kv_heads: KV heads of the pattern.
 
     Returns:
         kind, before and after: (position, KV head) rows that the costliest rank receives.
@@ -101,3 +89,57 @@ def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads:
             held = held.view(-1, ranks)
             received += ((held.sum(1, keepdim=True) - held) * (held > 0)).sum(0)
     return int(received.max())
+
+
+def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
+    """The records of these sweeps, a row a side, with work, tokens_per_s, tflop_per_s, sent_mb, peak_gb and planned_gb.
+
+    The two speeds are of a rank: of forward and backward, where both ran, and of the forward; sent_mb is of a forward.
+    """
+    table = pd.DataFrame([record for record in records if record["sweep"] in sweeps])
+    table["work"] = table.tokens.map(short) + " tokens, " + table.ranks.map(str) + " GPUs"
+    table["work"] += table.is_causal.map({True: ", causal", False: ""})
+    together = table.forward_ms + table.backward_ms.astype(float).fillna(0.0)
+    return table.assign(
+        tokens_per_s=table.tokens / table.ranks / together * 1e3,
+        tflop_per_s=table.flop_forward / table.forward_ms / 1e9,
+        sent_mb=table.sent_forward / 1e6,
+        peak_gb=table.peak_bytes.astype(float) / 1e9,
+        planned_gb=table.planned_bytes.astype(float) / 1e9,
+    )
+
+
+def by_pass(table: pd.DataFrame) -> pd.DataFrame:
+    """A row a side and pass ("forward" or "backward") of `ring_table`: work, side, pass, ms and quartiles low, high."""
+    rows = []
+    for record, name in product(table.to_dict("records"), ("forward", "backward")):
+        if samples := record[f"{name}_samples_ms"]:
+            low, ms, high = np.quantile(samples, [0.25, 0.5, 0.75])
+            rows.append((record["work"], record["side"], name, ms, low, high))
+    return pd.DataFrame(rows, columns=["work", "side", "pass", "ms", "low", "high"])
+
+
+def weak_scaling(records: Sequence[dict]) -> pd.DataFrame:
+    """Weak scaling by single calls and back to back, over one GPU and over each of the same GPUs by itself.
+
+    Returns:
+        tokens (of a rank), ranks, timing, ring_ms (forward and backward) with the least and the most (low, high); the
+        speed that the ring keeps of one GPU's while the others rest (of_one), and of the slowest's while each works by
+        itself (of_slowest); slowest, its rank; back to back also host_ms, the most that a rank's host takes to queue a
+        call. Empty where no rank was timed by itself.
+    """
+    weak = {(r["ranks"], r["tokens"] // r["ranks"], r["side"]): r for r in records if r["sweep"] == "weak"}
+    rows = []
+    for (ranks, tokens, side), alone in weak.items():
+        one, ring = weak.get((1, tokens, "auto")), weak.get((ranks, tokens, "auto"))
+        for timing, names in (("single calls", ("forward", "backward")), ("back to back", ("sustained",))):
+            if side == "auto" or not one or not ring or not ring[f"{names[0]}_samples_ms"]:
+                continue
+            took, one_took = (sum(each[f"{name}_ms"] for name in names) for each in (ring, one))
+            samples = sum(np.array(ring[f"{name}_samples_ms"]) for name in names)
+            alone_ms = sum(np.array(alone[f"{name}_by_rank_ms"]) for name in names)
+            row = {"tokens": tokens, "ranks": ranks, "timing": timing, "ring_ms": took, "low": samples.min()}
+            row |= {"high": samples.max(), "of_one": one_took / took, "of_slowest": alone_ms.max() / took}
+            row["slowest"] = alone_ms.argmax()
+            rows.append(row | ({"host_ms": max(ring["host_by_rank"])} if timing == "back to back" else {}))
+    return pd.DataFrame(rows)

@@ -1,19 +1,13 @@
 """What a trace of the kernels of one call tells of the exchange in it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 Kernel = tuple[str, float, float]  # name, begin and end in microseconds
 
 
 class Exchange(NamedTuple):
-    """The exchange of one call on one rank.
-
-    Attributes:
-        took_ms: how long its kernels ran.
-        hidden: the share of that time in which others ran too.
-        begins_ms: when the first of them began, after the ranks had met.
-    """
+    """How long a rank's exchange ran, the share of it under other kernels, and when it began after the ranks met."""
 
     took_ms: float
     hidden: float
@@ -32,27 +26,23 @@ def exchange_of(kernels: Iterable[Kernel]) -> Exchange | None:
     >>> exchange_of([own]), exchange_of([barrier, own])
     (None, None)
     """
-    sent: list[tuple[float, float]] = []
-    others: list[tuple[float, float]] = []
+    sent, others = [], []
     for name, begin, end in kernels:
         (sent if "nccl" in name.lower() else others).append((begin, end))
-    communicated = list(_joined(sent))
+    communicated, others = _joined(sent), _joined(others)
     if len(communicated) < 2:
         return None
     (_, met), *exchange = communicated  # however many events tell of one barrier
     took = sum(end - begin for begin, end in exchange)
-    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in _joined(others))
+    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in others)
     return Exchange(took / 1e3, shared / took, (exchange[0][0] - met) / 1e3)
 
 
-def _joined(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    begin = end = None
-    for a, b in sorted(intervals):
-        if end is not None and a <= end:
-            end = max(end, b)
-            continue
-        if end is not None:
-            yield begin, end
-        begin, end = a, b
-    if end is not None:
-        yield begin, end
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
