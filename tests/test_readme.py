@@ -21,6 +21,10 @@ def test_it_is_short():
     assert len(README.split()) <= 1400
 
 
+def test_no_line_begins_with_a_slot():  # to Markdown a line that begins with a comment is a block of its own
+    assert not re.findall(r"^\s*<!--", README, re.M)
+
+
 def test_its_example_runs_and_equals_the_oracle():
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {}
