@@ -1,7 +1,9 @@
-"""The two clocks of `bench`: the host's and the CUDA device's."""
+"""The two clocks of `timing`: the host's and the CUDA device's; and collections of garbage kept short meanwhile."""
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -92,3 +94,19 @@ class CudaTimer:
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """Inside, garbage collections skip objects that were made before: one of all, torch's compiler loaded, takes longer
+    than a short call. Objects that somebody has frozen before stay so, and none are added."""
+    # More than half of them: from Python 3.12 on each collection freezes the immortal objects that it meets.
+    if gc.get_freeze_count() > len(gc.get_objects()):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -13,8 +13,9 @@ from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab import selection
 from hilbert_lib.lab.figures.backends import draw_choice, draw_ordering
-from hilbert_lib.lab.pairs import ratio_table, run_sides
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.estimate import MemoryEstimate
 

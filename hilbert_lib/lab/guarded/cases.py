@@ -14,8 +14,9 @@ from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attentio
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.committed import newest_run
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results
 from hilbert_lib.lab.records import read_records
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired, measure
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate, estimate_memory

@@ -19,9 +19,9 @@ from hilbert_lib.lab.ledger.kernels import (
     over_sequence,
 )
 from hilbert_lib.lab.ledger.ring import SIZES
-from hilbert_lib.lab.pairs import ratio_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring

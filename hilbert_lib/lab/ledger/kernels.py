@@ -14,10 +14,10 @@ from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.ledger.claims import BACKENDS, DENSE, FUNCTIONS, LAYOUTS
-from hilbert_lib.lab.pairs import ratio_table, side_table
 from hilbert_lib.lab.sweeps.graphs import pair_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pool_table
+from hilbert_lib.lab.tables import ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 INTERVAL = ["value", "low", "high"]

@@ -4,7 +4,7 @@ import pandas as pd
 
 from hilbert_lib.lab.ledger.advice import GRIDS, KERNELS, WHOLE_LINES
 from hilbert_lib.lab.ledger.kernels import CASE, Records, fused_speeds, grid_gains, layout_ratios, over_sequence
-from hilbert_lib.lab.pairs import ratio_table
+from hilbert_lib.lab.tables import ratio_table
 
 RING = "07_ring_attention"
 ORDERS = ("hilbert", "morton", "tile")  # the compact ones

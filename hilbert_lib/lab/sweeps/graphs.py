@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.lab.pairs import Results, Side, of_sweep, ratio_table, relative_difference
+from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.pattern import DilatedPattern
 

@@ -9,9 +9,10 @@ from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache import neighbourhood as predictions
 from hilbert_lib.lab.figures import neighbourhood as figures
 from hilbert_lib.lab.figures import show
-from hilbert_lib.lab.pairs import ratio_table, run_sides, side_table
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps import grids as benchmarks
 from hilbert_lib.lab.sweeps.grids import GridWorkload
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.ordering import Ordering
 
 CPU = torch.device("cpu")

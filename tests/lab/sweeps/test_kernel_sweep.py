@@ -20,10 +20,11 @@ from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_posit
 from hilbert_lib.lab.figures import kernels as figures
 from hilbert_lib.lab.figures import redraw, show
 from hilbert_lib.lab.ledger.claims import claim_pairs, claim_table
-from hilbert_lib.lab.pairs import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
+from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_sides
 from hilbert_lib.lab.records import REPORTS, RESULTS, append_records, read_records
 from hilbert_lib.lab.sweeps import kernels as benchmarks
 from hilbert_lib.lab.sweeps.graphs import pair_table
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import kernel_mode

@@ -11,12 +11,13 @@ import torch
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab.figures import memory as figures
 from hilbert_lib.lab.figures import redraw, show
-from hilbert_lib.lab.pairs import ratio_table, run_sides
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import compare_runs, read_records
 from hilbert_lib.lab.sweeps import graphs as graph_benchmarks
 from hilbert_lib.lab.sweeps import memory as memory_benchmarks
 from hilbert_lib.lab.sweeps.graphs import captured, graph_gains, pair_table
 from hilbert_lib.lab.sweeps.memory import PoolRecord, memory_table, pattern_cache, pool_comparison, pool_table
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
 
 PATTERN = DilatedPattern((8, 16), (1, 2))
