@@ -57,7 +57,7 @@ def test_its_first_cell_after_the_parameters_prints_the_environment(cells):
 
 def test_it_is_thin_and_states_what_to_believe(cells):
     code = code_of(cells)
-    assert max(len(cell.source.splitlines()) for cell in code[1:]) <= 15
+    assert max(len(cell.source.splitlines()) for cell in code[1:]) <= 20
     assert any(re.search(r"^\s*assert ", cell.source, re.M) for cell in code)
     assert not any("sys.path" in cell.source for cell in code)
     functions = [

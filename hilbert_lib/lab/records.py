@@ -102,22 +102,24 @@ def _record(line: bytes) -> dict | None:
     return held if isinstance(held, dict) else None
 
 
-def measured_before(output_dir: str | Path) -> list[dict]:
+def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
     """What a folder's results.jsonl holds from this code on this hardware: nothing of it has to be measured again.
 
     Args:
-        output_dir: the folder; empty for none.
+        output_dir: the folder; empty for none. file: another name than results.jsonl.
 
     >>> measured_before("")
     []
     """
-    path = Path(output_dir) / RESULTS
+    path = Path(output_dir) / file
     if not output_dir or not path.exists():
         return []
     facts = environment()
-    return [
-        each for each in read_records(path) if all(each["environment"].get(name) == facts[name] for name in MACHINE)
-    ]
+
+    def is_same(made: dict) -> bool:
+        return all(made.get(name) == facts[name] for name in MACHINE)
+
+    return [each for each in read_records(path) if is_same(each.get("environment", {}))]
 
 
 def compare_runs(folder_a: str | Path, folder_b: str | Path) -> pd.DataFrame:
