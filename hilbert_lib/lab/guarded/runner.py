@@ -131,7 +131,7 @@ class SafeBenchmarkRunner:
 
     def _kept(self) -> Kept:
         path = self.path
-        return Kept("", _key) if path is None else Kept(path.absolute().parent, _key, file=path.name)
+        return Kept("", _key) if path is None else Kept(path.parent, _key, file=path.name)
 
     def _asked(self, point: dict) -> tuple[str, dict[str, dict], list[str]]:
         # What names a point in the file, its sides that are not tried, as `why_not`, and those that are.
