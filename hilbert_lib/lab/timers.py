@@ -51,14 +51,11 @@ class CudaTimer:
     long the host took for each, and where the device waited, how long both together.
     """
 
-    def __init__(self, device: torch.device, cold_cache: bool):
+    def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
         self._events = []
         self._leads = {}  # the last and the longest to try, by the id of the call, which outlives its samples
-        # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
-        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
-        self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
         lead, most = self._leads.get(id(run), (LEAD_CYCLES, MOST_CYCLES))
@@ -74,7 +71,6 @@ class CudaTimer:
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this
-            self._flush.zero_()
             start.record()
             began = time.perf_counter_ns()
             for _ in range(calls):
