@@ -9,7 +9,7 @@ XDIST := -n auto --dist loadfile --no-loadscope-reorder
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-gpu test-multigpu test-browser reports lab lint
+.PHONY: help setup reports figures pages numbers test test-all test-gpu test-multigpu test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,16 @@ setup:  ## make .venv with the pinned set (the other commands call this)
 
 reports: setup  ## run every notebook with its defaults; the last line is the path of the report
 	@$(BIN)/hilbert run
+
+figures: setup  ## run every notebook, and keep what it showed in it for readers on a code host
+	@$(BIN)/hilbert run
+	@$(BIN)/python scripts/keep_outputs.py
+
+pages: setup  ## the committed reports as pages for a browser, which need no network; the last line is their index
+	@$(BIN)/hilbert report reports
+
+numbers: setup  ## write the numbers of the newest records into README, reports/README and the notebooks
+	@$(BIN)/python -m hilbert_lib.lab.ledger.slots
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
 	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser" \

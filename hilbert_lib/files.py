@@ -1,16 +1,16 @@
-"""Text files that are whole or not there."""
+"""Files that are whole or not there."""
 
 import os
 import uuid
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file: a reader finds the old text or the new one, whole, whoever else writes; an error keeps the old."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file: a reader finds the old content or the new, whole, whoever else writes; an error keeps the old."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # a name that outlives a loss of power would else be that of an empty file
         draft.replace(path)

@@ -11,6 +11,7 @@ from hypothesis import settings
 from interpreted import hasten
 
 from hilbert_lib.lab.environment import environment
+from hilbert_lib.lab.records import MACHINES, REPORTS
 from hilbert_lib.machine import get_gpu_info, prepare_kernels
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -75,10 +76,17 @@ def pytest_collection_modifyitems(items):
         if str(getattr(getattr(item, "module", None), "DEVICE", "")) == "cuda" and not item.get_closest_marker("full"):
             item.add_marker("gpu")
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    lacking = [
+        (marker, f"needs {gpus} CUDA device(s)")
+        for marker, gpus in (("gpu", 1), ("multigpu", 2))
+        if torch.cuda.device_count() < gpus
+    ]
+    if not any(REPORTS.glob(MACHINES)):
+        lacking.append(("evidence", "needs the committed records in reports/"))
     for item in items:
-        for marker, gpus in (("gpu", 1), ("multigpu", 2)):
-            if item.get_closest_marker(marker) and torch.cuda.device_count() < gpus:
-                item.add_marker(pytest.mark.skip(reason=f"needs {gpus} CUDA device(s)"))
+        for marker, reason in lacking:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

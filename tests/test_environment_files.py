@@ -21,7 +21,6 @@ CONDA_NAMES = {
     "matplotlib": "matplotlib-base",
     "pillow": "pillow",
     "click": "click",
-    "rich": "rich",
     "psutil": "psutil",
     "nvidia-ml-py": "nvidia-ml-py",
     "PyYAML": "pyyaml",

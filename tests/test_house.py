@@ -178,7 +178,7 @@ def loaded_by(code: str) -> set[str]:
     )
 
 
-SUITE = ("pandas", "matplotlib", "click", "rich", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
+SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
 
 
 def test_the_library_loads_neither_the_laboratory_nor_its_packages():

@@ -1,14 +1,13 @@
 """`hilbert bench`: measure attention and its backends on this machine."""
 
-# papermill and the drawing of figures take half a second to import: each command imports what it needs, so that --help
-# does not wait for them.
+# Each command imports what it needs, so that --help does not wait for torch.
 import sys
 from collections import Counter
 from pathlib import Path
 
 import click
 
-from hilbert_lib.cli.options import Numbers, usage_errors
+from hilbert_lib.cli.options import DTYPES, LOCAL, Numbers, option, usage_errors, work_options
 
 
 def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
@@ -29,33 +28,18 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--lengths", type=Numbers(), default="1k:16k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000."
-)
-@click.option(
-    "--backends",
-    callback=names,
-    default="all",
-    show_default=True,
-    help="Names, as triton,cudnn,sdpa; the first is compared with.",
-)
-@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
+@option("--lengths", type=Numbers(), default="1k:16k", help="Tokens: 1k:1m doubles, 1k,4k,3000.")
+@option("--backends", callback=names, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
+@work_options(segments="2k:32k", rates="1:16", heads=8)
 @click.option("--dtype", help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.")
-@click.option("--segment-lengths", type=Numbers(), default="2k:32k", show_default=True, help="w of each branch.")
-@click.option("--dilation-rates", type=Numbers(), default="1:16", show_default=True, help="r of each branch.")
-@click.option(
-    "--direction", "directions", callback=names, default="forward", show_default=True, help="forward,backward"
-)
-@click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
+@option("--direction", "directions", callback=names, default="forward", help="forward,backward")
 @click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
 @click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
-@click.option(
+@option(
     "--json",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("reports/local/bench_attention.jsonl"),
-    show_default=True,
+    default=LOCAL / "bench_attention.jsonl",
     help="File that the points are added to, and found in again.",
 )
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
@@ -67,10 +51,10 @@ def attention(
 
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
     recorded. A second run measures what is missing, and what met a limit of the machine. The table shows the median
-    time and the interquartile range in ms, how many times faster than the first backend a backend is, with the 95 %
-    interval, and its relative error against float64. A side whose process failed beside the others is timed alone,
-    without a ratio, and says so; --retry-failed tries it again. The exit status is 1 if anything failed. The limits are
-    those of SafetyConfig, which HILBERT_SAFETY_... variables set too.
+    time and the interquartile range in ms, the ratio (time of the first backend over this one's) with its 95 %
+    interval, and the relative error against float64. If a backend fails while timed with the others, it is timed alone
+    and shown without a ratio; --retry-failed tries again. The exit status is 1 if anything failed. The limits are those
+    of SafetyConfig, which HILBERT_SAFETY_... variables set too.
 
     \b
     Example: hilbert bench attention --lengths 1k:1m --backends all --json out.jsonl
@@ -97,9 +81,16 @@ def attention(
         click.echo(f"{len(points)} points")
         return
     lines = []
+
+    def show(line: dict, reused: bool) -> None:
+        lines.append(line)
+        counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
+        found = ", ".join(f"{count} {status}" for status, count in counts.items())
+        click.echo(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
+
     try:
         with interruptible():
-            _run_with_progress(runner, points, lines, retry_failed)
+            runner.run(points, retry_failed=retry_failed, on_point=show)
     except Interrupted as stop:
         is_kept = path.exists() and path.stat().st_size
         told = f"what was measured stands in {path}" if is_kept else "nothing was measured"
@@ -114,27 +105,13 @@ def attention(
 
 
 @bench.command("backends")
-@click.option("--lengths", type=Numbers(), default="4k", show_default=True, help="Tokens: 1k:1m doubles, 1k,4k,3000.")
-@click.option("--heads", type=click.IntRange(min=1), default=8, show_default=True, help="Of the whole batch.")
-@click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
+@option("--lengths", type=Numbers(), default="4k", help="Tokens: 1k:1m doubles, 1k,4k,3000.")
+@work_options(segments="1k:4k", rates="1:4", heads=8)
 @click.option(
-    "--dtype",
-    type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
-    help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.",
+    "--dtype", type=click.Choice(DTYPES), help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
 )
-@click.option("--segment-lengths", type=Numbers(), default="1k:4k", show_default=True, help="w of each branch.")
-@click.option("--dilation-rates", type=Numbers(), default="1:4", show_default=True, help="r of each branch.")
-@click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
-def backends(
-    lengths: list[int],
-    dtype: str | None,
-    segment_lengths: list[int],
-    dilation_rates: list[int],
-    causal: bool,
-    gradient: bool,
-    **sizes: int,
-):
+def backends(lengths, dtype, segment_lengths, dilation_rates, causal, gradient, **sizes: int):
     """Time the backends that can serve, and remember their order: "auto" goes by it from then on.
 
     One measurement speaks for one shape class: lengths and heads up to the next power of two; pattern, head size,
@@ -147,16 +124,10 @@ def backends(
     from hilbert_lib.lab.selection import measured_times, remember_times
     from hilbert_lib.lab.workload import Workload
     from hilbert_lib.limits.config import SafetyConfig
-    from hilbert_lib.limits.memory import device_or_default
-    from hilbert_lib.machine import check_gpu
-    from hilbert_lib.pattern import DilatedPattern
 
     with usage_errors():
-        check_gpu()
         SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
-        device = device_or_default(None)
-        pattern = DilatedPattern(segment_lengths, dilation_rates)
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        device, pattern, dtype = _asked(segment_lengths, dilation_rates, dtype)
     for length in lengths:
         work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
         try:
@@ -172,50 +143,25 @@ def backends(
             raise click.ClickException(told) from error
 
 
-def _points(
-    lengths: list[int],
-    backends: list[str],
-    dtype: str | None,
-    segment_lengths: list[int],
-    dilation_rates: list[int],
-    directions: list[str],
-    causal: bool,
-    **sizes: int,
-) -> list[dict]:
-    from hilbert_lib.attention.backends.registry import BACKENDS
-    from hilbert_lib.lab.guarded.cases import attention_points
+def _asked(segment_lengths: list[int], dilation_rates: list[int], dtype: str | None) -> tuple:
+    """The device, the pattern and the dtype that a command is asked for."""
     from hilbert_lib.limits.memory import device_or_default
     from hilbert_lib.machine import check_gpu
     from hilbert_lib.pattern import DilatedPattern
 
     check_gpu()
     device = device_or_default(None)
-    return attention_points(
-        DilatedPattern(segment_lengths, dilation_rates),
-        lengths=lengths,
-        backends=list(BACKENDS) if backends == ["all"] else backends,
-        directions=directions,
-        dtype=dtype or ("bfloat16" if device.type == "cuda" else "float32"),
-        is_causal=causal,
-        device=device,
-        **sizes,
-    )
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return device, DilatedPattern(segment_lengths, dilation_rates), dtype
 
 
-def _run_with_progress(runner, points: list[dict], lines: list[dict], retry_failed: bool) -> None:
-    from hilbert_lib.lab.suite.batch import progress_bar
+def _points(backends, dtype, segment_lengths, dilation_rates, causal, **sizes) -> list[dict]:
+    from hilbert_lib.attention.backends.registry import BACKENDS
+    from hilbert_lib.lab.guarded.cases import attention_points
 
-    with progress_bar() as progress:
-        task = progress.add_task("", total=len(points))
-
-        def show(line: dict, reused: bool) -> None:
-            lines.append(line)
-            counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
-            found = ", ".join(f"{count} {status}" for status, count in counts.items())
-            progress.console.print(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
-            progress.advance(task)
-
-        runner.run(points, retry_failed=retry_failed, on_point=show)
+    device, pattern, dtype = _asked(segment_lengths, dilation_rates, dtype)
+    backends = list(BACKENDS) if backends == ["all"] else backends
+    return attention_points(pattern, backends=backends, dtype=dtype, is_causal=causal, device=device, **sizes)
 
 
 def _name(point: dict) -> str:

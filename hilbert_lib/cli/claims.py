@@ -1,13 +1,11 @@
 """`hilbert claims`: what the documents claim, what was found, and measuring it again."""
 
-# papermill and the drawing of figures take half a second to import: the command imports what it needs, so that --help
-# does not wait for them.
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from hilbert_lib.cli.options import out_option, usage_errors
+from hilbert_lib.cli.options import json_option, out_option, print_json, print_table, usage_errors
 
 
 @click.command()
@@ -21,13 +19,15 @@ from hilbert_lib.cli.options import out_option, usage_errors
     help="Tokens of a segment in K3 and K4; the documents do not say.",
 )
 @out_option(help="Folder of the runs that --rerun makes.")
+@json_option
 @click.option("--dry-run", is_flag=True, help="Only show what --rerun would run.")
-def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, out: Path, dry_run: bool) -> None:
+def claims(
+    ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, out: Path, as_json: bool, dry_run: bool
+) -> None:
     """Show every claim of the documents with its answer; those named by ID with all their cases.
 
-    Values and verdicts are computed from the committed records: a claim "holds when" its cases have something in
-    common, and "holds in" so many of them where that is nothing. --rerun times a claim's own pairs, or runs the tests
-    or the whole notebook that answer it, with the configuration for this number of H200s; --dry-run shows which. What
+    Values and verdicts are computed from the committed records. --rerun times a claim's own pairs, or runs the tests or
+    the whole notebook that answer it, with the configuration for this number of H200s; --dry-run shows which. What
     needs a GPU is refused without one.
 
     \b
@@ -45,46 +45,46 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, ou
     for name in (*ids, *again):
         if name not in ledger:
             raise click.UsageError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")
-    if not again:
-        answers = [answer(ledger[name]) for name in ids or ledger]
-        _print_entries(answers) if ids else _print_table(answers)
+    answers = [] if again else [answer(ledger[name]) for name in ids or ledger]
     for name in again:
         try:
             if dry_run:
                 click.echo("\n".join(dry_run_of(ledger[name], out=out, segment_length=segment_length)))
             else:
-                _print_entries([rerun(ledger[name], out=out, segment_length=segment_length)])
+                answers.append(rerun(ledger[name], out=out, segment_length=segment_length))
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
+    if as_json:
+        print_json([_fields(each) for each in answers])
+    elif ids or again:
+        _print_entries(answers)
+    else:
+        rows = [(each.claim.id, f"{each.verdict}{' *' * bool(each.claim.note)}", each.value) for each in answers]
+        texts = [each.claim.claim for each in answers]
+        print_table(
+            [("id", "verdict", "value", "claim"), *((*row, text) for row, text in zip(rows, texts, strict=True))]
+        )
+        click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 
-def _print_table(answers: Sequence) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _fields(answer) -> dict:
+    """What is told of a claim, by name; empty where there is nothing to tell."""
+    from hilbert_lib.lab.ledger.rerun import command
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    table = Table("id", "claim", "verdict", "value", "of", "from", show_lines=True)
-    for each in answers:
-        verdict = f"{each.verdict} *" if each.claim.note else each.verdict
-        table.add_row(each.claim.id, each.claim.claim, verdict, each.value, each.claim.quantity, each.source)
-    console.print(table)
-    click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
+    claim = answer.claim
+    told = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
+    told |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
+    told |= {"from": answer.evidence, "on": answer.hardware}
+    return told | {"again": command(claim) if claim.measure or claim.tests else ""}
 
 
 def _print_entries(answers: Sequence) -> None:
-    from hilbert_lib.lab.ledger.rerun import command
-
     for each in answers:
-        claim = each.claim
-        lines = {"claimed in": claim.source, "asked": claim.question, "verdict": each.verdict, "value": each.value}
-        lines |= {"of": claim.quantity, "note": claim.note, "from": each.evidence, "on": each.hardware}
-        lines["again"] = command(claim) if claim.measure or claim.tests else ""
-        click.secho(f"{claim.id}  {claim.claim}", bold=True)
-        for label, text in lines.items():
+        fields = _fields(each)
+        click.secho(f"{fields.pop('id')}  {fields.pop('claim')}", bold=True)
+        for label, text in fields.items():
             if text:
                 click.echo(f"    {label:<11}{text}")
         if each.cases is not None and not each.cases.empty:

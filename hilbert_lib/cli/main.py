@@ -1,24 +1,23 @@
 """The `hilbert` command."""
 
-# The package itself imports torch. papermill and the drawing of figures take another half second: each command imports
-# what it needs of the suite, so that --help does not wait for it.
-import logging
-import os
+# Each command imports what it needs of the suite, so that --help and list wait for neither torch nor pandas.
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import Path
 
 import click
 
 from hilbert_lib.cli.bench import bench
 from hilbert_lib.cli.claims import claims
-from hilbert_lib.cli.options import disk_errors, out_option, usage_errors
+from hilbert_lib.cli.options import LOCAL, disk_errors, json_option, option, out_option, print_json, usage_errors
 from hilbert_lib.cli.plan import plan
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
+PAGES = Path("build/pages")  # of committed runs, beside which git would see them
 
 
 def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
@@ -30,50 +29,26 @@ def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple
     return dict(pairs)
 
 
-parameters_option = click.option(
-    "-p",
-    "texts",
-    nargs=2,
-    multiple=True,
-    callback=_texts,
-    metavar="NAME VALUE",
-    help="Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
-    "'1,2;1,2,4'.",
+SET = (
+    "Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
+    "'1,2;1,2,4'."
 )
-notebooks_option = click.option(
-    "--notebooks",
-    "folder",
-    type=EXISTING_FOLDER,
-    help="Folder of the notebooks, by default those of this checkout.",
-)
+FILE = "Flat YAML file of parameters, or a folder with NAME.yaml for the notebook of that name; -p goes before it."
+notebooks_option = click.option("--notebooks", "folder", type=EXISTING_FOLDER, help="Folder of the notebooks.")
+RUNNING = [
+    click.option("-p", "texts", nargs=2, multiple=True, callback=_texts, metavar="NAME VALUE", help=SET),
+    click.option("-f", "source", type=EXISTING_PATH, help=FILE),
+    out_option(help="Folder of the runs."),
+    notebooks_option,
+    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
+    click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
+    click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
+]
 
 
 def running_options(command: Callable) -> Callable:
     """The options that `run` and `sweep` share."""
-    options = [
-        parameters_option,
-        click.option(
-            "-f",
-            "source",
-            type=EXISTING_PATH,
-            help="Flat YAML file of parameters, or a folder of such files, NAME.yaml for the notebook of that name; "
-            "-p goes before it.",
-        ),
-        out_option(help="Folder of the runs."),
-        notebooks_option,
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
-            default=3600,
-            show_default=True,
-            help="Seconds for one notebook.",
-        ),
-        click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
-        click.option("--dry-run", is_flag=True, help="Only show the points, finished or not, and how many."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return reduce(lambda command, each: each(command), reversed(RUNNING), command)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,6 +59,7 @@ def main() -> None:
     \b
     All of them, with a report to read:  hilbert run
     What there is to turn:               hilbert list
+    Completion of words in bash:         eval "$(_HILBERT_COMPLETE=bash_source hilbert)"   (zsh_source, fish_source)
     """
     # Whoever calls a command has no use for the line of the library that warned.
     usual = warnings.formatwarning
@@ -98,7 +74,8 @@ main.add_command(plan)
 
 @main.command("list")
 @notebooks_option
-def list_notebooks(folder: Path | None) -> None:
+@json_option
+def list_notebooks(folder: Path | None, as_json: bool) -> None:
     """Show every notebook, its title and its parameters.
 
     A parameter stands with its type, default and meaning; `hilbert run NAME -p PARAMETER VALUE` sets it.
@@ -108,9 +85,22 @@ def list_notebooks(folder: Path | None) -> None:
     """
     from hilbert_lib.lab.suite.points import OUTPUT_DIR
 
-    for notebook in _notebooks(folder):
+    notebooks = [(each, [p for p in each.parameters.values() if p.name != OUTPUT_DIR]) for each in _notebooks(folder)]
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": each.name,
+                    "title": each.title,
+                    "question": each.question,
+                    "parameters": list(map(vars, known)),
+                }
+                for each, known in notebooks
+            ]
+        )
+        return
+    for notebook, settable in notebooks:
         click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
-        settable = [each for each in notebook.parameters.values() if each.name != OUTPUT_DIR]
         declared = [f"{each.name}: {each.annotation} = {each.default!r}" for each in settable]
         width = max(map(len, declared), default=0)
         for text, each in zip(declared, settable, strict=True):
@@ -132,15 +122,18 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
     Example: hilbert run -f notebooks/configs/h200 --out reports/h200
     """
     from hilbert_lib.lab.suite.points import make_points
-    from hilbert_lib.lab.suite.report import write_report
 
     notebooks = _notebooks(folder, names)
     with usage_errors():
         points = make_points(notebooks, texts, *_values(source, folder))
     run_folder, status = _run_points(points, len(points), **how)
     if run_folder:
+        from hilbert_lib.lab.suite.report import write_index, write_report
+
         with disk_errors():
-            click.echo(str(write_report(run_folder)))
+            index = write_report(run_folder)
+            write_index(run_folder.parent)
+        click.echo(str(index))
     sys.exit(status)
 
 
@@ -151,8 +144,8 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
 def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
     """Run one notebook at every combination of the values given.
 
-    A point that fails does not end the others. Give each job of a scheduler's array its --shard; when all
-    are done, `hilbert report` builds the pages.
+    A point that fails does not end the others. NAME.csv in the run's folder is one table of all points and what they
+    measured. Give each job of a scheduler's array its --shard; when all are done, `hilbert report` builds the pages.
 
     \b
     Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
@@ -166,56 +159,70 @@ def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, fol
         share = take_shard(points, shard)
     run_folder, status = _run_points(share, len(points), **how)
     if run_folder:
+        from hilbert_lib.lab.suite.report import write_table
+
+        with disk_errors():
+            click.echo(f"the table: {write_table(run_folder, notebook.name)}")
         click.echo(f"the pages: hilbert report {run_folder}")
     sys.exit(status)
 
 
 @main.command()
-@click.argument("folder", type=EXISTING_FOLDER, default=Path("reports/local"))
-@click.option("--redraw", is_flag=True, help="First draw the figure files again from their tables.")
-def report(folder: Path, redraw: bool) -> None:
+@click.argument("folder", type=EXISTING_FOLDER, default=LOCAL)
+@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Copy the runs there, and build it there.")
+@click.option("--redraw", is_flag=True, help="Draw the figures again from their tables.")
+def report(folder: Path, to: Path | None, redraw: bool) -> None:
     """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
 
-    Where FOLDER holds the committed machines' folders (reports), its index page and README.md lead through their
-    newest runs, and the numbers in the README.md above it are written anew from their records. A redrawn figure
-    changes as a file and on the index page; a notebook keeps the figures of its run.
+    HTML, figures and their tables (PNG, CSV) lie beside the runs; those of committed runs (reports) in build/pages,
+    where git ignores them. The last line is the index of all. A redrawn figure changes as a file and on the index page;
+    a notebook keeps the figures of its run.
 
     \b
     Example: hilbert report reports/local --redraw
     Example: hilbert report reports
     """
-    from hilbert_lib.lab.figures import redraw as redraw_figures
-    from hilbert_lib.lab.ledger.evidence import write_evidence
-    from hilbert_lib.lab.suite.report import find_runs, write_report
+    from hilbert_lib.lab.suite.report import copy_runs, find_runs, is_committed, write_index, write_report
 
     with usage_errors():
         runs = find_runs(folder)
+        to = to or (PAGES if is_committed(folder) else None)
     with disk_errors():
-        if redraw:
+        root = folder.parent if folder in runs else folder
+        if to:
+            copy_runs(root, runs, to)
+            runs, root = [to / run.relative_to(root) for run in runs], to
+        if redraw or to:
+            from hilbert_lib.lab.figures import redraw as redraw_figures
+
             click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
         for each in runs:
-            click.echo(str(write_report(each, rebuild=True)))
-        with usage_errors():
-            for path in write_evidence(folder):
-                click.echo(os.path.relpath(path))
+            click.echo(str(write_report(each, root, rebuild=True)))
+        click.echo(str(write_index(root)))
 
 
 @main.command()
-@click.argument("a", type=EXISTING_FOLDER)
-@click.argument("b", type=EXISTING_FOLDER)
-def compare(a: Path, b: Path) -> None:
-    """Set the measurements of two runs side by side: the ratio of medians A / B, with its interval.
+@click.argument("folders", nargs=-1, type=EXISTING_FOLDER, metavar="A B...", required=True)
+def compare(folders: tuple[Path, ...]) -> None:
+    """Set the measurements of two or more runs side by side, each beside the first, A.
 
-    Above 1, B is the faster one. Runs on different hardware are refused.
+    On the same hardware: the ratio of medians, A over the other, with its interval; above 1, the other is faster. On
+    different hardware times are not compared. There a row is a pair that both runs timed in turn, and ratio_of_ratios
+    says how many times what b gains over a there is what it gains here, in A.
 
     \b
     Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
+    Example: hilbert compare reports/h200 reports/h100
     """
     from hilbert_lib.lab.records import compare_runs
 
     with usage_errors():
-        table = compare_runs(a, b)
+        table = compare_runs(*folders)
     click.echo(table.to_string(index=False, float_format="{:.4g}".format))
+    if "ratio_of_ratios" in table:
+        click.echo(
+            "different hardware: ratio_here and ratio_there are a over b within a run, ratio_of_ratios there / here"
+        )
 
 
 @main.command()
@@ -259,30 +266,26 @@ def _values(source: Path | None, folder: Path | None) -> tuple[dict[str, object]
     return read_parameter_file(source), {}
 
 
-def _run_points(
-    points: list, of: int, *, out: Path, timeout: float, force: bool, dry_run: bool
-) -> tuple[Path | None, int]:
+def _run_points(points: list, of: int, *, out: Path, dry_run: bool, **how) -> tuple[Path | None, int]:
     """Run the points, or only list them; the run's folder (None for a list) and the exit status."""
-    from hilbert_lib.lab.environment import environment
-    from hilbert_lib.lab.suite.batch import run_points
-    from hilbert_lib.lab.suite.manifest import run_id
-    from hilbert_lib.lab.suite.run import Interrupted
-    from hilbert_lib.machine import prepare_kernels
-
     if dry_run:
         for point in points:
             changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
             click.echo(f"{point.name}  {changes or 'with its defaults'}")
         click.echo(f"{len(points)} of {of} to run")
         return None, 0
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says of a failure is in our own line
+    from hilbert_lib.lab.environment import environment
+    from hilbert_lib.lab.suite.manifest import run_id
+    from hilbert_lib.lab.suite.run import Interrupted, run_points
+    from hilbert_lib.machine import prepare_kernels
+
     with usage_errors():
         prepare_kernels()
         facts = environment()
     run_folder = out / run_id(facts)
     try:
         with disk_errors():
-            outcomes = run_points(points, run_folder, facts, timeout=timeout, force=force)
+            outcomes = run_points(points, run_folder, facts, **how)
     except Interrupted as stop:
         click.echo(f"{stop}: what is finished stands in {run_folder}", err=True)
         sys.exit(stop.exit_status)

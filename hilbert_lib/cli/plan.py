@@ -1,14 +1,8 @@
 """`hilbert plan`: what a ring of ranks would send, hold and compute, without a GPU or a process group."""
 
 import click
-import torch
 
-from hilbert_lib.cli.options import Number, Numbers, usage_errors
-from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.plan.balance import shard_lengths_for
-from hilbert_lib.ring.plan.plan import plan_ring
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from hilbert_lib.cli.options import DTYPES, Number, option, usage_errors, work_options
 
 
 def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[float] | None:
@@ -28,15 +22,11 @@ def _bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) ->
 @click.command()
 @click.option("--tokens", type=Number(), required=True, help="In the whole sequence: 3000, 64k, 16m, 1g.")
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="That share the sequence.")
-@click.option("--segment-lengths", type=Numbers(), default="2k:32k", show_default=True, help="w of each branch.")
-@click.option("--dilation-rates", type=Numbers(), default="1:16", show_default=True, help="r of each branch.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--heads", type=click.IntRange(min=1), default=16, show_default=True, help="Of q.")
+@work_options(segments="2k:32k", rates="1:16", heads=16)
+@option("--batch", type=click.IntRange(min=1), default=1)
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Of k and v.  [default: as q]")
-@click.option("--head-dim", type=click.IntRange(1, 256), default=64, show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True, help="Of q, k and v.")
-@click.option("--causal", is_flag=True, help="Exclude the keys after the query.")
-@click.option("--transport", default="auto", show_default=True, help="auto, ring, all_gather or all_to_all.")
+@option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of q, k and v.")
+@option("--transport", default="auto", help="auto, ring, all_gather or all_to_all.")
 @click.option(
     "--memory-gb",
     "memory_limit",
@@ -45,33 +35,19 @@ def _bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) ->
     help="What the call may take on one rank.",
 )
 @click.option("--weights", callback=_speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
-@click.option("--multiple", type=Number(), default="1", show_default=True, help="Shards begin at multiples of this.")
+@option("--multiple", type=Number(), default="1", help="Shards begin at multiples of this.")
 def plan(
-    tokens: int,
-    ranks: int,
-    segment_lengths: list[int],
-    dilation_rates: list[int],
-    kv_heads: int | None,
-    heads: int,
-    dtype: str,
-    causal: bool,
-    memory_limit: int | None,
-    weights: list[float] | None,
-    multiple: int,
-    **sizes,
+    tokens, ranks, segment_lengths, dilation_rates, heads, kv_heads, dtype, causal, weights, multiple, **how
 ) -> None:
     """Show what dilated attention over several ranks will send, hold and compute, before anything runs.
 
     A line a branch: how many ranks share one of its segments, the most that one rank sends or receives for it in a
     forward, the transport and why. Then a line a rank: bytes on the wire, forward and backward; memory of the tensors
-    and buffers; useful TFLOP. 1 MB is 10^6 bytes. A row that several branches need travels once, so that a rank may
-    send less than the branches one by one. Segments that lie inside one rank send nothing.
+    and buffers; useful TFLOP. 1 MB is 10^6 bytes. A row that several branches need travels once.
 
     Suffixes: k, m and g are 2^10, 2^20 and 2^30; 2k:1g doubles from one to the other. With --weights the shards are of
-    such lengths that no rank waits for another.
-
-    ring_dilated_attention runs this plan where its shards have these lengths and it is given the same transport,
-    weights and memory_limit (in bytes).
+    such lengths that no rank waits for another. ring_dilated_attention runs this plan where its shards have these
+    lengths and it is given the same transport, weights and memory_limit (in bytes).
 
     \b
     Example: hilbert plan --tokens 1g --ranks 8 --heads 1 --segment-lengths 2k:1g --dilation-rates 1:512k
@@ -79,18 +55,16 @@ def plan(
     Least memory:     hilbert plan --tokens 1m --ranks 4 --segment-lengths 1m --dilation-rates 4 --transport ring
     Aligned shards:   hilbert plan --tokens 1000k --ranks 3 --multiple 32k
     """
+    import torch
+
+    from hilbert_lib.pattern import DilatedPattern
+    from hilbert_lib.ring.plan.balance import shard_lengths_for
+    from hilbert_lib.ring.plan.plan import plan_ring
+
     with usage_errors():
         pattern = DilatedPattern(segment_lengths, dilation_rates)
-        work = {"pattern": pattern, "kv_heads": kv_heads or heads, "is_causal": causal} if weights else {}
-        found = plan_ring(
-            pattern,
-            shard_lengths_for(tokens, ranks, weights=weights, multiple=multiple, **work),
-            heads=heads,
-            kv_heads=kv_heads or heads,
-            dtype=getattr(torch, dtype),
-            is_causal=causal,
-            memory_limit=memory_limit,
-            weights=weights,
-            **sizes,
-        )
-    click.echo(str(found))
+        how |= {"kv_heads": kv_heads or heads, "is_causal": causal}
+        work = {"pattern": pattern, "kv_heads": how["kv_heads"], "is_causal": causal} if weights else {}
+        shards = shard_lengths_for(tokens, ranks, weights=weights, multiple=multiple, **work)
+        dtype = getattr(torch, dtype)
+        click.echo(str(plan_ring(pattern, shards, heads=heads, dtype=dtype, weights=weights, **how)))

@@ -103,16 +103,20 @@ def _rules(sides: tuple[int, ...], leaf_cells: int, device: torch.device) -> Rul
     numbers, families = _states(State(grid, axes, (1, 1, 1)), leaf_cells)
     leaves, depths, starts = {}, {}, {}
     cells, places, known = [], [], {}
-    for block in sorted(families, key=prod):  # children before their parents
-        family = families[block]
-        leaves[block] = sum(leaves[child.sides] for child in family) or 1
-        depths[block] = max((depths[child.sides] + 1 for child in family), default=0)
-        if not family:
+
+    def settle(block: Block) -> None:  # children before their parents: some are as large, and only turned
+        for child in families[block]:
+            if child.sides not in leaves:
+                settle(child.sides)
+        leaves[block] = sum(leaves[child.sides] for child in families[block]) or 1
+        depths[block] = max((depths[child.sides] + 1 for child in families[block]), default=0)
+        if not families[block]:
             starts[block] = sum(map(len, cells))
             path = block_cells(block, torch.device("cpu"), known)
             cells.append(path[0] | path[1] << 10 | path[2] << 20)
             places.append(raster_index(path.T, block).argsort())
 
+    settle(grid)
     dtype = np.int32 if sum(widths) <= 30 else np.int64
     cuts = np.zeros(len(numbers), dtype)
     rows = np.zeros((len(numbers), 8, 4), dtype)

@@ -22,18 +22,9 @@ MACHINE = (
 def environment() -> dict:
     """Facts about this process that JSON can hold: code, versions, hardware, and the GPUs' clocks now.
 
-    No host names, user names or paths are among them. Outside a git checkout the variables HILBERT_COMMIT
-    and HILBERT_DIRTY (0 or 1) say which code runs; what nobody knows is None.
-
-    Returns:
-        `utc` (ISO 8601), `commit`, `dirty`, `code_hash`, `python`, `torch`, `triton`, `numpy`, `cuda`,
-        `cudnn`, `driver`, `platform`, `cpu`, `cpu_cores` (those this process may use), `torch_threads`,
-        `memory_gib`, `gpus` (a list of `name`, `capability`, `memory_gib`, `sm_clock_mhz`), `hardware`
-        (what `compare_runs` compares), `kernel_mode` and `packages` (versions by name of the installed
-        ones of `machine.ATTENTION_PACKAGES`; old records lack it).
-
-    Raises:
-        RuntimeError: if there is a GPU that torch cannot use, as `machine.check_gpu` says it.
+    No host names, user names or paths are among them. Outside a git checkout the variables HILBERT_COMMIT and
+    HILBERT_DIRTY (0 or 1) say which code runs; what nobody knows is None. A RuntimeError says that there is a GPU which
+    torch cannot use.
 
     >>> environment().keys() >= set(MACHINE) == machine.machine_facts().keys()
     True
@@ -64,22 +55,18 @@ def environment() -> dict:
 
 
 def say_hardware(facts: dict) -> str:
-    """On what something ran, several GPUs of one kind as their number.
-
-    >>> say_hardware({"hardware": "NVIDIA H200 + NVIDIA H200"})
-    '2 × NVIDIA H200'
-    """
+    """On what something ran, several GPUs of one kind as their number: "2 × NVIDIA H200"."""
     kinds = Counter(facts["hardware"].split(" + "))
     return " + ".join(f"{count} × {name}" if count > 1 else name for name, count in kinds.items())
 
 
-def describe_environment() -> str:
-    """The facts of `environment` as the short table that opens every notebook: a line each, its name and its value.
+def describe_environment(facts: dict | None = None) -> str:
+    """The facts of `environment`, by default those of now, as a short table: a line each, its name and its value.
 
     >>> print(describe_environment().splitlines()[0].split()[0])
     hardware
     """
-    facts = environment()
+    facts = facts or environment()
     code = "unknown" if facts["commit"] is None else facts["commit"][:12]
     rows = {
         "hardware": facts["hardware"],
@@ -92,7 +79,7 @@ def describe_environment() -> str:
         "software": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy")),
         "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",
     }
-    if facts["packages"]:
+    if facts.get("packages"):  # older records lack it
         rows["packages"] = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
     if facts["gpus"]:
         clocks = ", ".join(str(gpu["sm_clock_mhz"]) for gpu in facts["gpus"])
@@ -105,11 +92,7 @@ def describe_environment() -> str:
 
 @cache
 def code_version() -> tuple[str | None, bool | None]:
-    """The commit that the library stands on, and whether the tree differs from it, its folder `reports` aside.
-
-    Outside a checkout of this project these are HILBERT_COMMIT and HILBERT_DIRTY (0 or 1, else ValueError), or None
-    where they are not set.
-    """
+    """The library's commit, and whether the tree differs from it; outside a checkout HILBERT_COMMIT, HILBERT_DIRTY."""
     root = machine.PACKAGE.parent
     if (root / ".git").exists():  # so that an enclosing repository's commit is never taken for ours
         commit = machine.output("git", "-C", str(root), "rev-parse", "HEAD")

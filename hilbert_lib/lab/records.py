@@ -1,23 +1,31 @@
-"""What was measured, line by line: records with provenance, and two runs side by side."""
+"""Records of what was measured: written line by line, packed when a run is done, found, read back and compared."""
 
 import errno
+import gzip
 import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 
 import numpy as np
 import pandas as pd
 
+from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import MACHINE, environment
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
 
-RESULTS = "results.jsonl"
+RESULTS, PACKED = "results.jsonl", ".gz"
 FAILED = ".failed"  # ends the name of the folder of an attempt that did not finish
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
+MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
+TELLING = "h200*"  # those that numbers and advice are from
+OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 CASE_KEY = ("name", "parameters", "device", "cache")  # equal in two runs: the same case
+PAIR_KEY = ("a", "a_parameters", "b", "b_parameters", "cache")  # likewise for a pair, whatever the device
+VARYING = ("utc", "gpus")  # facts that change within a run: the moment, and the clocks
 
 
 def append_records(records: Sequence[Measurement | Comparison], output_dir: str | Path = "") -> None:
@@ -36,15 +44,7 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
 
 
 def append_lines(lines: Sequence[dict], path: Path) -> None:
-    """Add dictionaries to a file of JSON, a line each, whoever else appends and whatever a killed run left.
-
-    Args:
-        lines: what JSON can hold.
-        path: the file; its folder is made where it is missing.
-
-    Raises:
-        OSError: where there is no room for all of it.
-    """
+    """Add dictionaries to a file of JSON lines, whoever else appends. OSError where there is no room for all of it."""
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
@@ -57,146 +57,211 @@ def append_lines(lines: Sequence[dict], path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def pack_records(path: Path) -> None:
+    """Replace a file of records by NAME.gz, which holds each environment once. A file without records stays."""
+    if not (records := _read_lines(path)):
+        return
+    known, lines = [], []
+    for record in records:
+        if isinstance(facts := record.get("environment"), dict):
+            fixed = {name: value for name, value in facts.items() if name not in VARYING}
+            if fixed not in known:
+                known.append(fixed)
+            varying = {name: facts[name] for name in VARYING if name in facts}
+            record = {**record, "environment": [known.index(fixed), varying]}
+        lines.append(record)
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in [{"environments": known}, *lines])
+    write_whole(path.with_name(path.name + PACKED), gzip.compress(text.encode(), mtime=0))
+    path.unlink()
+
+
 def read_records(path: str | Path) -> list[dict]:
-    """The records of one results.jsonl.
+    """The records of a results.jsonl, or its NAME.gz, oldest first, each with its whole environment.
 
-    Args:
-        path: the file.
-
-    Returns:
-        One dictionary a line, oldest first. A line that a killed run left unfinished, or that holds anything else, is
-        skipped with a warning that names it.
+    A line that a killed run left unfinished, or that holds anything else, is skipped with a warning that names it.
     """
-    records = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        if not line:
-            continue  # a writer saw another's line half written, and began a new one
-        if (record := _record(line)) is None:
-            warnings.warn(f"{path}, line {number}: unfinished or no record, skipped", stacklevel=2)
-        else:
-            records.append(record)
+    path, environments, records = Path(path), [], []
+    for record in [line for file in _files(path) for line in _read_lines(file)]:
+        if "environments" in record:
+            environments = record["environments"]
+            continue
+        if isinstance(facts := record.get("environment"), list):
+            record["environment"] = {**environments[facts[0]], **facts[1]}
+        records.append(record)
     return records
 
 
-def last_record(path: str | Path) -> dict:
-    """The newest record of a results.jsonl, found without reading the others.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: if it holds no record.
-    """
-    for line in reversed(Path(path).read_bytes().splitlines()):
-        if (record := _record(line)) is not None:
-            return record
-    raise ValueError(f"{path} holds no record")
+def has_records(path: Path) -> bool:
+    """Whether there is a file of records, packed or not."""
+    return any(file.exists() for file in (path, path.with_name(path.name + PACKED)))
 
 
-def _record(line: bytes) -> dict | None:
-    """What a line holds; None where it is empty, left unfinished, or no record."""
-    try:
-        held = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return held if isinstance(held, dict) else None
+def _files(path: Path) -> list[Path]:
+    if path.suffix == PACKED:
+        return [path]
+    packed = path.with_name(path.name + PACKED)
+    return [file for file in (packed, path) if file.exists()] or [path]
+
+
+def _read_lines(path: Path) -> list[dict]:
+    """The dictionaries of a file of JSON lines."""
+    records, content = [], path.read_bytes()
+    content = gzip.decompress(content) if path.suffix == PACKED else content
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line:
+            continue  # a writer saw another's line half written, and began a new one
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            warnings.warn(f"{path}, line {number}: unfinished or no record, skipped", stacklevel=3)
+    return records
 
 
 def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
-    """What a folder's results.jsonl holds from this code on this hardware: nothing of it has to be measured again.
-
-    Args:
-        output_dir: the folder; empty for none. file: another name than results.jsonl.
+    """What a folder's results.jsonl, or another file, holds from this code on this hardware: it need not be measured
+    again.
 
     >>> measured_before("")
     []
     """
-    path = Path(output_dir) / file
-    if not output_dir or not path.exists():
+    if not output_dir or not has_records(path := Path(output_dir) / file):
         return []
     facts = environment()
 
     def is_same(made: dict) -> bool:
         return all(made.get(name) == facts[name] for name in MACHINE)
 
-    return [each for each in read_records(path) if is_same(each.get("environment", {}))]
+    return [each for each in read_records(path) if is_same(each.get("environment") or {})]
 
 
-def compare_runs(folder_a: str | Path, folder_b: str | Path) -> pd.DataFrame:
-    """Set the measurements of two runs on the same hardware side by side.
+def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
+    """The folder of a notebook's newest finished run that holds a file, of `OF_SEVERAL_GPUS` on the most GPUs; or None.
 
-    The two runs are not paired: whatever differed between them (clocks, neighbours) is in the ratio, and
-    the interval covers only the spread within each. Samples of repeated measurements are pooled.
+    By default it is one of the committed runs of `TELLING` with a GPU, else any of the given machines' folders.
+
+    >>> run = newest_run("06_kernel_benchmarks")
+    >>> run is None or (run / "manifest.json").exists()
+    True
+    """
+    anywhere, machines = machines is not None, REPORTS.glob(TELLING) if machines is None else machines
+    folders = [run for machine in machines for kind in (name, f"{name}-*") for run in machine.glob(f"*/{kind}/")]
+    # What was measured before an attempt failed is no record.
+    runs = [run for run in folders if not run.name.endswith(FAILED) and has_records(run / file)]
+    facts = {run: run_environment(run, file) for run in runs}
+
+    def rank(run: Path) -> tuple[int, str]:
+        return len(facts[run]["gpus"]) if name in OF_SEVERAL_GPUS else 1, facts[run]["utc"]
+
+    return max((run for run in runs if anywhere or facts[run]["gpus"]), key=rank, default=None)
+
+
+def run_environment(run: Path, file: str = RESULTS) -> dict:
+    """The environment of a run: that of its manifest, or of the newest record where there is none."""
+    manifest = run / "manifest.json"
+    if manifest.exists():
+        return json.loads(manifest.read_text())["environment"]
+    return read_records(run / (RESULTS if has_records(run / RESULTS) else file))[-1]["environment"]
+
+
+def compare_runs(*folders: str | Path) -> pd.DataFrame:
+    """Set the measurements of two or more runs side by side, each beside the first, which is A.
+
+    Times are compared on the same hardware alone, and unpaired: whatever differed between two runs (clocks, neighbours)
+    is in the ratio. Of different hardware the ratios of pairs are compared, which were timed in turn.
 
     Args:
-        folder_a, folder_b: the runs' folders; every results.jsonl below them counts, but those of
-            unfinished (hidden) and failed points.
+        folders: of the runs. Every results.jsonl below them counts, but those of unfinished and failed points.
 
     Returns:
-        One row for each case of either run: `name`, `parameters`, `device`, `cache`, `found` ("both",
-        "only in A", "only in B"), `median_a_ms`, `median_b_ms`, `ratio` (a over b: above 1, b is faster),
-        its 95 % interval `low` to `high`, and `error_a`, `error_b`. What is missing is NaN.
+        A row for each case and each later run. On one hardware `name`, `parameters`, `device`, `cache`, `run` ("B",
+        "C"), `found` ("both", "only in A", "only in B"), `median_a_ms`, `median_b_ms`, `ratio` (A over the other: above
+        1, the other is faster), its 95 % interval `low` to `high`, `error_a`, `error_b`. On different hardware a row a
+        pair: `a`, `b`, their parameters, `run`, `found`, `ratio_here` (of A), `ratio_there`, `ratio_of_ratios` (there
+        over here: above 1, b gains more there), `low`, `high`. What is missing is NaN.
 
     Raises:
-        ValueError: if a folder holds no measurements, or the hardware differs within or between the runs.
+        ValueError: for fewer than two runs; if one has no measurements, or of several hardwares; if runs of different
+            hardware have no pairs.
     """
-    runs = [_read_run(Path(folder)) for folder in (folder_a, folder_b)]
-    hardware = [sorted({each["environment"]["hardware"] for each in run}) for run in runs]
-    if hardware[0] != hardware[1] or len(hardware[0]) != 1:
-        names = [" and ".join(each) for each in hardware]
-        raise ValueError(
-            f"only runs of the same hardware are compared: {folder_a} ran on {names[0]}, {folder_b} on {names[1]}"
-        )
-    cases_a, cases_b = (_pool(run) for run in runs)
-    missing = ([math.nan], math.nan)
+    if len(folders) < 2:
+        raise ValueError(f"two runs or more are compared, got {len(folders)}")
+    runs = [_read_run(Path(folder)) for folder in folders]
+    hardware = [{each["environment"]["hardware"] for each in run} for run in runs]
+    for folder, names in zip(folders, hardware, strict=True):
+        if len(names) > 1:
+            raise ValueError(f"a run must be of one hardware, got {' and '.join(sorted(names))} in {folder}")
+    if len(set().union(*hardware)) == 1:
+        key, pools, row = CASE_KEY, [_pool_times(run) for run in runs], _times_row
+    else:
+        key, pools, row = PAIR_KEY, [_pool_pairs(run) for run in runs], _ratios_row
+        if not all(pools):
+            names = " and ".join(sorted(set().union(*hardware)))
+            raise ValueError(f"runs on different hardware ({names}) are compared by their pairs, and one has none")
     rows = []
-    for key in cases_a | cases_b:
-        (samples_a, error_a), (samples_b, error_b) = cases_a.get(key, missing), cases_b.get(key, missing)
-        found = "only in B" if key not in cases_a else "only in A" if key not in cases_b else "both"
-        median_a, median_b = float(np.median(samples_a)), float(np.median(samples_b))
-        rng = np.random.default_rng(SEED)
-        low, high = interval_of(resampled_medians(samples_a, rng) / resampled_medians(samples_b, rng))
-        rows.append(
-            {
-                **dict(zip(CASE_KEY, key, strict=True)),
-                "found": found,
-                "median_a_ms": median_a,
-                "median_b_ms": median_b,
-                "ratio": median_a / median_b,
-                "low": low,
-                "high": high,
-                "error_a": error_a,
-                "error_b": error_b,
-            }
-        )
+    for letter, pool in zip(ascii_uppercase[1:], pools[1:], strict=False):
+        for case in pools[0] | pool:
+            found = f"only in {letter}" if case not in pools[0] else "only in A" if case not in pool else "both"
+            here, there = pools[0].get(case, ([math.nan], math.nan)), pool.get(case, ([math.nan], math.nan))
+            rows.append({**dict(zip(key, case, strict=True)), "run": letter, "found": found, **row(here, there)})
     return pd.DataFrame(rows)
 
 
 def _read_run(folder: Path) -> list[dict]:
-    """The measurements of a run, those inside comparisons too, each with its environment."""
-    measurements = []
-    for path in sorted(folder.rglob(RESULTS)):
-        inside = path.relative_to(folder).parts
-        if any(part.startswith(".") or part.endswith(FAILED) for part in inside):
-            continue  # what the suite has not finished, or could not
-        for record in read_records(path):
-            if record.get("kind") not in ("measurement", "comparison"):
-                continue  # counters, points, ranks: other tables than these
-            sides = (record["a"], record["b"]) if record["kind"] == "comparison" else (record,)
-            measurements += [{**side, "environment": record["environment"]} for side in sides]
-    if not measurements:
+    """The measurements and comparisons of a run."""
+    paths = sorted({path.with_name(RESULTS) for path in folder.rglob(f"{RESULTS}*")})
+    within = {path: path.relative_to(folder).parts for path in paths}
+    hidden = {path for path, parts in within.items() if any(p.startswith(".") or p.endswith(FAILED) for p in parts)}
+    records = [record for path in paths if path not in hidden for record in read_records(path)]
+    # Counters, points and ranks go into other tables than these.
+    records = [record for record in records if record.get("kind") in ("measurement", "comparison")]
+    if not records:
         raise ValueError(
             f"no measurements: {folder} has none in any {RESULTS} below it; counters and the runs of rings are others"
         )
-    return measurements
+    return records
 
 
-def _pool(run: list[dict]) -> dict[tuple, tuple[list[float], float]]:
-    """The samples and the largest error of each case."""
+def _times_row(here: tuple, there: tuple) -> dict:
+    rng, medians = np.random.default_rng(SEED), [float(np.median(samples)) for samples, _ in (here, there)]
+    low, high = interval_of(resampled_medians(here[0], rng) / resampled_medians(there[0], rng))
+    times = {"median_a_ms": medians[0], "median_b_ms": medians[1], "ratio": medians[0] / medians[1]}
+    return {**times, "low": low, "high": high, "error_a": here[1], "error_b": there[1]}
+
+
+def _ratios_row(here: tuple, there: tuple) -> dict:
+    rng, medians = np.random.default_rng(SEED), [float(np.median(ratios)) for ratios, _ in (here, there)]
+    low, high = interval_of(resampled_medians(there[0], rng) / resampled_medians(here[0], rng))
+    ratios = {"ratio_here": medians[0], "ratio_there": medians[1], "ratio_of_ratios": medians[1] / medians[0]}
+    return {**ratios, "low": low, "high": high}
+
+
+def _pool_times(run: list[dict]) -> dict[tuple, tuple[list[float], float]]:
+    """The samples and the largest error of each case, those inside comparisons too."""
     cases = {}
-    for each in run:
-        parameters = ", ".join(f"{name}={json.dumps(value)}" for name, value in sorted(each["parameters"].items()))
-        key = (each["name"], parameters, each["device"], each["cache"])
+    for each in [side for record in run for side in _sides(record)]:
+        key = (each["name"], _say(each["parameters"]), each["device"], each["cache"])
         samples, error = cases.get(key, ([], 0.0))
         cases[key] = (samples + each["samples_ms"], max(error, each["error"]))
     return cases
+
+
+def _pool_pairs(run: list[dict]) -> dict[tuple, tuple[list[float], float]]:
+    """The paired ratios of each comparison."""
+    pairs = {}
+    for a, b in (_sides(record) for record in run if record["kind"] == "comparison"):
+        key = (a["name"], _say(a["parameters"]), b["name"], _say(b["parameters"]), a["cache"])
+        ratios = [one / other for one, other in zip(a["samples_ms"], b["samples_ms"], strict=True)]
+        pairs[key] = (pairs.get(key, ([], 0.0))[0] + ratios, 0.0)
+    return pairs
+
+
+def _sides(record: dict) -> list[dict]:
+    return [record["a"], record["b"]] if record["kind"] == "comparison" else [record]
+
+
+def _say(parameters: dict) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in sorted(parameters.items()))

@@ -7,8 +7,8 @@ import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,11 +16,12 @@ from tiny_notebooks import write_notebook
 
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.ledger import claim
-from hilbert_lib.lab.records import append_records
-from hilbert_lib.lab.suite import doctor
-from hilbert_lib.lab.timing import Case, measure
+from hilbert_lib.lab.records import append_records, read_records
+from hilbert_lib.lab.suite import doctor, points
+from hilbert_lib.lab.timing import Case, compare_paired, measure
 
-WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text(f'{seq_len} {rates} {scale}')"
+WRITE = "import json, pathlib\nvalues = json.dumps({'n': [seq_len, rates, scale]})\n"
+WRITE += "pathlib.Path(output_dir, 'results.jsonl').write_text(values + '\\n')"
 FAIL_AT_2 = "if seq_len == 2:\n    raise ValueError('two is too short')"
 
 
@@ -40,70 +41,81 @@ def hilbert(tmp_path, monkeypatch):
     return call
 
 
-def test_the_module_is_the_command_where_nothing_is_installed():
+def test_the_module_is_the_command_and_help_waits_for_no_large_package():
+    script = "import sys\nfrom hilbert_lib.cli import run\ntry: run()\nfinally: print(*sys.modules)"
+    for words in (["--help"], ["bench", "attention", "-h"], ["list"], ["sweep", "00_question", "--dry-run"]):
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+        *_, modules = done.stdout.splitlines()
+        assert not {"torch", "pandas", "numpy", "papermill", "matplotlib"} & set(modules.split()), words
     command = [sys.executable, "-m", "hilbert_lib.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: hilbert [OPTIONS] COMMAND")
+    assert "_HILBERT_COMPLETE=bash_source" in done.stdout
 
 
-def test_a_run_ends_with_the_path_of_its_index_and_a_second_one_reuses_it(hilbert):
+def test_words_are_completed():
+    asked = {"_HILBERT_COMPLETE": "bash_complete", "COMP_WORDS": "hilbert comp", "COMP_CWORD": "1"}
+    script = "from hilbert_lib.cli import run; run()"
+    done = subprocess.run([sys.executable, "-c", script], env=asked, cwd=Path(__file__).parents[2], capture_output=True)
+    assert done.stdout == b"plain,compare\n"
+
+
+def test_a_run_ends_with_its_index_and_a_second_one_reuses_it(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     first = hilbert("run")
     index = Path(first.splitlines()[-1])
     assert index.is_file()
     assert re.fullmatch(r"reports/local/[^/]+/index\.html", index.as_posix())
     names = {path.name for path in (index.parent / "00_a").iterdir()}
-    assert names == {"00_a.ipynb", "00_a.html", "manifest.json", "results.jsonl"}
+    assert names == {"00_a.ipynb", "00_a.html", "manifest.json", "results.jsonl.gz"}
     assert Path("reports/local/index.html").is_file()
-    assert not re.search(re.escape(str(Path.cwd())), (index.parent / "00_a" / "00_a.ipynb").read_text())
-
+    assert str(Path.cwd()) not in (index.parent / "00_a" / "00_a.ipynb").read_text()
     stamp = (index.parent / "00_a" / "manifest.json").stat().st_mtime_ns
     second = hilbert("run")
     assert re.search(r"^reused +00_a$", second, re.MULTILINE)
     assert second.splitlines()[-1] == first.splitlines()[-1]
     assert (index.parent / "00_a" / "manifest.json").stat().st_mtime_ns == stamp
-
     assert re.search(r"^ok +00_a$", hilbert("run", "00_a", "--force"), re.MULTILINE)
-    assert (index.parent / "00_a" / "manifest.json").stat().st_mtime_ns > stamp
 
 
-def test_the_shards_of_a_sweep_meet_in_one_folder(hilbert):
+def test_the_shards_of_a_sweep_meet_in_one_folder_with_one_table(hilbert):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     grid = ["sweep", "00_a", "-p", "seq_len", "1,2", "-p", "rates", "3;4,5"]
     for shard in ("1/4", "3/4"):
-        assert "1 runs: 1 ok" in hilbert(*grid, "--shard", shard)
+        assert "1 runs: 1 ok" in (told := hilbert(*grid, "--shard", shard))
     (run_folder,) = Path("reports/local").iterdir()
-    results = [(folder / "results.jsonl").read_text() for folder in run_folder.iterdir()]
-    assert sorted(results) == ["1 [3] 0.5", "2 [3] 0.5"]
+    table = run_folder / "00_a.csv"
+    assert f"the table: {table}" in told
+    assert pd.read_csv(table).seq_len.to_list() == [1, 2]
+    folders = sorted(folder for folder in run_folder.iterdir() if folder.is_dir())
+    assert [folder.name[:-8] for folder in folders] == ["00_a-seq_len=1-rates=3-", "00_a-seq_len=2-rates=3-"]
+    results = [read_records(folder / "results.jsonl") for folder in folders]
+    assert results == [[{"n": [1, [3], 0.5]}], [{"n": [2, [3], 0.5]}]]
     assert hilbert(*grid, "--shard", "1/4").startswith("reused")
 
 
-def test_a_failing_point_is_named_and_the_rest_is_finished_and_resumed(hilbert):
+def test_a_failing_point_is_named_and_the_rest_is_finished(hilbert):
     write_notebook(Path("notebooks"), "00_a", FAIL_AT_2, WRITE)
     grid = ["sweep", "00_a", "-p", "seq_len", "2,4", "-p", "scale", "1"]
     output = hilbert(*grid, status=1)
     assert "ValueError: two is too short" in output
-    failed = re.search(r"failed: (00_a-\w{8})$", output, re.MULTILINE)[1]
+    failed = re.search(r"failed: (00_a-\S+)$", output, re.MULTILINE)[1]
     (run_folder,) = Path("reports/local").iterdir()
     assert not list(run_folder.glob("*.html"))  # jobs of an array would write it at the same time
     assert (run_folder / f"{failed}.failed" / "manifest.json").is_file()
     again = hilbert(*grid, status=1)
     assert re.search(r"^reused +00_a-", again, re.MULTILINE)
     assert re.search(rf"^failed +{failed} ", again, re.MULTILINE)
-
-    shown = hilbert("report")
-    assert shown.splitlines()[-1] == str(run_folder / "index.html")
+    *_, page, index = hilbert("report").splitlines()
+    assert (page, index) == (str(run_folder / "index.html"), "reports/local/index.html")
     assert (run_folder / f"{failed}.failed" / "00_a.html").is_file()
 
 
-def test_list_parameters_reach_the_notebook_as_lists(hilbert):
+def test_values_of_command_line_file_and_folder_reach_the_notebook(hilbert):
     write_notebook(Path("notebooks"), "00_a", "assert rates == [3, 4], rates\nassert scale == 2 and causal is True")
     Path("sizes.yaml").write_text("rates: [7]\nscale: 2\n")
     hilbert("run", "00_a", "-f", "sizes.yaml", "-p", "rates", "3,4", "-p", "causal", "true")
-
-
-def test_a_folder_of_files_gives_each_notebook_its_own_and_the_rest_their_defaults(hilbert):
-    for name in ("00_a", "01_b", "02_c"):
+    for name in ("01_b", "02_c"):
         write_notebook(Path("notebooks"), name)
     Path("sizes").mkdir()
     Path("sizes/00_a.yaml").write_text("seq_len: 16\nscale: 2\n")
@@ -111,32 +123,11 @@ def test_a_folder_of_files_gives_each_notebook_its_own_and_the_rest_their_defaul
     lines = hilbert("run", "-f", "sizes", "--dry-run").splitlines()
     assert lines[-1] == "3 of 3 to run"
     assert [line.split("  ")[1] for line in lines[:3]] == ["seq_len=16 scale=2.0", "with its defaults", "rates=[7]"]
-    assert all(
-        "seq_len=4" in line
-        for line in hilbert("run", "-f", "sizes", "-p", "seq_len", "4", "--dry-run").splitlines()[:3]
-    )
-    assert "rates=[7] seq_len=2" in hilbert("sweep", "02_c", "-f", "sizes", "-p", "seq_len", "1,2", "--dry-run")
-
-
-def test_a_run_with_a_folder_of_files_finishes_what_is_left(hilbert):
-    for name in ("00_a", "01_b"):
-        write_notebook(Path("notebooks"), name, FAIL_AT_2)
-    Path("sizes").mkdir()
-    Path("sizes/01_b.yaml").write_text("seq_len: 2\n")
-    assert "2 runs: 1 ok, 1 failed" in hilbert("run", "-f", "sizes", status=1)
-    Path("sizes/01_b.yaml").write_text("seq_len: 4\n")
-    assert "2 runs: 1 reused, 1 ok" in hilbert("run", "-f", "sizes")
-
-
-def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
-    write_notebook(Path("notebooks"), "00_a", WRITE)
-    output = hilbert("sweep", "00_a", "-p", "seq_len", "1,2,3", "-p", "rates", "1;1,2", "--dry-run")
-    assert output.splitlines()[-1] == "6 of 6 to run"
-    assert "seq_len=3 rates=[1]" in output
-    sharded = hilbert("sweep", "00_a", "-p", "seq_len", "1,2,3", "--shard", "2/2", "--dry-run")
-    assert sharded.splitlines()[-1] == "1 of 3 to run"
-    assert "00_a  with its defaults" in hilbert("run", "--dry-run")
-    assert not Path("reports").exists()
+    lines = hilbert("run", "-f", "sizes", "-p", "seq_len", "4", "--dry-run").splitlines()[:3]
+    assert all("seq_len=4" in line for line in lines)
+    sharded = hilbert("sweep", "02_c", "-f", "sizes", "-p", "seq_len", "1,2", "--shard", "2/2", "--dry-run")
+    assert sharded.splitlines()[-1] == "1 of 2 to run"
+    assert "seq_len=2 rates=[7]" in sharded
 
 
 @pytest.mark.parametrize(
@@ -145,34 +136,29 @@ def test_a_dry_run_shows_the_grid_and_its_size_and_runs_nothing(hilbert):
         (["run", "00_aa"], "did you mean '00_a'"),
         (["run", "-p", "seq_lne", "4"], "did you mean 'seq_len'"),
         (["run", "-p", "seq_len", "4.5"], "seq_len must be int, got '4.5'"),
-        (["run", "-p", "causal", "1"], "causal must be bool"),
         (["run", "-p", "seq_len", "4", "-p", "seq_len", "5"], "given more than once"),
         (["run", "-p", "seq_len=4", "--out", "folder"], "-p takes two words, as -p seq_len 4; got 'seq_len=4'"),
-        (["sweep", "00_a", "-p", "seq_len=4", "--out", "folder"], "as -p seq_len 4; got 'seq_len=4'"),
         (["run", "-f", "sections.yaml"], "must be flat"),
-        (["run", "-f", "quoted.yaml"], "seq_len must be int, got '8'"),
         (["run", "-f", "sizes"], "no notebook is named '00_aa'; did you mean '00_a'"),
         (["run", "-f", "twice"], "00_a must have one file of parameters, got 00_a.yaml and 00_a.yml"),
         (["run", "00_a", "-f", "notebooks"], "notebooks holds no parameters (NAME.yaml"),
         (["run", "-p", "output_dir", "x"], "--out"),
         (["run", "--timeout", "0"], "timeout"),
-        (["sweep", "00_a", "-p", "seq_len", "1,x"], "each value of seq_len must be int, got '1,x'"),
         (["sweep", "00_a", "-p", "seq_len", "1,,2"], "each value of seq_len must be int, got '1,,2'"),
-        (["run", "99"], "99.ipynb: "),
+        (["sweep", "00_a", "-p", "seq_len", ""], "seq_len must have at least one value"),
         (["sweep", "99"], "99.ipynb: "),
         (["list"], "99.ipynb: "),
         (["sweep", "00_a", "--shard", "3/2"], "shard must be i/n"),
+        (["report", "notebooks"], "no runs in notebooks"),
+        (["compare", "notebooks"], "two runs or more are compared, got 1"),
     ],
 )
 def test_a_wrong_word_is_refused_before_anything_runs(hilbert, words, message):
     write_notebook(Path("notebooks"), "00_a", WRITE)
     Path("sections.yaml").write_text("00_a:\n  seq_len: 8\n")
-    Path("quoted.yaml").write_text("seq_len: '8'\n")
-    Path("sizes").mkdir()
-    Path("sizes/00_aa.yaml").write_text("seq_len: 8\n")
-    Path("twice").mkdir()
-    for ending in ("yaml", "yml"):
-        Path(f"twice/00_a.{ending}").write_text("seq_len: 8\n")
+    for file in ("sizes/00_aa.yaml", "twice/00_a.yaml", "twice/00_a.yml"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text("seq_len: 8\n")
     if "99" in words or words == ["list"]:
         Path("notebooks/99.ipynb").write_text("{")
     assert message in " ".join(hilbert(*words, status=2).split())
@@ -185,18 +171,26 @@ def test_list_shows_title_parameters_and_meanings(hilbert):
     assert "00_a  What is asked?" in output
     assert re.search(r"rates: list\[int\] = \[1, 2\] +dilations", output)
     assert "output_dir" not in output
+    (listed,) = json.loads(hilbert("list", "--json"))
+    assert (listed["name"], listed["title"]) == ("00_a", "What is asked?")
+    rates = {"name": "rates", "annotation": "list[int]", "default": [1, 2], "meaning": "dilations"}
+    assert rates in listed["parameters"]
+
+
+def test_without_notebooks_it_says_where_they_come_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(points, "__file__", str(tmp_path / "site-packages/hilbert_lib/lab/suite/points.py"))
+    result = CliRunner().invoke(main, ["list"])
+    assert result.exit_code == 2
+    assert "they come with the repository" in " ".join(result.output.split())
 
 
 def test_every_command_says_what_it_is_for_with_an_example():
     for name, command in main.commands.items():
-        output = CliRunner().invoke(main, [name, "--help"]).output
-        assert f"Example: hilbert {name}" in output
+        short, long = (CliRunner().invoke(main, [name, word]).output for word in ("-h", "--help"))
+        assert short == long
+        assert f"Example: hilbert {name}" in long
         assert len(command.help.split("Example")[0].split()) > 15
-
-
-def test_short_help_and_the_version_are_there():
-    short, long = (CliRunner().invoke(main, ["bench", "attention", word]).output for word in ("-h", "--help"))
-    assert short == long != ""
     assert CliRunner().invoke(main, ["--version"]).output.endswith(f" {version('hilbert-lib')}\n")
 
 
@@ -208,34 +202,45 @@ def test_a_warning_is_told_in_a_line_without_the_code_that_gave_it(hilbert, monk
     assert warnings.formatwarning is usual
 
 
-def test_claims_without_a_checkout_are_told_of_in_a_line(hilbert, monkeypatch):
-    monkeypatch.setattr(claim.read_ledger, "__defaults__", (Path("elsewhere/claims.yml"),))
-    assert "no ledger of claims at elsewhere/claims.yml" in hilbert("claims", status=2)
+def test_claims_are_a_plain_table_or_objects(hilbert, monkeypatch):
+    ledger = claim.read_ledger()
+    monkeypatch.setattr(claim, "read_ledger", lambda: {name: ledger[name] for name in ("B3", "C8")})
+    lines = hilbert("claims").splitlines()
+    assert re.match(r"id +verdict +value +claim$", lines[0])
+    assert re.match(r"B3 +holds", lines[1])
+    assert not re.search("[\u2500-\u257f]", "".join(lines))
+    assert [(each["id"], each["verdict"]) for each in json.loads(hilbert("claims", "B3", "--json"))] == [
+        ("B3", "holds")
+    ]
 
 
-def test_a_report_of_nothing_is_refused(hilbert):
-    Path("empty").mkdir()
-    assert "no runs in empty" in hilbert("report", "empty", status=2)
-
-
-def test_figures_are_drawn_again_from_their_tables(hilbert, monkeypatch):
+def test_pages_of_committed_runs_are_built_where_git_ignores_them(hilbert, monkeypatch):
     write_notebook(Path("notebooks"), "00_a")
-    index = Path(hilbert("run").splitlines()[-1])
+    index = Path(hilbert("run", "--out", "reports/h200").splitlines()[-1])
+    before = {path: path.read_bytes() for path in Path("reports").rglob("*") if path.is_file()}
     redrawn = []
     monkeypatch.setattr("hilbert_lib.lab.figures.redraw", lambda folder: redrawn.append(folder) or ["a.png", "b.png"])
-    assert "2 figures redrawn" in hilbert("report", "--redraw")
-    assert redrawn == [index.parent]
+    lines = hilbert("report", "reports").splitlines()
+    assert lines[0] == "2 figures redrawn"
+    assert lines[-1] == "build/pages/index.html"
+    assert redrawn == [Path("build/pages/h200") / index.parent.name]
+    assert {path: path.read_bytes() for path in Path("reports").rglob("*") if path.is_file()} == before
+    hilbert("report", index.parent, "--to", "elsewhere")
+    assert Path("elsewhere", index.parent.name, "00_a/00_a.html").is_file()
 
 
-def test_runs_are_compared_on_the_same_hardware_alone(hilbert):
+def test_runs_are_compared_on_different_hardware_by_their_pairs(hilbert):
+    case = Case("add", lambda: 1 + 1, {"n": 1}, error=0.0)
     for name in ("a", "b"):
-        Path(name).mkdir()
-        append_records([measure(Case("add", lambda: 1 + 1, {"n": 1}, error=0.0), device="cpu", repetitions=3)], name)
+        how = {"device": "cpu", "repetitions": 3}
+        append_records([measure(case, **how), compare_paired(case, case, **how)], name)
     assert re.search(r"^ *name .*ratio.*\n *add ", hilbert("compare", "a", "b"))
-    record = json.loads(Path("b/results.jsonl").read_text())
-    record["environment"]["hardware"] = "NVIDIA H200"
-    Path("b/results.jsonl").write_text(json.dumps(record) + "\n")
-    assert "b on NVIDIA H200" in hilbert("compare", "a", "b", status=2)
+    text = Path("b/results.jsonl").read_text()
+    hardware = json.loads(text.splitlines()[0])["environment"]["hardware"]
+    Path("b/results.jsonl").write_text(text.replace(hardware, "NVIDIA H200"))
+    output = hilbert("compare", "a", "b")
+    assert re.search(r"ratio_here +ratio_there +ratio_of_ratios", output)
+    assert output.splitlines()[-1].startswith("different hardware: ")
 
 
 def test_doctor_finds_this_machine_healthy(hilbert):
@@ -285,26 +290,8 @@ def test_doctor_says_how_to_mend_packages_disk_and_folder(hilbert, monkeypatch):
     assert "no-such-package is missing" in output
 
 
-def test_doctor_serves_a_library_that_runs_from_its_folder(hilbert, monkeypatch):
-    def absent(name):
-        raise doctor.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", absent)
-    assert "not known: the library runs from its folder" in hilbert("doctor")
-
-
-@pytest.mark.parametrize("program", ["elsewhere/bin/python", "gone/bin/python"])
-def test_doctor_tells_an_environment_from_another_one_of_the_same_interpreter(monkeypatch, tmp_path, program):
-    other = tmp_path / "elsewhere/bin/python"
-    other.parent.mkdir(parents=True)
-    other.symlink_to(Path(sys.executable).resolve())
-    for path, found in ((tmp_path / program, "another Python"), (Path(sys.executable), "in this Python")):
-        monkeypatch.setattr(doctor.KernelSpecManager, "get_kernel_spec", lambda *_, path=path: Mock(argv=[str(path)]))
-        assert found in doctor._kernel().found
-
-
 @pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hilbert, monkeypatch, command):
+def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch, command):
     def refuse():
         raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
 
@@ -312,8 +299,3 @@ def test_a_variable_that_says_nothing_of_the_code_is_told_without_a_traceback(hi
     for module in ("lab.environment", "lab.suite.doctor"):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
     assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
-
-
-def test_an_axis_without_a_value_is_refused(hilbert):
-    write_notebook(Path("notebooks"), "00_a", WRITE)
-    assert "seq_len must have at least one value" in hilbert("sweep", "00_a", "-p", "seq_len", "", status=2)

@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib.curves import coordinates as curves
@@ -72,6 +72,7 @@ SIDES = st.integers(1, 40)
 
 @settings(max_examples=20)
 @given(shape=st.one_of(st.tuples(SIDES, SIDES), st.tuples(*[st.integers(1, 12)] * 3)))
+@example(shape=(2, 3))  # a block whose child is as large as itself
 def test_cells_and_places_are_bit_equal_on_any_shape(shape):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "_has_kernel", lambda device: True)

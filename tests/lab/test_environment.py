@@ -56,16 +56,8 @@ def test_environment_is_json_and_names_neither_host_nor_user_nor_folder():
     assert not words & {socket.gethostname(), getpass.getuser()}
     assert str(Path.home()) + "/" not in text
     assert str(module.PACKAGE) not in text
-
-
-def test_environment_holds_every_fact_a_report_promises():
     facts = environment()
-    assert facts["torch"] == torch.__version__
-    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert facts["hardware"]
-    assert facts["cpu_cores"] >= 1
-    promised = {"utc", "commit", "dirty", "code_hash", "triton", "numpy", "cuda", "cudnn", "driver", "platform", "gpus"}
-    assert promised <= facts.keys()
+    assert (facts["torch"], facts["python"]) == (torch.__version__, ".".join(map(str, sys.version_info[:3])))
 
 
 def test_packages_whose_kernels_may_run_are_told_by_version(tmp_path, monkeypatch):
@@ -80,57 +72,40 @@ def test_packages_whose_kernels_may_run_are_told_by_version(tmp_path, monkeypatc
         assert f"flash-attn-4 {found}" in describe_environment()
 
 
-def test_the_table_says_when_times_mean_nothing(machine):
+def test_the_table_names_the_gpu_its_driver_and_its_clock(machine):
+    machine(**WORKING)
+    table = describe_environment()
+    for fact in ("GTX 1080", "470.42", "1600 MHz", "compiled"):
+        assert fact in table
     machine(device=False)
     assert "absent" in describe_environment()
     prepare_kernels()
     assert "Triton kernels, where used, are interpreted" in describe_environment()
 
 
-def test_the_table_names_the_gpu_its_driver_and_its_clock(machine):
-    machine(**WORKING)
-    table = describe_environment()
-    for fact in ("GTX 1080", "470.42", "1600 MHz", "compiled"):
-        assert fact in table
-
-
 # Triton
 
 
-def test_importing_the_library_neither_imports_triton_nor_sets_its_variable():
-    script = """
-import importlib, os, pkgutil, sys, hilbert_lib
-for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
-    if not found.name.endswith(("curves.kernels", "seed_kernel", "__main__")) and ".triton" not in found.name:
-        importlib.import_module(found.name)
-print("triton" in sys.modules, os.environ.get("TRITON_INTERPRET"))
-"""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.split() == ["False", "None"]
-
-
-def test_importing_the_library_imports_no_package_of_kernels_even_where_all_are_there(tmp_path):
-    modules = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_2_cuda", "xformers")
+def test_importing_the_library_imports_no_package_of_kernels(tmp_path):
+    modules = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_2_cuda", "xformers", "triton")
     for name in modules:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
     script = """
-import importlib, pkgutil, sys, torch, hilbert_lib
+import importlib, os, pkgutil, sys, torch, hilbert_lib
 for found in pkgutil.walk_packages(hilbert_lib.__path__, "hilbert_lib."):
     if not found.name.endswith(("curves.kernels", "seed_kernel", "__main__")) and ".triton" not in found.name:
         importlib.import_module(found.name)
 q = torch.ones(1, 8, 2, 4)
 hilbert_lib.explain_backend(q, q, q, hilbert_lib.DilatedPattern((4, 8), (1, 2)))
-print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])))
+print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])), os.environ.get("TRITON_INTERPRET"))
 """
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
     done = subprocess.run(
         [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[] None\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -149,15 +124,6 @@ def test_kernel_mode_tells_how_kernels_would_run(machine, monkeypatch, facts, in
     if interpret is not None:
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
     assert kernel_mode() == mode
-
-
-def test_kernels_are_interpreted_only_where_there_is_no_gpu(machine):
-    machine(device=False)
-    assert prepare_kernels() == "interpreted"
-    assert os.environ["TRITON_INTERPRET"] == "1"
-    machine(**WORKING)
-    assert prepare_kernels() == "compiled"
-    assert "TRITON_INTERPRET" not in os.environ
 
 
 def test_preparing_kernels_after_triton_was_imported_is_refused(machine, monkeypatch):
@@ -185,13 +151,6 @@ def test_a_gpu_that_torch_cannot_use_is_refused_naming_both_versions(machine, fa
             refusing()
         assert re.search(reason, str(refusal.value))
     assert "TRITON_INTERPRET" not in os.environ
-
-
-def test_a_usable_gpu_and_no_gpu_are_accepted(machine):
-    machine(**WORKING)
-    check_gpu()
-    machine(device=False)
-    check_gpu()
 
 
 @pytest.mark.parametrize(

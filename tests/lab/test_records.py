@@ -1,4 +1,4 @@
-"""Records of what was measured, and runs side by side."""
+"""Records of what was measured, packed and read back; which run speaks for a notebook; runs side by side."""
 
 import json
 import shutil
@@ -10,7 +10,16 @@ import pytest
 from fake_machine import FakeMachine
 
 from hilbert_lib.lab import records
-from hilbert_lib.lab.records import RESULTS, append_records, compare_runs, last_record, read_records
+from hilbert_lib.lab.records import (
+    RESULTS,
+    append_lines,
+    append_records,
+    compare_runs,
+    measured_before,
+    newest_run,
+    pack_records,
+    read_records,
+)
 from hilbert_lib.lab.timing import compare_paired, measure
 
 
@@ -29,6 +38,7 @@ def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path
     case = machine.case("a", 2.0, parameters={"seq_len": 8}, error=1e-6, useful_flop=4.0)
     append_records([measure(case, device="cpu", repetitions=3)], tmp_path)
     append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
+    append_records([], tmp_path)
     measurement, comparison = read_records(tmp_path / RESULTS)
     expected = {
         "kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3,
@@ -40,22 +50,7 @@ def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path
     assert {"hardware", "torch", "code_hash", "kernel_mode"} <= measurement["environment"].keys()
     assert (comparison["kind"], comparison["ratio"], comparison["interval"]) == ("comparison", 1.0, [1.0, 1.0])
     assert comparison["a"]["samples_ms"] == comparison["b"]["samples_ms"] == [2.0, 2.0, 2.0]
-
-
-def test_records_are_strict_json(machine, tmp_path):
-    append_records([measure(machine.case("a", 2.0), device="cpu")], tmp_path)
-
-    def refuse(constant):
-        pytest.fail(f"{constant} is not JSON")
-
-    json.loads((tmp_path / RESULTS).read_text(), parse_constant=refuse)
-
-
-def test_no_folder_or_no_records_write_nothing(machine, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    append_records([measure(machine.case("a", 2.0), device="cpu")], "")
-    append_records([], tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    json.loads((tmp_path / RESULTS).read_text().splitlines()[0], parse_constant=pytest.fail)  # no NaN
 
 
 def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hardware):
@@ -64,38 +59,101 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
     measured = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
     append_records(measured[:2], tmp_path)
     path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
-    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
-        assert [each["name"] for each in read_records(path)] == ["a"]
-    assert last_record(path)["name"] == "a"
     append_records(measured[2:], tmp_path)  # resumed
-    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
-        assert [each["name"] for each in read_records(path)] == ["a", "c"]
-    assert last_record(path)["name"] == "c"
-    path.write_text("\n{")
-    with pytest.raises(ValueError, match="holds no record"):
-        last_record(path)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
+            assert [each["name"] for each in read_records(path)] == ["a", "c"]
+    with pytest.warns(UserWarning, match="line 2"):
+        pack_records(path)
+    assert [each["name"] for each in read_records(path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize("line", [b"[1, 2]", b"5", b"null", b'"a"', b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000])
+@pytest.mark.parametrize("line", [b"[1, 2]", b"null", b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000])
 def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path, line):
     path = tmp_path / RESULTS
     path.write_bytes(b'{"name": "a"}\n' + line + b"\n")
     with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
         assert read_records(path) == [{"name": "a"}]
-    assert last_record(path) == {"name": "a"}
 
 
 def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_hardware):
     on_hardware("one")
-    records = [measure(machine.case("a", 2.0), device="cpu", repetitions=1000)] * 3  # longer than any buffer
-    writers = [threading.Thread(target=append_records, args=(records, tmp_path)) for _ in range(8)]
+    written = [measure(machine.case("a", 2.0), device="cpu", repetitions=1000)] * 3  # longer than any buffer
+    writers = [threading.Thread(target=append_records, args=(written, tmp_path)) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert len(read_records(tmp_path / RESULTS)) == 24
+
+
+# Packed
+
+
+def facts(moment, hardware="one"):
+    return {"utc": f"2026-11-26T00:00:{moment:02d}", "hardware": hardware, "gpus": [{"name": "a", "clock": moment}]}
+
+
+def test_packed_records_are_equal_and_hold_each_environment_once(tmp_path):
+    path = tmp_path / RESULTS
+    lines = [{"name": "a", "environment": facts(n, "one" if n < 40 else "two"), "n": n} for n in range(50)]
+    lines.append({"name": "no environment"})
+    append_lines(lines, path)
+    size = path.stat().st_size
+    pack_records(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl.gz"]
+    (packed,) = tmp_path.iterdir()
+    assert packed.stat().st_size < size / 5
+    assert read_records(path) == read_records(packed) == lines
+    assert records._read_lines(packed)[0] == {"environments": [{"hardware": "one"}, {"hardware": "two"}]}
+    append_lines(lines[:1], path)  # measured later
+    assert read_records(path) == [*lines, lines[0]]
+
+
+def test_a_file_without_records_is_not_packed(tmp_path):
+    (tmp_path / RESULTS).write_text("")
+    pack_records(tmp_path / RESULTS)
+    assert (tmp_path / RESULTS).read_text() == ""
+
+
+def test_what_this_code_measured_on_this_hardware_is_found_again(tmp_path):
+    here = records.environment()
+    append_lines([{"n": 1, "environment": here}, {"n": 2, "environment": {**here, "driver": "x"}}], tmp_path / RESULTS)
+    assert [each["n"] for each in measured_before(tmp_path)] == [1]
+    pack_records(tmp_path / RESULTS)
+    assert [each["n"] for each in measured_before(tmp_path)] == [1]
+    assert measured_before(tmp_path / "nowhere") == []
+
+
+# Which run speaks for a notebook
+
+
+def made(path, day, gpus=1, pack=False):
+    append_lines([{"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}] * gpus}}], path / RESULTS)
+    if pack:
+        pack_records(path / RESULTS)
+    return path
+
+
+def test_the_newest_finished_run_speaks_and_of_a_ring_that_on_the_most_gpus(tmp_path):
+    for folder, day in (("a/05_x-1", 3), ("b/05_x-n=2-0a", 9), ("b/05_xy", 11), ("c/05_x", 5), ("c/05_x-3.failed", 12)):
+        made(tmp_path / "h200" / folder, day, pack=day == 9)
+    machines = [tmp_path / "h200"]
+    assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-n=2-0a"
+    assert newest_run("05", machines=machines) is None
+    for name, newest in (("05_x", "h200/b/05_x-n=2-0a"), ("07_ring_attention", "h200x4/d/07_ring_attention")):
+        made(tmp_path / "h200x4/d" / name, 1, gpus=4)
+        made(tmp_path / "h200x2/e" / name, 2, gpus=2)
+        assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
+
+
+@pytest.mark.parametrize(("machine", "gpus"), [("h200", 0), ("h100", 1)], ids=["no GPU", "another GPU"])
+def test_a_run_without_a_gpu_or_on_another_speaks_only_where_its_folder_is_named(tmp_path, monkeypatch, machine, gpus):
+    path = made(tmp_path / machine / "a" / "05_x-1", 1, gpus)
+    monkeypatch.setattr(records, "REPORTS", tmp_path)
+    assert newest_run("05_x") is None
+    assert newest_run("05_x", machines=[tmp_path / machine]) == path
 
 
 # Runs side by side
@@ -108,7 +166,6 @@ def run_folder(machine, on_hardware, tmp_path):
     def make(folder, times_ms, hardware="one GPU"):
         on_hardware(hardware)
         jitter = np.random.default_rng(len(folder))
-        (tmp_path / folder / "06_notebook").mkdir(parents=True)
         for name, milliseconds in times_ms.items():
             case = machine.case(
                 name,
@@ -122,9 +179,10 @@ def run_folder(machine, on_hardware, tmp_path):
     return make
 
 
-def test_compare_runs_gives_ratio_interval_and_errors_and_lists_what_is_missing(run_folder):
-    a = run_folder("a", {"kernel": 6.0, "old": 2.0})
-    b = run_folder("bb", {"kernel": 4.0, "new": 2.0})
+def test_runs_on_one_hardware_are_compared_by_the_ratio_of_medians(run_folder):
+    a, b, c = (run_folder(*each) for each in (("a", {"kernel": 6.0, "old": 2.0}), ("bb", {"kernel": 4.0, "new": 2.0}),
+                                               ("ccc", {"kernel": 12.0})))  # fmt: skip
+    pack_records(b / "06_notebook" / RESULTS)
     table = compare_runs(a, b).set_index("name")
     kernel = table.loc["kernel"]
     assert kernel["parameters"] == 'layout="hilbert", seq_len=8'
@@ -133,20 +191,43 @@ def test_compare_runs_gives_ratio_interval_and_errors_and_lists_what_is_missing(
     assert kernel["low"] < 1.5 < kernel["high"]
     assert (kernel["error_a"], kernel["error_b"]) == (6e-6, 4e-6)
     assert table["found"].to_dict() == {"kernel": "both", "old": "only in A", "new": "only in B"}
-    assert np.isnan(table.loc["old", "ratio"])
-    assert np.isnan(table.loc["old", "low"])
+    assert np.isnan(table.loc["old", ["ratio", "low"]].astype(float)).all()
+    of_three = compare_runs(a, b, c).query("name == 'kernel'").set_index("run")
+    assert of_three.ratio.to_dict() == pytest.approx({"B": 1.5, "C": 0.5}, rel=0.05)
 
 
-def test_compare_runs_refuses_different_hardware_and_names_both(machine, run_folder):
+def pair(folder, machine, ratio):
+    a, b = (machine.case(name, ms, parameters={"n": 8}) for name, ms in (("plain", 2.0 * ratio), ("hilbert", 2.0)))
+    append_records([compare_paired(a, b, device="cpu", repetitions=30)], folder)
+    return folder
+
+
+def test_runs_on_different_hardware_are_compared_by_ratios_of_pairs(machine, on_hardware, tmp_path):
+    on_hardware("NVIDIA H200")
+    here = pair(tmp_path / "h200", machine, 2.0)
+    append_records([measure(machine.case("alone", 2.0), device="cpu")], here)
+    on_hardware("NVIDIA H100")
+    there = pair(tmp_path / "h100", machine, 3.0)
+    (row,) = compare_runs(here, there).to_dict("records")
+    assert (row["a"], row["b"], row["a_parameters"], row["run"]) == ("plain", "hilbert", "n=8", "B")
+    assert (row["ratio_here"], row["ratio_there"], row["ratio_of_ratios"]) == (2.0, 3.0, 1.5)
+    assert row["low"] == row["high"] == 1.5
+    append_records([measure(machine.case("x", 2.0), device="cpu")], here)  # recorded as an H100 too
+    with pytest.raises(ValueError, match="NVIDIA H100 and NVIDIA H200"):
+        compare_runs(here, there)
+
+
+def test_runs_that_cannot_be_compared_are_refused(run_folder, tmp_path):
     a, b = run_folder("a", {"kernel": 6.0}, "NVIDIA H200"), run_folder("b", {"kernel": 4.0}, "GTX 1080")
-    with pytest.raises(ValueError, match=r"same hardware.*NVIDIA H200.*GTX 1080"):
+    with pytest.raises(ValueError, match=r"GTX 1080 and NVIDIA H200.*compared by their pairs, and one has none"):
         compare_runs(a, b)
-    append_records([measure(machine.case("x", 2.0), device="cpu")], a)  # recorded as a GTX 1080 too
-    with pytest.raises(ValueError, match="GTX 1080 and NVIDIA H200"):
-        compare_runs(a, a)
+    with pytest.raises(ValueError, match="two runs or more"):
+        compare_runs(a)
+    with pytest.raises(ValueError, match=r"no measurements.*nowhere"):
+        compare_runs(a, tmp_path / "nowhere")
 
 
-def test_compare_runs_takes_the_sides_of_comparisons_and_pools_repeats(machine, on_hardware, tmp_path):
+def test_the_sides_of_pairs_count_and_repeats_are_pooled(machine, on_hardware, tmp_path):
     on_hardware("one")
     case = machine.case("a", 2.0, error=1e-3)
     append_records([compare_paired(case, machine.case("b", 1.0), device="cpu", repetitions=30)], tmp_path)
@@ -156,22 +237,11 @@ def test_compare_runs_takes_the_sides_of_comparisons_and_pools_repeats(machine, 
     assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [2.0, 1e-3]  # of 30 at 2 ms and 29 at 4 ms
 
 
-def test_compare_runs_refuses_a_folder_without_measurements(run_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no measurements.*nowhere"):
-        compare_runs(run_folder("a", {"kernel": 6.0}), tmp_path / "nowhere")
-
-
-def test_compare_runs_leaves_out_what_failed_or_was_not_finished(run_folder):
+def test_what_failed_or_is_of_another_kind_is_not_compared(run_folder):
     whole = run_folder("whole", {"kernel": 6.0})
     broken = run_folder("broken", {"kernel": 60.0, "other": 1.0}) / "06_notebook"
     broken.rename(whole / "06_notebook.failed")
     shutil.copytree(whole / "06_notebook.failed", whole / ".06_notebook.1")
+    ranks = {"side": "auto", "ranks": 4, "environment": {"hardware": "elsewhere"}}  # notebook 07's
+    append_lines([ranks, {**ranks, "kind": "counters"}], whole / "06_notebook" / RESULTS)
     assert compare_runs(whole, whole)["name"].to_list() == ["kernel"]
-
-
-def test_compare_runs_passes_over_records_of_other_kinds(run_folder):
-    folder = run_folder("a", {"kernel": 6.0})
-    ranks = {"side": "auto", "ranks": 4, "forward_ms": 1.0, "environment": {"hardware": "elsewhere"}}  # notebook 07's
-    with (folder / "06_notebook" / RESULTS).open("a") as file:
-        file.write("".join(json.dumps({**ranks, **kind}) + "\n" for kind in ({}, {"kind": "counters"})))
-    assert compare_runs(folder, folder)["name"].to_list() == ["kernel"]

@@ -269,7 +269,7 @@ CALLS = ("attention", "backends", "claims", "selection")
 def committed_peaks() -> dict[tuple, int]:
     """What calls of 256 MB and more allocated on an H200, by backend and what they were asked."""
     peaks = {}
-    for path in sorted((REPORTS / "h200").glob("*/*/*.jsonl")):
+    for path in sorted((REPORTS / "h200").glob("*/*/*.jsonl*")):
         for line in read_records(path):
             for record in line.get("records", [line]):  # of a point, or of a notebook
                 if not record.get("peak_bytes"):

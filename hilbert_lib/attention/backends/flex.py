@@ -62,7 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     without a gradient.
     """
     orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
-    stored = [_Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True)]
+    # A generator: nothing but the call holds the copies, which are as large as q, k and v.
+    stored = (_Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
     heads, kv_heads = q.shape[2], k.shape[2]
     count = block_mask = None
     if q.shape[1] == k.shape[1]:

@@ -1,7 +1,9 @@
 """Save a figure with the data it was drawn from, and draw it again from that data alone."""
 
+import gzip
 import importlib
 import json
+import math
 import warnings
 from base64 import b64encode
 from collections import defaultdict
@@ -16,6 +18,11 @@ from IPython.core.pylabtools import print_figure
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from PIL import Image
+
+from hilbert_lib.files import write_whole
+
+FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn from
+ROOM = "hilbert_lib.lab.figures"
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
 COLOURS = defaultdict(lambda: "#666666")  # an order that is not named yet
@@ -49,18 +56,16 @@ STYLE = {
     "axes.spines.right": False,
     "axes.titlesize": 11,
     "legend.frameon": False,
-    "svg.hashsalt": "hilbert",  # the same figure gives the same SVG
-    "svg.fonttype": "none",
 }
 
 
 def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "", name: str = "", **options) -> Figure:
-    """Draw a table and, where a folder is given, keep figure and table side by side.
+    """Draw a table and, where a folder is given, keep figure and table.
 
     Args:
         draw: a function of `hilbert_lib.lab.figures` that takes the table and the options.
         data: the table; its columns are those that `draw` names.
-        output_dir: folder for NAME.png, NAME.svg, NAME.csv and NAME.json (what `redraw` needs); empty
+        output_dir: folder for NAME.png, NAME.csv and an entry of figures.json.gz, which is what `redraw` needs; empty
             writes nothing.
         name: file name without ending; by default the name of `draw`.
         **options: passed to `draw`; plain values that JSON can hold.
@@ -71,22 +76,62 @@ def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "
     Raises:
         ValueError: if `draw` does not live in `hilbert_lib.lab.figures` (it could not be found again).
     """
-    if not draw.__module__.startswith("hilbert_lib.lab.figures"):
-        raise ValueError(f"draw must be a function of hilbert_lib.lab.figures, got {draw.__module__}.{draw.__name__}")
-    recipe = {"draw": f"{draw.__module__}:{draw.__name__}", "options": options}
-    # Before any file is written; a number of numpy or torch becomes Python's.
-    recipe = json.dumps(recipe, indent=1, default=lambda x: x.item()) + "\n"
+    source = f"{draw.__module__}:{draw.__name__}"
+    _check_source(source)
+    # Before any file is written.
+    figure_of = {"draw": source, "options": options, "table": _columns(data)}
+    figure_of = json.loads(
+        json.dumps(figure_of, default=lambda x: x.item())
+    )  # a number of numpy or torch becomes Python's
     with matplotlib.rc_context(STYLE):
         figure = _laid_out(draw(data, **options))
         if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
             shell.display_formatter.formatters["image/png"].for_type(Figure, _shown)
         if output_dir:
-            stem = Path(output_dir) / (name or draw.__name__)
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            data.to_csv(stem.with_suffix(".csv"), index=False)
-            stem.with_suffix(".json").write_text(recipe)
-            _save(figure, stem)
+            folder, name = Path(output_dir), name or draw.__name__
+            folder.mkdir(parents=True, exist_ok=True)
+            write_figures(folder, {**read_figures(folder), name: figure_of})
+            data.to_csv(folder / f"{name}.csv", index=False)
+            _save(figure, folder / name)
     return figure
+
+
+def write_figures(folder: Path, figures: dict[str, dict]) -> None:
+    """Write what each figure of a folder is drawn from, a table that several share once."""
+    names, kept = {}, {}
+    for name, figure in figures.items():
+        first = names.setdefault(json.dumps(figure["table"]), name)
+        kept[name] = figure if first == name else {**figure, "table": first}
+    text = json.dumps(kept, separators=(",", ":"))
+    write_whole(folder / FIGURES, gzip.compress(text.encode(), mtime=0))
+
+
+def read_figures(folder: str | Path) -> dict[str, dict]:
+    """What the figures of a folder are drawn from: name to `draw`, `options` and `table`, its columns by name.
+
+    >>> read_figures("a folder without figures")
+    {}
+    """
+    path = Path(folder) / FIGURES
+    figures = json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
+    for figure in figures.values():
+        if isinstance(figure["table"], str):  # of another figure
+            figure["table"] = figures[figure["table"]]["table"]
+    return figures
+
+
+def _columns(table: pd.DataFrame) -> dict[str, list]:
+    values = {str(name): table[name].tolist() for name in table}
+    return {name: [None if x is pd.NA or x != x else x for x in column] for name, column in values.items()}  # NaN
+
+
+def _table(columns: dict[str, list]) -> pd.DataFrame:
+    return pd.DataFrame({name: [math.nan if x is None else x for x in values] for name, values in columns.items()})
+
+
+def _check_source(source: str) -> None:
+    if not source.startswith(ROOM):
+        raise ValueError(f"draw must be a function of {ROOM}, got {source}")
 
 
 def _laid_out(figure: Figure) -> Figure:
@@ -128,18 +173,15 @@ def in_256_colours(png: bytes) -> bytes:
 
 
 def _save(figure: Figure, stem: Path) -> None:
-    box = _box(figure)
     with BytesIO() as png:
-        figure.savefig(png, format="png", bbox_inches=box)
-        stem.with_suffix(".png").write_bytes(in_256_colours(png.getvalue()))
-    figure.savefig(stem.with_suffix(".svg"), bbox_inches=box, metadata={"Date": None})
+        figure.savefig(png, format="png", bbox_inches=_box(figure))
+        stem.with_name(f"{stem.name}.png").write_bytes(in_256_colours(png.getvalue()))
 
 
 def redraw(folder: str | Path) -> list[Path]:
-    """Draw every figure below a folder again from its CSV and JSON, without running a notebook.
+    """Draw every figure below a folder again, PNG and CSV, from its figures.json.gz, without running a notebook.
 
-    JSON that holds no recipe is passed over; a recipe that cannot be drawn is named in a warning, and the others are
-    drawn.
+    A figure that cannot be drawn is named in a warning, and the others are drawn.
 
     Args:
         folder: a report's folder.
@@ -148,22 +190,20 @@ def redraw(folder: str | Path) -> list[Path]:
         The PNG files that were written anew.
     """
     written = []
-    for recipe_file in sorted(Path(folder).rglob("*.json")):
-        try:
-            recipe = json.loads(recipe_file.read_text())
-            if isinstance(recipe, dict) and "draw" in recipe:
-                _redraw(recipe, recipe_file)
-                written.append(recipe_file.with_suffix(".png"))
-        except Exception as error:
-            warnings.warn(f"{recipe_file} was not redrawn: {error!r}", stacklevel=2)
+    for path in sorted(Path(folder).rglob(FIGURES)):
+        for name, figure in read_figures(path.parent).items():
+            try:
+                _redraw(figure, path.with_name(name))
+                written.append(path.with_name(f"{name}.png"))
+            except Exception as error:
+                warnings.warn(f"{name} of {path} was not redrawn: {error!r}", stacklevel=2)
     return written
 
 
-def _redraw(recipe: dict, recipe_file: Path) -> None:
-    module, function = recipe["draw"].split(":")
-    if not module.startswith("hilbert_lib.lab.figures"):
-        raise ValueError(f"draw must be a function of hilbert_lib.lab.figures, got {recipe['draw']}")
-    draw = getattr(importlib.import_module(module), function)
+def _redraw(figure: dict, stem: Path) -> None:
+    _check_source(figure["draw"])
+    module, function = figure["draw"].split(":")
+    draw, table = getattr(importlib.import_module(module), function), _table(figure["table"])
     with matplotlib.rc_context(STYLE):
-        figure = _laid_out(draw(pd.read_csv(recipe_file.with_suffix(".csv")), **recipe["options"]))
-        _save(figure, recipe_file.with_suffix(""))
+        _save(_laid_out(draw(table, **figure["options"])), stem)
+    table.to_csv(stem.parent / f"{stem.name}.csv", index=False)

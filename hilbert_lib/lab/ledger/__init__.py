@@ -4,7 +4,8 @@ claim       the ledger's entries, and the verdict that a claim's cases give
 kernels     cases from the records of times on one GPU: layouts, backends, graphs, pools
 models      cases that are computed anywhere: cache lines, memory, kernels on reordered keys
 ring        cases of several ranks, planned and measured
-advice      what follows for a reader, each sentence with the numbers that it rests on
-numbers     the numbers that a stranger reads first
-evidence    the committed runs as one page, and the numbers in the README
+claims      claims that are timed by themselves
+rerun       measuring a claim again
+numbers     the numbers that README and notebooks tell, by name
+slots       these numbers in sentences written by hand
 """

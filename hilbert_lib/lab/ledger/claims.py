@@ -2,8 +2,7 @@
 backend beside another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pandas as pd
 import torch
@@ -20,93 +19,9 @@ FUNCTIONS, LAYOUTS, DENSE, BACKENDS = "two functions", "two layouts", "dense and
 REPETITIONS = 30
 REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the reference work of notebook 06
 CHECKED_ROWS = 32  # rows of each head of the restated kernels, held against float64
+MODERATE = {(2048, 2): 1.03, (1024, 1): 1.03}  # (tokens, dilation) of the documents: the speed-up that they print
 
-
-@dataclass(frozen=True)
-class Size:
-    """One configuration of the documents: tokens, dilation rate, and the speed-up they state, or None."""
-
-    length: int
-    dilation: int
-    claimed: float | None
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim that is timed by itself.
-
-    Attributes:
-        sizes: of the documents' two kernels and of two layouts.
-        dense_lengths: tokens over which dense attention stands beside dilated attention.
-        backends: two backends to be compared, the base first; `lengths`: over how many tokens.
-    """
-
-    sizes: tuple[Size, ...] = ()
-    dense_lengths: tuple[int, ...] = ()
-    backends: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()
-
-
-EXTREME = Size(4096, 64, 7.95)
-MODERATE = (Size(2048, 2, 1.03), Size(1024, 1, 1.03))
-CLAIMS = {
-    "K3": Claim((EXTREME, *MODERATE, Size(4096, 1, None))),
-    "K4": Claim(MODERATE),
-    "K10": Claim(dense_lengths=(8192, 32768, 131072)),
-    "B4": Claim(backends=("sdpa", "xformers"), lengths=(8192, 65536)),
-}
-
-
-def claim_pairs(
-    claims: Iterable[str],
-    *,
-    device: torch.device | str,
-    segment_length: int = 1024,
-    heads: int = 12,
-    head_dim: int = 64,
-) -> Iterator[tuple[Side, Side]]:
-    """What is timed for a claim, size by size.
-
-    "two functions": the documents' standard kernel beside their "Hilbert" kernel, restated (`seed_kernel`).
-    "two layouts": one function, the fused kernel, on k and v stored linear and along a Hilbert curve, both read
-    through a table.
-    "dense and dilated": attention to all keys, and to those of the reference work, each by what "auto" takes.
-    "two backends": the reference work by the two backends that the claim names.
-
-    Args:
-        claims: ids of `CLAIMS`.
-        device: where to compute.
-        segment_length: w, at most the shortest length; the documents name none.
-        heads, head_dim: the documents' D = 768 as 12 heads of 64.
-
-    Yields:
-        (standard, its rival), to be given to `paired.run_sides`.
-
-    Raises:
-        ValueError: for an unknown claim, or a segment that does not divide a length.
-    """
-    device, claims = torch.device(device), list(claims)
-    for size in claimed_sizes(claims):
-        if size.length % segment_length or segment_length < size.dilation:
-            raise ValueError(
-                f"segment_length must divide {size.length} and be at least {size.dilation}, got {segment_length}"
-            )
-        pattern = DilatedPattern((segment_length,), (size.dilation,), offsets="zero")
-        work = Workload(pattern, size.length, heads, head_dim, device)
-        parameters = {"sweep": "claims", "claimed": size.claimed, "dilation": size.dilation, **work.parameters}
-        curve = Ordering.from_curve("snake", size.length).to(device).perm.int()  # what the documents call Hilbert
-        yield tuple(
-            _function_side(work, name, {**parameters, "pair": FUNCTIONS}, order)
-            for name, order in (("standard", None), ("hilbert", curve))
-        )
-        orders = Ordering.linear(size.length), Ordering.from_curve("hilbert", size.length)
-        yield tuple(_layout_side(work, {**parameters, "pair": LAYOUTS}, order) for order in orders)
-    for length in dict.fromkeys(length for claim in claims for length in CLAIMS[claim].dense_lengths):
-        yield dense_pair(length, device=device, heads=heads, head_dim=head_dim)
-    for claim in (CLAIMS[name] for name in claims):
-        for length in claim.lengths:
-            work = Workload(reference_pattern(length), length, heads, head_dim, device)
-            yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in claim.backends)
+Pairs = Iterator[tuple[Side, Side]]
 
 
 def reference_pattern(length: int) -> DilatedPattern:
@@ -118,42 +33,78 @@ def reference_pattern(length: int) -> DilatedPattern:
     return DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
 
 
-def dense_pair(length: int, *, device: torch.device, heads: int, head_dim: int) -> tuple[Side, Side]:
-    """Dense attention beside dilated attention of as many tokens: two functions, as is claimed.
+def documents_pairs(sizes: dict[tuple[int, int], float | None], *, segment_length: int, **shape) -> Pairs:
+    """At each size the documents' two kernels, restated, and one function on two layouts.
+
+    The two layouts are the fused kernel's, on k and v stored linear and along a Hilbert curve, both read through a
+    table.
+    """
+    for (length, dilation), claimed in sizes.items():
+        if length % segment_length or segment_length < dilation:
+            raise ValueError(f"segment_length must divide {length} and be at least {dilation}, got {segment_length}")
+        work = Workload(DilatedPattern((segment_length,), (dilation,), offsets="zero"), length, **shape)
+        parameters = {"sweep": "claims", "claimed": claimed, "dilation": dilation, **work.parameters}
+        curve = Ordering.from_curve("snake", length).to(work.device).perm.int()  # what the documents call Hilbert
+        functions, layouts = {**parameters, "pair": FUNCTIONS}, {**parameters, "pair": LAYOUTS}
+        yield _function_side(work, "standard", functions, None), _function_side(work, "hilbert", functions, curve)
+        orders = Ordering.linear(length), Ordering.from_curve("hilbert", length)
+        yield tuple(_layout_side(work, layouts, order) for order in orders)
+
+
+def dense_pairs(lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
+    """Attention to all keys, and to those of the reference work, each by what "auto" takes: two functions."""
+    for length in lengths:
+        patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": reference_pattern(length)}
+        works = {name: Workload(pattern, length, **shape) for name, pattern in patterns.items()}
+        yield tuple(_attention_side(name, work, DENSE) for name, work in works.items())
+
+
+def backend_pairs(backends: tuple[str, str], lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
+    """The forward of the reference work by two backends, the base first."""
+    for length in lengths:
+        work = Workload(reference_pattern(length), length, **shape)
+        yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in backends)
+
+
+CLAIMS = {
+    "K3": partial(documents_pairs, {(4096, 64): 7.95, **MODERATE, (4096, 1): None}),
+    "K4": partial(documents_pairs, MODERATE),
+    "K10": partial(dense_pairs, (8192, 32768, 131072)),
+    "B4": partial(backend_pairs, ("sdpa", "xformers"), (8192, 65536)),
+}
+
+
+def claim_pairs(
+    claims: Iterable[str],
+    *,
+    device: torch.device | str,
+    segment_length: int = 1024,
+    heads: int = 12,
+    head_dim: int = 64,
+) -> Pairs:
+    """What is timed for some claims: pairs for `pairs.run_sides`, the standard side first.
 
     Args:
-        length: tokens.
-        device, heads, head_dim: as in `claim_pairs`.
-    """
-    patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": reference_pattern(length)}
-    return tuple(
-        _attention_side(name, Workload(pattern, length, heads, head_dim, device), DENSE)
-        for name, pattern in patterns.items()
-    )
-
-
-def claimed_sizes(claims: Iterable[str]) -> list[Size]:
-    """The sizes of some claims, each once.
+        claims: ids of `CLAIMS`.
+        device: where to compute.
+        segment_length: w of K3 and K4, at most the shortest length; the documents name none.
+        heads, head_dim: the documents' D = 768 as 12 heads of 64.
 
     Raises:
-        ValueError: for an unknown claim.
+        ValueError: for an unknown claim, or a segment that does not divide a length.
 
-    >>> [size.length for size in claimed_sizes(["K4"])]
-    [2048, 1024]
+    >>> [standard.parameters["length"] for standard, rival in claim_pairs(["K10"], device="cpu")]
+    [8192, 32768, 131072]
     """
-    sizes: dict[Size, None] = {}
+    shape = {"heads": heads, "head_dim": head_dim, "device": torch.device(device)}
     for claim in claims:
         if claim not in CLAIMS:
             raise ValueError(f"claims must be of {', '.join(CLAIMS)}; got {claim!r}")
-        sizes |= dict.fromkeys(CLAIMS[claim].sizes)
-    return list(sizes)
+        yield from CLAIMS[claim](segment_length=segment_length, **shape)
 
 
 def claim_table(records: Sequence[dict]) -> pd.DataFrame:
-    """What is claimed beside what was seen, a row a size.
-
-    Args:
-        records: of `paired.run_sides`.
+    """What is claimed of the documents' sizes beside what was seen.
 
     Returns:
         length, dilation, claimed; functions, functions_low, functions_high, functions_apart and layouts, layouts_low,
@@ -169,25 +120,9 @@ def claim_table(records: Sequence[dict]) -> pd.DataFrame:
     return table.reset_index()
 
 
-def time_again(claims: Iterable[str], *, segment_length: int = 1024, output_dir: str = "") -> list[dict]:
-    """Time some claims on this machine's GPU.
-
-    Args:
-        claims, segment_length: as in `claim_pairs`.
-        output_dir: folder of results.jsonl; empty writes nothing.
-
-    Returns:
-        Records, as `paired.run_sides` gives them.
-
-    Raises:
-        RuntimeError: without a CUDA device: times of Triton's interpreter mean nothing.
-        ValueError: as `claim_pairs`.
-    """
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "a claim is timed on a CUDA device, and torch sees none here; --dry-run shows what would run"
-        )
-    pairs = claim_pairs(claims, device="cuda", segment_length=segment_length)
+def time_again(claim: str, *, segment_length: int = 1024, output_dir: str = "") -> list[dict]:
+    """Time a claim on this machine's GPU: the records of `claim_pairs`, kept in a folder if one is named."""
+    pairs = claim_pairs([claim], device="cuda", segment_length=segment_length)
     return run_sides(pairs, device="cuda", output_dir=output_dir, repetitions=REPETITIONS)
 
 

@@ -1,131 +1,178 @@
-"""The numbers that a stranger reads first, a line each, from the newest records."""
+"""The numbers that README, reports/README.md and notebooks tell: each has a name, and comes from the newest records."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pandas as pd
 
-from hilbert_lib.lab.ledger.advice import GRIDS, KERNELS, WHOLE_LINES
-from hilbert_lib.lab.ledger.kernels import CASE, Records, fused_speeds, grid_gains, layout_ratios, over_sequence
-from hilbert_lib.lab.tables import ratio_table
+from hilbert_lib.lab.environment import say_hardware
+from hilbert_lib.lab.ledger import kernels
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
+from hilbert_lib.lab.ledger.claims import FUNCTIONS, LAYOUTS, reference_pattern
+from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
+from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
+from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.pattern import DilatedPattern
 
-RING = "07_ring_attention"
-ORDERS = ("hilbert", "morton", "tile")  # the compact ones
+CHOICE, KERNELS = "05_backend_selection", "06_kernel_benchmarks"
+RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
+FASTER = 1.01  # an order counts as faster from one per cent on
+WHOLE_LINES = "row_bytes % 128 == 0 and work == 'whole sequence'"
+LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
 
 
-def key_numbers(records: Records, grids: Records, rings: Records) -> pd.DataFrame:
-    """What the kernels reach, what an order changes, and the longest sequences.
+@cache
+def numbers() -> dict[str, str]:
+    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s.
 
-    Args:
-        records: of notebook 06.
-        grids: of notebook 08.
-        rings: of notebook 07.
-
-    Returns:
-        what, measured and record (the notebook whose record holds it).
+    >>> numbers()["printed"]
+    '7.95'
     """
-    rows = [
-        (*row, KERNELS)
-        for row in (*_speeds(records), *_public(records), *_speeds(records, longest=True), *_orders(records))
-    ]
-    rows += [(*_grid(grids), GRIDS), *((*row, RING) for row in _longest(rings))]
-    return pd.DataFrame(rows, columns=["what", "measured", "record"])
+    records = {name: _of(newest_run(name)) for name in (CHOICE, KERNELS, RING, GRIDS)}
+    elsewhere = {name: newest_run(name, machines=sorted(REPORTS.glob("h100*"))) for name in (KERNELS, RING)}
+    told = {**_orders(records[KERNELS]), **_grids(records[GRIDS]), **_ring(records[RING])}
+    told |= {**_speeds(records[KERNELS]), **_long(records[KERNELS]), **_choice(records[CHOICE], records[KERNELS])}
+    told |= {**_saved(), **_claims(), "runs": _runs()}
+    told |= {f"{name[:2]}_run": _link(newest_run(name)) for name in records}
+    for name, of in ((KERNELS, (_orders, _speeds)), (RING, (_ring,))):
+        held = _of(elsewhere[name])
+        told |= {f"h100_{slot}": value for each in of for slot, value in each(held).items()}
+        told[f"h100_{name[:2]}_run"] = _link(elsewhere[name])
+    return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
 
 
-def kernel_numbers(records: Records) -> pd.DataFrame:
-    """What of the kernels is told of a further GPU: what they reach at one length, and what an order changes.
-
-    Args:
-        records: of notebook 06, made there.
-
-    Returns:
-        As `key_numbers`.
-    """
-    rows = [(*row, KERNELS) for row in (*_speeds(records), *_orders(records))]
-    return pd.DataFrame(rows, columns=["what", "measured", "record"])
+def _of(run: Path) -> list[dict]:
+    return read_records(run / RESULTS)
 
 
-def _speeds(records: Records, *, longest: bool = False) -> list[tuple[str, str]]:
-    # Nothing of the longest where there is one length.
-    speeds, rows = fused_speeds(records, longest=longest), []
-    if longest and speeds.length.iloc[0] == fused_speeds(records).length.iloc[0]:
-        return rows
-    work = speeds.iloc[0]
-    branches = "the same branches" if longest else f"branches {', '.join(work.branches.split())} (segment:rate)"
-    of = f"of {work.length:,} tokens, {work.heads} heads, {branches}, in bfloat16"
-    for direction, table in speeds.groupby("direction", sort=False):
-        own = " / ".join(f"{speed:.0f}" for speed in table.tflop_per_s)
-        others = " / ".join(f"{row.other_tflop_per_s:.0f} ({row.other})" for row in table.itertuples())
-        best = f"the best of the others ({table.others.iloc[0]}) {others}"
-        measured = f"{own} TFLOP/s, relative error {table.error.max():.2g}; {best}"
-        what = f"{direction.capitalize()} {of} at head_dim {_dims(table)}"
-        rows.append((what, measured))
-        of = "of the same"
-    return rows
+def _link(run: Path) -> str:
+    return f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
 
 
-def _public(records: Records) -> list[tuple[str, str]]:
-    # torchscale is the implementation that LongNet's authors published.
-    pairs = ratio_table(records, "backends")
-    here = pairs.length == fused_speeds(records).length.iloc[0]
-    pairs = pairs[here & (pairs.a == "torchscale") & (pairs.pattern == "reference") & ~pairs.is_causal]
-    pairs = pairs.sort_values(["direction", "head_dim"], ascending=False)
-    return _beside("torchscale's dilated attention", pairs, ".1f")
+def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
+    return {f"{name}_low": f"{values.min():{form}}", f"{name}_high": f"{values.max():{form}}"}
 
 
-def _beside(other: str, pairs: pd.DataFrame, form: str) -> list[tuple[str, str]]:
-    # Nothing where the other was not timed.
-    if pairs.empty:
-        return []
-    times = ", ".join(
-        f"{direction} {' / '.join(f'{ratio:{form}}' for ratio in table.ratio)}"
-        for direction, table in pairs.groupby("direction", sort=False)
-    )
-    return [(f"The same beside {other}, head_dim {_dims(pairs)}", f"{times} times as fast")]
-
-
-def _orders(records: Records) -> list[tuple[str, str]]:
-    hilbert, best = (layout_ratios(records, order=order, where=WHOLE_LINES).value for order in ("hilbert", "best"))
+def _orders(records: list[dict]) -> dict:
+    """What an order of k and v changes in one function: over whole sequences, at the documents' size, in decoding."""
+    hilbert, best = (kernels.layout_ratios(records, order=order, where=WHOLE_LINES) for order in ("hilbert", "best"))
+    plain = kernels.layout_ratios(records, order=NO_TABLE, where=WHOLE_LINES)
+    told = {**_ends("rows_hilbert", hilbert.value), "rows_works": len(hilbert), "rows_best": f"{best.value.max():.2f}"}
+    told |= _ends("rows_no_table", plain.value)
     # Of whole sequences another kernel reads without a table: beside it an order would be a comparison of kernels.
-    decoding = over_sequence(records, where="work == 'decoding'")
+    decoding = kernels.over_sequence(records).query("work == 'decoding'")
     most = decoding.loc[decoding.value.idxmax()]
-    there = decoding[decoding.order == "hilbert"].set_index(CASE).value[tuple(most[CASE])]
-    return [
-        (
-            "k and v stored along a Hilbert curve, same function, whole sequences, rows of whole cache lines "
-            f"({len(hilbert)} works)",
-            f"{hilbert.min():.3f} to {hilbert.max():.3f} times as fast as sequence order read through the same table; "
-            f"the best of all orders at most {best.max():.3f}",
-        ),
-        (
-            f"Where an order gains most in decoding: rows of {most.row_bytes} B, dilation {most.dilation}",
-            f"{most.order} {most.value:.2f}, Hilbert {there:.2f} times as fast as sequence order, which needs no table",
-        ),
-    ]
+    there = decoding[(decoding[kernels.CASE] == most[kernels.CASE]).all(axis=1)].set_index("order").value
+    told |= {"decoding_order": most.order, "decoding_best": f"{most.value:.2f}"}
+    told |= {"decoding_hilbert": f"{there['hilbert']:.2f}", "decoding_row_bytes": most.row_bytes}
+    told |= {"decoding_dilation": most.dilation}
+    one = decoding.query("queries == 1 and dilation > 1 and order == 'residue'").groupby("row_bytes").value.max()
+    told |= {f"decoding_residue_{size}": f"{gain:.2f}" for size, gain in one.items()}
+    pairs = kernels.ratios(records, sweep="claims", where="length == 4096 and dilation == 64").set_index("pair").value
+    told |= {"printed": f"{answers()['K3'].claim.claimed[0].least}", "printed_functions": f"{pairs[FUNCTIONS]:.2f}"}
+    return told | {"printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
 
 
-def _grid(grids: Records) -> tuple[str, str]:
-    gains = grid_gains(grids)
-    best = gains[gains.order == "hilbert"].sort_values("value").iloc[-1]
-    work = ["side", "window", "block_size"]
-    there = gains[(gains[work] == best[work]).all(axis=1)].set_index("order").value
-    values = ", ".join(f"{order} {there[order]:.2f}" for order in ORDERS)
-    window, grid = (f"{n} x {n}" for n in (best.window, best.side))
-    what = f"Attention to a window of {window} on a grid of {grid} tokens, in blocks of {best.block_size}"
-    return what, f"{values} times as fast as row by row"
+def _grids(records: list[dict]) -> dict:
+    """What an order gains on grids over row by row, and what storing q, k and v anew in each call leaves of it."""
+    gains, work = kernels.grid_gains(records), ["side", "window", "block_size"]
+    hilbert = gains[gains.order == "hilbert"].set_index(work)
+    told = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
+    for name, at in (("best", hilbert.value.idxmax()), ("worst", hilbert.value.idxmin())):
+        told |= {f"grid_{name}": f"{hilbert.value[at]:.2f}"}
+        told |= {f"grid_{name}_{what}": n for what, n in zip(("side", "window", "block"), at, strict=True)}
+    most = gains.groupby("order").value.max()
+    told |= {f"grid_best_{order}": f"{most[order]:.2f}" for order in ("tile", "morton")}
+    ahead = gains.pivot(index=work, columns="order", values="value")
+    told["grid_ahead"] = f"{ahead[['tile', 'morton']].div(ahead.hilbert, axis=0).max(axis=None):.2f}"
+    anew = "rival == 'hilbert, reordered' and direction == 'forward'"
+    kept = kernels.ratios(records, sweep="neighbourhood", where=anew).set_index(work).value
+    told |= _ends("reordered", kept)
+    small = 256, 5, 64
+    told["small_once"] = f"{hilbert.value[small]:.2f}"
+    return told | {"small_each": f"{hilbert.value[small] * kept[small]:.2f}"}
 
 
-def _longest(rings: Records) -> list[tuple[str, str]]:
-    checked = pd.DataFrame([each for each in rings if each["side"] == "auto" and each["out_error"] is not None])
-    rows = []
-    for name, works in (("forward", checked), ("forward and backward", checked[checked.backward])):
+def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict:
+    """TFLOP/s and error of the fused kernel, and the backend nearest to it, on the reference work."""
+    told = {}
+    for (direction, head_dim), row in kernels.fused_speeds(records, length=length).iterrows():
+        at = f"{prefix}{direction}_{head_dim}"
+        told |= {at: f"{row.tflop_per_s:.0f}", f"{at}_error": f"{row.error:.2g}", f"{at}_other": row.other}
+        told |= {f"{at}_other_speed": f"{row.other_tflop_per_s:.0f}", f"{at}_ratio": f"{row.value:.2f}"}
+        told |= {f"{at}_ratio_low": f"{row.low:.2f}", f"{at}_ratio_high": f"{row.high:.2f}"}
+    return told
+
+
+def _long(records: list[dict]) -> dict:
+    """The same over `LONG` tokens, and beside torchscale, the implementation that LongNet's authors published."""
+    where = f"base == 'torchscale' and pattern == 'reference' and not is_causal and length == {LENGTH}"
+    public = kernels.ratios(records, sweep="backends", where=where)
+    told = {f"torchscale_{row.direction}_{row.head_dim}": f"{row.value:.1f}" for row in public.itertuples()}
+    return told | _speeds(records, LONG, "long_")
+
+
+def _choice(choices: list[dict], records: list[dict]) -> dict:
+    """In how many works the fused kernel is ahead of every other backend, or behind one, and by how much at most."""
+    nearest = kernels.nearest_backends(choices, records)
+    told = {"works": len(nearest), "works_ahead": int((nearest.low > 1).sum())}
+    told["works_behind"] = int((nearest.high < 1).sum())
+    return told | {"works_behind_percent": f"{max(0, 100 / nearest.value.min() - 100):.1f}"}
+
+
+def _saved() -> dict:
+    """How many times fewer FLOP the reference work takes than dense attention, and how many times less time."""
+    told = {}
+    for length in (8192, 131072):
+        dense, dilated = (
+            pattern.work(length, heads=SIZES["heads"], head_dim=SIZES["head_dim"]).flop_forward
+            for pattern in (DilatedPattern((length,), (1,)), reference_pattern(length))
+        )
+        timed = answers()["K10"].cases.set_index("length").value[length]
+        told |= {f"flop_saved_{length}": f"{dense / dilated:.2g}", f"time_saved_{length}": f"{timed:.1f}"}
+    return told
+
+
+def _ring(records: list[dict]) -> dict:
+    """The longest sequences that ran on all GPUs of the record and were checked, and how the ring scales."""
+    checked = pd.DataFrame([each for each in records if each["side"] == "auto" and each["out_error"] is not None])
+    told = {}
+    for name, works in (("forward", checked), ("both", checked[checked.backward])):
         longest = works.loc[works.tokens.idxmax()]
-        took = longest.forward_ms + (longest.backward_ms if name != "forward" else 0)
-        branches = list(zip(longest.segment_lengths, longest.dilation_rates, strict=True))
-        ends = " to ".join(f"{w}:{r}" for w, r in (branches[0], branches[-1]))
-        heads = f"{longest.heads} head{'s' if longest.heads > 1 else ''} of {longest.head_dim}"
-        what = f"The longest {name} that was tried on {longest.ranks} GPUs: {heads}, {len(branches)} branches, {ends}"
-        tokens, peak = f"{longest.tokens:,} tokens", f"{longest.peak_bytes / 1e9:.0f} GB"
-        rows.append((what, f"{tokens} in {took / 1e3:.2f} s, with {peak} of each GPU at the most"))
-    return rows
+        took = longest.forward_ms + (longest.backward_ms if name == "both" else 0)
+        told |= {f"ring_{name}_tokens": int(longest.tokens), f"ring_{name}_seconds": f"{took / 1e3:.2f}"}
+        told |= {f"ring_{name}_gb": f"{longest.peak_bytes / 1e9:.0f}", f"ring_{name}_gpus": int(longest.ranks)}
+        told |= {f"ring_{name}_heads": int(longest.heads), f"ring_{name}_head_dim": int(longest.head_dim)}
+    cases = overlap_and_scaling(records)
+    for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
+        told[f"ring_{sweep}_percent"] = f"{100 * rows.value.min():.0f}"
+    return told | {"ring_hidden_percent": f"{100 * cases[cases.what == 'hidden'].value.min():.0f}"}
 
 
-def _dims(table: pd.DataFrame) -> str:
-    return " / ".join(map(str, table.head_dim.unique()))
+def _claims() -> dict:
+    """How many claims there are, and how many hold, hold under a condition, and do not hold."""
+    verdicts = pd.Series([each.verdict for each in answers().values()])
+    told = {"claims": len(verdicts), "claims_hold": int((verdicts == HOLDS).sum())}
+    told["claims_hold_when"] = int(verdicts.str.startswith(f"{HOLDS} ").sum())
+    return told | {"claims_hold_not": int(verdicts.str.startswith(HOLDS_NOT).sum())}
+
+
+def _runs() -> str:
+    """A table of the notebooks' newest finished runs on each kind of machine."""
+    rows = ["| notebook | ran on | when | |", "| --- | --- | --- | --- |"]
+    newest = {}
+    for manifest, folder in sorted(_finished(), key=lambda run: run[0]["end"]):
+        newest[manifest["notebook"], folder.parents[1].name] = manifest, folder
+    for (name, _), (manifest, folder) in sorted(newest.items(), key=lambda run: run[0]):
+        at = folder.relative_to(ROOT).as_posix()
+        where = f"{say_hardware(manifest['environment'])} | {manifest['end'][:10]}"
+        rows.append(f"| [{name}]({at}/{name}.ipynb) | {where} | [its records]({at}) |")
+    return "\n".join(["", *rows, ""])
+
+
+def _finished() -> Iterator[tuple[dict, Path]]:
+    for path in REPORTS.glob(f"{MACHINES}/*/*/{MANIFEST}"):
+        if (manifest := read_manifest(path.parent)) and manifest["status"] == "ok":
+            yield manifest, path.parent

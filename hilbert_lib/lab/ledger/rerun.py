@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from hilbert_lib.lab.committed import TELLING, newest_run
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs, time_again
-from hilbert_lib.lab.records import RESULTS
+from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
 from hilbert_lib.lab.suite.manifest import run_id
 
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], "pytest": ["-m", "pytest"]}
@@ -27,7 +26,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
         gpus: how many there are; by default as many as the largest of the notebook's configurations is for.
 
     Raises:
-        ValueError: for a claim that cannot be tested, or not on so few GPUs.
+        ValueError: if there are fewer GPUs than the smallest configuration is for.
 
     >>> from hilbert_lib.lab.ledger.claim import read_ledger
     >>> command(read_ledger()["B3"])
@@ -35,34 +34,22 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
     """
     if claim.tests:
         return shlex.join(["pytest", *claim.tests])
-    if not claim.measure:
-        raise ValueError(f"{claim.id} cannot be measured: {claim.untested}")
     if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    configs = {_gpus_of(path): path for path in ROOT.glob(f"notebooks/configs/{TELLING}/{claim.record}.yaml")}
-    fitting = [count for count in configs if gpus is None or count <= gpus]
-    if configs and not fitting:
-        raise ValueError(f"{claim.id} needs {min(configs)} GPUs, and torch sees {gpus}")
-    if fitting:
+    configs = ROOT.glob(f"notebooks/configs/{TELLING}/{claim.record}.yaml")
+    if configs := {int(path.parent.name.partition("x")[2] or 1): path for path in configs}:
+        fitting = [count for count in configs if gpus is None or count <= gpus]
+        if not fitting:
+            raise ValueError(f"{claim.id} needs {min(configs)} GPUs, and torch sees {gpus}")
         words += ["-f", configs[max(fitting)].relative_to(ROOT).as_posix()]
     for name, value in claim.only.items():
         words += ["-p", name, (",".join(map(str, value)) or "[]") if isinstance(value, list) else str(value).lower()]
     return shlex.join(words)
 
 
-def _gpus_of(config: Path) -> int:
-    return int(config.parent.name.partition("x")[2] or 1)
-
-
 def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
     """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself.
-
-    Args:
-        claim, out, segment_length: as in `rerun`.
-
-    Raises:
-        ValueError: as `rerun`.
 
     >>> from hilbert_lib.lab.ledger.claim import read_ledger
     >>> dry_run(read_ledger()["K10"], out="reports/local")[0]
@@ -70,11 +57,12 @@ def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> lis
     """
     if claim.id not in CLAIMS:
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
-    shown = ("pair", "length", "heads", "head_dim", "dilation", "branches")
     lines = []
     for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
-        facts = {name: pair[1].parameters[name] for name in shown if name in pair[1].parameters}
-        lines.append(f"{' | '.join(side.name for side in pair)}: {', '.join(f'{k}={v}' for k, v in facts.items())}")
+        facts = {name: pair[1].parameters.get(name) for name in ("pair", "length", "heads", "head_dim", "dilation")}
+        facts |= {"branches": pair[1].parameters["branches"]}
+        told = ", ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
+        lines.append(f"{' | '.join(side.name for side in pair)}: {told}")
     return lines
 
 
@@ -86,9 +74,6 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         out: folder of the runs; what is timed stays there.
         segment_length: as in `claims.claim_pairs`.
 
-    Returns:
-        The answer, from the new records alone.
-
     Raises:
         RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, the
             notebook left no record of the claim, or none of its pairs has room.
@@ -98,15 +83,15 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         raise RuntimeError(
             f"{claim.id} is measured on a CUDA device, and torch sees none here; --dry-run shows what would run"
         )
-    line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
-    folder = out / run_id(environment()) / f"claims_{claim.id}"
     if claim.id in CLAIMS:
+        folder = out / run_id(environment()) / f"claims_{claim.id}"
         (folder / RESULTS).unlink(missing_ok=True)
-        if not time_again([claim.id], segment_length=segment_length, output_dir=str(folder)):
+        if not time_again(claim.id, segment_length=segment_length, output_dir=str(folder)):
             raise RuntimeError(f"{claim.id} was not measured again: nothing of it has room on this GPU")
         return answer(claim, folder)
     if not claim.record and not claim.tests:
         return answer(claim)
+    line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
     program, *words = shlex.split(line)
     started = time.time()
     if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
@@ -114,6 +99,7 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     if not claim.record:
         return answer(claim)
     run = newest_run(claim.record, claim.file, [out])
-    if run is None or (run / claim.file).stat().st_mtime < started:  # an older run's is no answer
+    written = [file.stat().st_mtime for file in run.glob(f"{claim.file}*")] if run else []
+    if max(written, default=0) < started:  # an older run's is no answer
         raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
     return answer(claim, run)

@@ -16,11 +16,7 @@ FIRST_SEGMENT = 2048
 
 
 def memory_by_ranks(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p).
-
-    Args:
-        tokens: in the sequence. ranks: how many share it.
-    """
+    """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p)."""
     table = scaling_table([(tokens, p) for p in ranks], first_segment=FIRST_SEGMENT, **SIZES)
     together = table.memory_forward * table.ranks
     is_fewest = table.ranks == min(ranks)
@@ -29,11 +25,7 @@ def memory_by_ranks(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
 
 
 def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """What gathering all rows at once takes, over passing them round the ring: bytes sent, and memory of a rank.
-
-    Args:
-        tokens: in the sequence. ranks: how many share it.
-    """
+    """What gathering all rows at once takes, over passing them round the ring: bytes sent, and memory of a rank."""
     pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
     for p in ranks:
         lengths = shard_lengths_for(tokens, p)
@@ -44,47 +36,27 @@ def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
     return counted(pd.DataFrame(cases))
 
 
-def split_rows(*, tokens: int, ranks: int, kinds: Sequence[str]) -> pd.DataFrame:
-    """(position, KV head) rows that a rank lacks where an order is laid over the sequence, and where over each shard.
-
-    Args:
-        tokens: in the sequence. ranks: equal shards. kinds: of orders.
-
-    Returns:
-        kind, before, after.
-    """
-    return split_table(spanning_pattern(tokens, FIRST_SEGMENT), tokens, ranks, kinds, kv_heads=4)
-
-
 def kept_by_order_of_shards(**sizes) -> pd.DataFrame:
-    """Rows that a rank lacks where the sequence was ordered before the split, over those where each shard is.
-
-    Args:
-        **sizes: as `split_rows`.
-    """
-    rows = split_rows(**sizes)
+    """Rows that a rank lacks where the sequence was ordered before the split, over those where each shard is."""
+    rows = _split_rows(**sizes)
     return counted(rows[["kind"]], rows.before / rows.after)
 
 
 def saved_by_order(**sizes) -> pd.DataFrame:
-    """The share of the rows sent that an order saves, laid over the sequence or over each shard.
-
-    Args:
-        **sizes: as `split_rows`.
-    """
-    rows = split_rows(**sizes)
+    """The share of the rows sent that an order saves, laid over the sequence or over each shard."""
+    rows = _split_rows(**sizes)
     linear = rows.after  # an order of a shard moves no row between ranks: they lack what they lack in sequence order
-    parts = [rows[["kind"]].assign(laid_over=over, value=1 - rows[column] / linear) for over, column in
-             (("the sequence", "before"), ("each shard", "after"))]  # fmt: skip
+    laid_over = {"the sequence": 1 - rows.before / linear, "each shard": 1 - rows.after / linear}
+    parts = [rows[["kind"]].assign(laid_over=over, value=saved) for over, saved in laid_over.items()]
     return counted(pd.concat(parts, ignore_index=True))
 
 
-def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
-    """Time of the last rank over that of the first to finish, if its speed is all that counts.
+def _split_rows(*, tokens: int, ranks: int, kinds: Sequence[str]) -> pd.DataFrame:
+    return split_table(spanning_pattern(tokens, FIRST_SEGMENT), tokens, ranks, kinds, kv_heads=4)
 
-    Args:
-        tokens: in the sequence. speeds: relative speeds of the ranks, one list a case.
-    """
+
+def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
+    """Time of the last rank over that of the first to finish, as planned for relative speeds, one list a case."""
     pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
     for weights in speeds:
         shared = {"pattern": pattern, "kv_heads": SIZES["kv_heads"], "is_causal": True}
@@ -108,13 +80,10 @@ def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
     auto = [record for record in records if record["side"] == "auto" and record["sweep"] in ("weak", "strong")]
     alone = {(one["sweep"], one["tokens"]): _together(one) for one in auto if one["ranks"] == 1}
     cases = []
-    for record in auto:
-        ranks, case = record["ranks"], {name: record[name] for name in ("sweep", "ranks", "tokens")}
-        if ranks == 1:
-            continue
-        hidden = record["hidden_forward"]
+    for record in (each for each in auto if each["ranks"] > 1):
+        ranks, weak = record["ranks"], record["sweep"] == "weak"
+        case, hidden = {name: record[name] for name in ("sweep", "ranks", "tokens")}, record["hidden_forward"]
         cases.append({"what": "hidden", **case, "value": hidden, "low": hidden, "high": hidden})
-        weak = record["sweep"] == "weak"
         times = _together(record)
         ideal = alone[record["sweep"], record["tokens"] // (ranks if weak else 1)] / (1 if weak else ranks)
         speed = {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
@@ -133,12 +102,11 @@ def longest(records: Sequence[dict], *, both: int, forward: int) -> pd.DataFrame
 
     Args:
         records: of notebook 07.
-        both: tokens asked for, forward and backward. forward: likewise, forward alone.
+        both, forward: tokens asked for, forward and backward, and forward alone.
     """
     checked = [record for record in records if record["out_error"] is not None]
-    reached = {"forward and backward": [r["tokens"] for r in checked if r["backward"]]}
-    reached["forward"] = [r["tokens"] for r in checked]
+    reached = {"forward": [r["tokens"] for r in checked]}
+    reached["forward and backward"] = [r["tokens"] for r in checked if r["backward"]]
     asked = {"forward and backward": both, "forward": forward}
-    return counted(
-        pd.DataFrame({"what": what, "asked": asked[what], "value": max(reached[what]) / asked[what]} for what in asked)
-    )
+    cases = [{"what": what, "asked": n, "value": max(reached[what]) / n} for what, n in asked.items()]
+    return counted(pd.DataFrame(cases))

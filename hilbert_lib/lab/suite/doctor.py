@@ -1,6 +1,7 @@
 """Whether this machine can run the suite, and in one line what would mend it."""
 
 import importlib.metadata
+import platform
 import shutil
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hilbert_lib.attention.api import dilated_attention, explain_backend
 from hilbert_lib.lab.environment import environment
@@ -32,16 +34,8 @@ class Finding:
 
 
 def examine(out: Path) -> Iterator[Finding]:
-    """Look at everything that a run needs, one after another.
-
-    Args:
-        out: where reports are to be written; it need not exist.
-
-    Yields:
-        A finding for each thing looked at.
-    """
-    python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or later")
+    """Look at everything that a run needs, one after another; reports are to be written to `out`."""
+    yield Finding("python", platform.python_version())
     yield _packages()
     yield _pins()
     yield (gpu := _gpu())
@@ -53,36 +47,30 @@ def examine(out: Path) -> Iterator[Finding]:
 
 def _packages() -> Finding:
     try:
-        required = importlib.metadata.requires("hilbert-lib") or []
+        required = map(Requirement, importlib.metadata.requires("hilbert-lib") or [])
     except importlib.metadata.PackageNotFoundError:
         return Finding("packages", "not known: the library runs from its folder and is not installed")
-    wrong = []
-    for line in required:
-        requirement = Requirement(line)
-        if requirement.marker and not requirement.marker.evaluate({"extra": "suite"}):
-            continue
-        try:
-            installed = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+    needed = [each for each in required if not each.marker or each.marker.evaluate({"extra": "suite"})]
+    wrong = [f"{each.name} is missing" for each, version in _installed(needed) if version is None]
+    wrong += [f"{each.name} {version} is not {each.specifier}" for each, version in _unlike(needed)]
     return Finding("packages", "; ".join(wrong) or "all there", REINSTALL if wrong else "")
 
 
 def _pins() -> Finding:
     """Other versions than the pinned ones may serve: they are told and not called broken."""
-    if not CONSTRAINTS.exists():
-        return Finding("pins", "no constraints.txt beside the library, nothing to compare with")
-    pinned = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if "==" in line]
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
-    other = [
-        f"{each.name} {installed[each.name.lower()]} (tested: {each.specifier})"
-        for each in pinned
-        if each.name.lower() in installed and not each.specifier.contains(installed[each.name.lower()])
-    ]
+    lines = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
+    other = [f"{each.name} {version}" for each, version in _unlike([Requirement(x) for x in lines if "==" in x])]
     return Finding("pins", f"differ from the tested set: {', '.join(other)}" if other else "the tested set")
+
+
+def _installed(requirements: list[Requirement]) -> list[tuple[Requirement, str | None]]:
+    versions = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
+    return [(each, versions.get(canonicalize_name(each.name))) for each in requirements]
+
+
+def _unlike(requirements: list[Requirement]) -> list[tuple[Requirement, str]]:
+    found = _installed(requirements)
+    return [(each, v) for each, v in found if v and not each.specifier.contains(v, prereleases=True)]
 
 
 def _gpu() -> Finding:

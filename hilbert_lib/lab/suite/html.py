@@ -1,4 +1,4 @@
-"""An executed notebook as one HTML file that reads without a network."""
+"""Markdown and executed notebooks as pages that read without a network."""
 
 from collections.abc import Callable
 from html import escape
@@ -14,6 +14,21 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.suite.manifest import error_line
 
+STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; font: 16px/1.55 system-ui, sans-serif; }
+h2 { border-top: 1px solid #8884; padding-top: 1.2rem; } img { max-width: 100%; background: #fff; vertical-align: top; }
+img[loading] { width: 31%; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top; }
+blockquote { margin: .6rem 0; padding-left: .8rem; border-left: 3px solid #1a7f37; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; } .failed { color: #d1242f; font-weight: 600; }
+"""
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style></head><body>
+{body}
+</body></html>
+"""
 # nbconvert's own page asks other hosts for require.js, MathJax, mermaid and the widgets' manager.
 TEMPLATE = """
 {%- extends "lab/index.html.j2" -%}
@@ -34,8 +49,7 @@ main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
 {%- endblock -%}
 """
 
-
-PageOf = Callable[[str], str | None]  # where the page of a notebook lies, by its name; None where there is none
+PageOf = Callable[[str], str | None]  # where the page of a linked notebook lies, by its path; None where there is none
 
 
 class _Renderer(IPythonRenderer):
@@ -57,7 +71,7 @@ class _Renderer(IPythonRenderer):
     def link(self, text: str, url: str, title: str | None = None) -> str:
         parts = urlsplit(url)
         if not parts.scheme and not parts.netloc and parts.path.endswith(".ipynb"):
-            page = self.page_of(Path(parts.path).stem)
+            page = self.page_of(parts.path)
             if page is None:
                 return text
             url = parts._replace(path=page).geturl()
@@ -73,16 +87,8 @@ class _OfflineExporter(HTMLExporter):
         return markdown_html(source, self.page_of, attachments)
 
 
-def markdown_html(source: str, page_of: PageOf = lambda _name: None, attachments: dict | None = None) -> str:
-    """Markdown as HTML, its formulas as MathML.
-
-    Args:
-        source: Markdown of a cell.
-        page_of: where a link to a notebook leads; one to a notebook without a page becomes plain text.
-        attachments: the pictures that the cell carries.
-
-    Returns:
-        HTML that loads nothing.
+def markdown_html(source: str, page_of: PageOf = lambda _path: None, attachments: dict | None = None) -> str:
+    """Markdown as HTML that loads nothing, its formulas as MathML; a link to a notebook without a page is plain text.
 
     >>> markdown_html("of $n$").count("<mi>n</mi>")
     1
@@ -91,29 +97,31 @@ def markdown_html(source: str, page_of: PageOf = lambda _name: None, attachments
     return MarkdownWithMath(renderer=renderer).render(source)
 
 
-def write_html(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
-    """Write the HTML of an executed notebook beside it.
+def write_page(path: Path, title: str, markdown: str, page_of: PageOf) -> Path:
+    """Write a page of Markdown."""
+    return write_whole(path, PAGE.format(title=escape(title), style=STYLE, body=markdown_html(markdown, page_of)))
 
-    Args:
-        notebook_file: the executed notebook.
-        manifest: of its run; what did not finish is said at the top of the page.
-        page_of: as in `markdown_html`.
 
-    Returns:
-        The HTML file.
+def write_notebook_page(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
+    """Write the HTML of an executed notebook beside it; how a run ended that did not finish stands at its top.
 
     Raises:
         nbformat.reader.NotJSONError: if the notebook's file was cut off.
     """
     notebook = nbformat.read(notebook_file, as_version=4)
     notebook.metadata.pop("widgets", None)  # the page shows each widget's picture instead
-    notebook.metadata.title = manifest["title"]
+    changes = ", ".join(f"{name} = {value}" for name, value in manifest["changes"].items())
+    notebook.metadata.title = manifest["title"] + (f" ({changes})" if changes else "")
+    top = "[All notebooks of this run](../index.html)" + (f": this one with `{changes}`" if changes else "")
     if manifest["status"] != "ok":
-        # Literally: what an error says may look like Markdown, a formula or HTML.
-        said = escape(" ".join(error_line(manifest).split())).replace("$", "&#36;")
-        text = f"**This run did not finish: {manifest['status']}.**\n\n<pre>{said}</pre>"
-        notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text))
+        top += f"\n\n**This run did not finish: {manifest['status']}.**\n\n{literally(error_line(manifest))}"
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(top))
     exporter = _OfflineExporter(raw_template=TEMPLATE)
     exporter.page_of = page_of
     page, _resources = exporter.from_notebook_node(notebook)
     return write_whole(notebook_file.with_suffix(".html"), page)
+
+
+def literally(text: str) -> str:
+    """Text for Markdown as it is: what an error says may look like Markdown, a formula or HTML."""
+    return f"<pre>{escape(' '.join(text.split())).replace('$', '&#36;')}</pre>"

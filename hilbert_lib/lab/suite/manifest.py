@@ -1,6 +1,5 @@
 """The manifest of a run: what ran, where, with what, and how it ended."""
 
-import errno
 import hashlib
 import json
 import os
@@ -30,17 +29,10 @@ ABANDONED_AFTER = 3600  # seconds; a folder gets its manifest in far less after 
 
 
 def run_id(facts: dict) -> str:
-    """The name of the folder that holds every run of this code on this hardware with these versions.
+    """The folder of every run of this code on this hardware with these versions, as `cpu-torch2.13.0-0a1b2c3d`.
 
-    It follows from the facts alone, so that a second call finds what the first one finished, and the jobs of
-    an array share one folder. The commit is no part of it: a commit that leaves the library alone would
-    otherwise run everything again. The manifests hold it.
-
-    Args:
-        facts: as `hilbert_lib.lab.environment.environment` gives them.
-
-    Returns:
-        Device, torch's version and a hash, as `cpu-torch2.13.0-0a1b2c3d`.
+    It follows from the facts alone, so that a second call finds what the first one finished, and the jobs of an array
+    share one folder. The commit is no part of it: one that leaves the library alone would run everything again.
     """
     deciding = (*MACHINE, "python", "numpy")
     digest = hashlib.sha256(json.dumps([facts[name] for name in deciding]).encode()).hexdigest()[:8]
@@ -50,19 +42,7 @@ def run_id(facts: dict) -> str:
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
-    """Write the manifest of a run that begins now, in this process.
-
-    Args:
-        point: what runs.
-        folder: of the run.
-        facts: as `hilbert_lib.lab.environment.environment` gives them.
-
-    Returns:
-        The manifest, with status "running"; "failed" where the disk has no room for the run to begin.
-
-    Raises:
-        OSError: if the manifest itself cannot be written.
-    """
+    """Write the manifest of a run that begins now; "failed" where the disk has no room for more than the manifest."""
     parameters = point.parameters
     manifest = {
         "name": point.name,
@@ -95,19 +75,11 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
 
 
 def end_manifest(manifest: dict, folder: Path, error: dict | None, *, interrupted: bool = False) -> None:
-    """Write how a run ended into its folder.
-
-    Args:
-        manifest: as `start_manifest` made it.
-        folder: of the run.
-        error: `type`, `message` and `cell` of what ended it; None where it finished.
-        interrupted: whether it was told to stop.
-    """
-    status = "interrupted" if interrupted else "failed" if error else "ok"
+    """Write how a run ended: `error` holds type, message and cell of what ended it, None where it finished."""
     pictures = sorted(folder.rglob("*.png"), key=lambda path: path.stat().st_mtime_ns)
     (folder / RESERVE).unlink(missing_ok=True)
     manifest |= {
-        "status": status,
+        "status": "interrupted" if interrupted else "failed" if error else "ok",
         "error": error,
         "end": _now(),
         "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
@@ -117,14 +89,7 @@ def end_manifest(manifest: dict, folder: Path, error: dict | None, *, interrupte
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a run's folder.
-
-    Args:
-        folder: of the run.
-
-    Returns:
-        The manifest; None if there is none, or none that can be read.
-    """
+    """The manifest of a run's folder; None if there is none, or none that can be read."""
     try:
         return json.loads((folder / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError, JSONDecodeError):
@@ -132,78 +97,38 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def is_finished(point: Point, run_folder: Path) -> bool:
-    """Whether this very point, in this version of the code, is finished.
-
-    Args:
-        point: what would run.
-        run_folder: folder of the run-id.
-
-    Returns:
-        True if its results can be reused.
-    """
+    """Whether this very point, in this version of the code, is finished."""
     manifest = read_manifest(run_folder / point.name)
     return manifest is not None and manifest["status"] == "ok" and manifest["key"] == point.key
 
 
 def final_folder(run_folder: Path, manifest: dict) -> Path:
-    """Where a run that has ended belongs.
-
-    Args:
-        run_folder: folder of the run-id.
-        manifest: of the run.
-
-    Returns:
-        The folder of its point's name if it finished, else NAME.failed, so that no failure replaces a result.
-    """
+    """Where a run that has ended belongs: its point's name, or NAME.failed, so that no failure replaces a result."""
     return run_folder / (manifest["name"] + ("" if manifest["status"] == "ok" else FAILED))
 
 
-def put_in_place(work: Path, run_folder: Path, manifest: dict) -> Path:
-    """Let the folder of a run that has ended appear at once under its name, in place of an earlier one.
-
-    Args:
-        work: the folder, within the run's.
-        run_folder: folder of the run-id.
-        manifest: of the run.
-
-    Returns:
-        The folder's new name, as `final_folder` gives it. A result takes away the failure before it.
-    """
+def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
+    """Let the folder of a run that has ended appear at once under its final name, in place of an earlier one."""
     final = final_folder(run_folder, manifest)
     earlier = work.with_name(f"{work.name}.earlier")
+    with suppress(FileNotFoundError):
+        final.rename(earlier)
     try:
-        while True:
-            with suppress(FileNotFoundError):
-                final.rename(earlier)
-            try:
-                work.rename(final)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                shutil.rmtree(earlier, ignore_errors=True)  # another job's has appeared, and goes the same way
-    except BaseException:
-        if earlier.exists() and not final.exists():
+        work.rename(final)
+    except OSError:
+        if final.exists():  # another job's has appeared, and goes the same way
+            shutil.rmtree(earlier, ignore_errors=True)
+            return put_in_place(work, run_folder, manifest)
+        if earlier.exists():
             earlier.rename(final)
         raise
-    shutil.rmtree(earlier, ignore_errors=True)
-    if manifest["status"] == "ok":
-        shutil.rmtree(run_folder / f"{manifest['name']}{FAILED}", ignore_errors=True)
-    return final
+    for folder in (earlier, *([run_folder / f"{manifest['name']}{FAILED}"] if manifest["status"] == "ok" else [])):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def close_abandoned(run_folder: Path) -> list[str]:
-    """Tidy what dead processes left: runs that never ended get their manifest, ended ones their place, and
-    folders that never got a manifest go.
-
-    A run on another machine, or of a process that lives, is left alone; so is what another job tidies that begins now.
-
-    Args:
-        run_folder: folder of the run-id.
-
-    Returns:
-        The names of the points that were found running without a process.
-    """
+    """Tidy what dead processes of this machine left, and name the points that were running: these get their manifest,
+    ended ones their place, and old folders without a manifest go."""
     closed = []
     for work in sorted(run_folder.glob(".*/")):
         with suppress(FileNotFoundError):  # another job has taken it
@@ -214,12 +139,6 @@ def close_abandoned(run_folder: Path) -> list[str]:
 def error_line(manifest: dict) -> str:
     """What ended a run, in one line.
 
-    Args:
-        manifest: of a run that did not finish.
-
-    Returns:
-        Type, message and cell.
-
     >>> error_line({"error": {"type": "ValueError", "message": "too short", "cell": 3}})
     'ValueError: too short (cell In [3])'
     """
@@ -229,8 +148,7 @@ def error_line(manifest: dict) -> str:
 
 
 def _close(work: Path, run_folder: Path) -> list[str]:
-    manifest = read_manifest(work)
-    if manifest is None:
+    if (manifest := read_manifest(work)) is None:
         if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
             shutil.rmtree(work, ignore_errors=True)
         return []
@@ -239,18 +157,15 @@ def _close(work: Path, run_folder: Path) -> list[str]:
     # Whoever renames it has it, and says so in it.
     work = work.rename(work.with_name(f".{manifest['name']}.{uuid.uuid4().hex[:8]}"))
     died, manifest["process"] = manifest["process"], _this_process()
-    _write_manifest(work, manifest)
-    closed = []
-    if manifest["status"] == "running":
+    if was_running := manifest["status"] == "running":
         message = f"process {died['pid']} ended without a word: killed, or power lost"
         end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
-        closed.append(manifest["name"])
     others = (read_manifest(run_folder / f"{manifest['name']}{suffix}") for suffix in ("", FAILED))
     if any(other and other["start"] > manifest["start"] for other in others):
         shutil.rmtree(work, ignore_errors=True)
     else:
         put_in_place(work, run_folder, manifest)
-    return closed
+    return [manifest["name"]] * was_running
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:

@@ -2,11 +2,12 @@
 
 import ast
 import difflib
+import io
+import json
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
-import papermill
 import yaml
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
@@ -26,53 +27,35 @@ class Parameter:
     meaning: str
 
 
+def read_cells(path: Path) -> list[tuple[str, str, list[str]]]:
+    """The cells of a notebook: type, source and tags."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [(cell["cell_type"], "".join(cell["source"]), cell["metadata"].get("tags", [])) for cell in cells]
+
+
 def read_parameters(path: Path) -> dict[str, Parameter]:
-    """The parameters of a notebook as papermill sees them, held against the cell's syntax tree.
-
-    `papermill.inspect_notebook` drops what it cannot read, so that a parameter would silently go missing.
-
-    Args:
-        path: a notebook.
-
-    Returns:
-        Name to parameter, in the order of the cell; empty without a cell tagged `parameters`.
-
-    Raises:
-        ValueError: if a parameter is no annotated literal, or papermill reads it otherwise.
-    """
-    notebook = nbformat.read(path, as_version=4)
-    seen = papermill.inspect_notebook(notebook)
-    source = next((cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])), "")
+    """The parameters of a notebook by name, in the order of its cell tagged `parameters`; empty without one."""
+    source = next((source for _, source, tags in read_cells(path) if "parameters" in tags), "")
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
     parameters = {}
     for line in ast.parse(source).body:
         text = ast.unparse(line)
         if not isinstance(line, ast.AnnAssign) or line.value is None:
             raise ValueError(f"a parameters cell holds `name: type = literal` only, got `{text}`")
         name, annotation = ast.unparse(line.target), ast.unparse(line.annotation)
-        if annotation not in ANNOTATIONS or seen.get(name, {}).get("inferred_type_name") != annotation:
+        if annotation not in ANNOTATIONS:
             raise ValueError(f"the type of a parameter must be {ALLOWED}, got `{text}`")
         try:
             default = check_value(name, ast.literal_eval(line.value), annotation)
         except (ValueError, TypeError) as error:
             raise ValueError(f"`{text}` is no literal of its type: {error}") from error
-        parameters[name] = Parameter(name, annotation, default, seen[name]["help"])
+        parameters[name] = Parameter(name, annotation, default, comments.get(line.end_lineno, ""))
     return parameters
 
 
 def check_value(name: str, value: object, annotation: str) -> Value:
-    """The value if it is of the annotated type; an int serves as a float, nothing else is converted.
-
-    Args:
-        name: of the parameter, for the message.
-        value: as Python or YAML gives it.
-        annotation: one of `ANNOTATIONS`.
-
-    Raises:
-        TypeError: naming parameter, value and type.
-
-    >>> check_value("rate", 2, "float"), check_value("rates", [1, 2], "list[int]")
-    (2.0, [1, 2])
-    """
+    """The value if it is of the annotated type, else a TypeError; an int serves as a float, nothing else is bent."""
     scalar = ANNOTATIONS[annotation]
     items = value if annotation.startswith("list") else [value]
     if isinstance(items, list):
@@ -83,24 +66,12 @@ def check_value(name: str, value: object, annotation: str) -> Value:
 
 
 def parse_value(name: str, text: str, annotation: str) -> Value:
-    """The value that a word of the command line means, by the annotation of its parameter.
-
-    Args:
-        name: of the parameter, for the message.
-        text: `4`, `1e-3`, `true`, `any text`; for lists `1,2,4` or `[1, 2, 4]` (YAML, so that quotes work).
-        annotation: one of `ANNOTATIONS`.
-
-    Raises:
-        TypeError: naming parameter, text and type.
-
-    >>> parse_value("dilations", "1,2,4", "list[int]")
-    [1, 2, 4]
-    """
+    """What a word of the command line means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
     scalar = ANNOTATIONS[annotation]
     try:
         if not annotation.startswith("list"):
             return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
-        # BaseLoader leaves every item a string, so that items and scalars are read by one rule.
+        # BaseLoader leaves every item a string, so that items and scalars are read by one rule; quotes work.
         items = yaml.load(text if text.lstrip().startswith("[") else f"[{text}]", yaml.BaseLoader)
         if not all(isinstance(item, str) for item in items):
             raise TypeError("a list within the list")
@@ -110,20 +81,7 @@ def parse_value(name: str, text: str, annotation: str) -> Value:
 
 
 def check_name(name: str, known: list[str], what: str) -> None:
-    """Refuse an unknown name, with the nearest known one.
-
-    Args:
-        name: as given.
-        known: the allowed names.
-        what: what it should name, for the message.
-
-    Raises:
-        ValueError: naming the nearest name, or all of them where none is near.
-
-    >>> check_name("sede", ["seed", "rate"], "parameter")
-    Traceback (most recent call last):
-    ValueError: no parameter is named 'sede'; did you mean 'seed'?
-    """
+    """Refuse an unknown name with a ValueError that tells the nearest known one, or all where none is near."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
@@ -131,17 +89,7 @@ def check_name(name: str, known: list[str], what: str) -> None:
 
 
 def read_parameter_file(path: Path) -> dict[str, object]:
-    """The values of a flat YAML file, the kind that `papermill -f` takes too.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Name to value, not yet checked against a notebook.
-
-    Raises:
-        ValueError: if the file is no YAML mapping, or has sections.
-    """
+    """The values of a flat YAML file, as `papermill -f` takes it too, not yet checked against a notebook."""
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -1,95 +1,129 @@
-"""The pages of a report, built from what lies in its folders and from nothing else."""
+"""The pages of a report and the table of a sweep, built from what lies in the runs' folders and from nothing else."""
 
+import os
+import shutil
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-
-from jinja2 import Environment
-from nbformat.reader import NotJSONError
+from urllib.parse import quote
 
 from hilbert_lib.files import write_whole
-from hilbert_lib.lab.environment import say_hardware
-from hilbert_lib.lab.suite.html import markdown_html, write_html
+from hilbert_lib.lab.environment import describe_environment, say_hardware
+from hilbert_lib.lab.records import FAILED, MACHINES, RESULTS, has_records, read_records
 from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
-from hilbert_lib.lab.suite.pages import RUN, RUNS, STYLE
 
 TITLE = "When does a Hilbert order make attention faster?"
-KERNELS = {
-    "compiled": "GPU kernels were compiled and ran on the GPU.",
-    "interpreted": "There was no GPU. Triton kernels, where used, were interpreted: right results, meaningless "
-    "times. All other times are the CPU's own.",
-    "absent": "No GPU kernels ran: there is no GPU, or no Triton for this platform.",
-}
-FACTS = {
-    "hardware": "Hardware",
-    "platform": "Platform",
-    "commit": "Commit",
-    "dirty": "Local changes",
-    "code_hash": "Hash of the library",
-    "python": "Python",
-    "torch": "torch",
-    "triton": "Triton",
-    "numpy": "NumPy",
-    "cuda": "CUDA",
-    "cudnn": "cuDNN",
-    "driver": "NVIDIA driver",
-    "memory_gib": "Memory (GiB)",
-}
+INDEX, README = "index.html", "README.md"
+_url = partial(quote, safe="/=+")
+SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook ends with its answer
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The runs in a folder: those folders whose own folders hold manifests.
-
-    Args:
-        folder: of one run, or of many at any depth.
-
-    Returns:
-        The runs' folders, sorted.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The runs in a folder, at any depth: those folders whose own folders hold manifests. ValueError without any."""
     runs = sorted({manifest.parent.parent for manifest in folder.rglob(MANIFEST) if _is_shown(manifest.parent)})
     if not runs:
         raise ValueError(f"no runs in {folder}: no folder there holds a {MANIFEST} that can be read")
     return runs
 
 
-def write_report(run_folder: Path, *, rebuild: bool = False) -> Path:
-    """Write a run's pages: the HTML of its notebooks, its index, and the index of the runs beside it.
+def is_committed(folder: Path) -> bool:
+    """Whether runs of a folder are committed ones: git would see what is written beside them."""
+    return any(part.match(MACHINES) for run in find_runs(folder.resolve()) for part in run.parents)
+
+
+def copy_runs(root: Path, runs: list[Path], to: Path) -> None:
+    """Copy runs below `root`, and the README there, to where their pages are to be written."""
+    ignored = shutil.ignore_patterns(".*", "*.html", "*.csv", "*.png")  # what is made again from the other files
+    for run in runs:
+        shutil.copytree(run, to / run.relative_to(root), ignore=ignored, dirs_exist_ok=True)
+    if (root / README).exists():
+        shutil.copy(root / README, to)
+
+
+def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = False) -> Path:
+    """Write a run's pages: the HTML of its notebooks where it is missing, and its index, whose path is returned.
 
     Args:
         run_folder: folder of the run-id.
+        root: folder of all runs, to whose index the run's leads; by default the one above.
         rebuild: write the HTML of the notebooks again even where it stands.
-
-    Returns:
-        The run's index.html.
     """
-    points = [_describe(folder, rebuild) for folder in point_folders(run_folder)]
+    from hilbert_lib.lab.suite.html import write_page  # with nbconvert, which takes a second
+
+    points = [(read_manifest(folder), folder) for folder in point_folders(run_folder)]
     # What did not finish comes first; below a notebook's defaults, its other points in the order of their run.
-    points.sort(key=lambda p: (p["status"] == "ok", p["notebook"], p["changes"] != {}, p["start"]))
-    latest = max(points, key=lambda point: point["end"])
-    facts = latest["environment"]
-    page = render(
-        RUN,
-        points=points,
-        hardware=say_hardware(facts),
-        summary=_summary(points),
-        kernels=KERNELS[facts["kernel_mode"]],
-        environment=[(label, _say(facts[name])) for name, label in FACTS.items() if facts[name] is not None],
-    )
-    runs = [_describe_run(run) for run in _runs_beside(run_folder)]
-    runs.sort(key=lambda run: run["end"], reverse=True)
-    write_whole(run_folder.parent / "index.html", render(RUNS, runs=runs))
-    return write_whole(run_folder / "index.html", page)
+    points.sort(key=lambda p: (p[0]["status"] == "ok", p[0]["notebook"], p[0]["changes"] != {}, p[0]["start"]))
+    finished = sum(manifest["status"] == "ok" for manifest, _ in points)
+    latest = max((manifest for manifest, _ in points), key=lambda manifest: manifest["end"])
+    back = os.path.relpath(root or run_folder.parent, run_folder)
+    tables = " ".join(f"[{path.name}]({path.name})" for path in sorted(run_folder.glob("*.csv")))
+    lines = [
+        f"[All runs]({back}/{INDEX})",
+        f"# {TITLE}",
+        f"On {say_hardware(latest['environment'])}: {finished} of {len(points)} finished, the last on "
+        f"{say_moment(latest['end'])}.",
+        *([f"Tables of sweeps: {tables}"] if tables else []),
+        *(line for manifest, folder in points for line in _card(manifest, folder, rebuild)),
+        f"## Where it ran\n\n<pre>{describe_environment(latest['environment'])}</pre>",
+    ]
+    page_of = partial(_page_of, run_folder, "")
+    return write_page(run_folder / INDEX, TITLE, "\n\n".join(lines), page_of)
+
+
+def write_index(root: Path) -> Path:
+    """Write the page that leads to every run below a folder, under the text of its README where there is one."""
+    from hilbert_lib.lab.suite.html import write_page
+
+    text = (root / README).read_text(encoding="utf-8") if (root / README).exists() else f"# {TITLE}"
+    rows = []
+    for run in find_runs(root):
+        manifests = [read_manifest(folder) for folder in point_folders(run)]
+        unfinished = sum(manifest["status"] != "ok" for manifest in manifests)
+        told = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
+        end = max(manifest["end"] for manifest in manifests)
+        at = run.relative_to(root).as_posix()
+        hardware = say_hardware(manifests[0]["environment"])
+        rows.append((end, f"| [{at}]({at}/{INDEX}) | {hardware} | {say_moment(end)} | {told} |"))
+    table = [row for _, row in sorted(rows, reverse=True)]
+    head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
+
+    def page_of(path: str) -> str | None:
+        page = Path(path).with_suffix(".html")
+        return page.as_posix() if (root / page).exists() else None
+
+    return write_page(root / INDEX, TITLE, f"{text}\n\n{head}" + "\n".join(table), page_of)
+
+
+def write_table(run_folder: Path, notebook: str) -> Path:
+    """Write NOTEBOOK.csv: each point's parameters, how it ended, and a row for each of its measurements and pairs."""
+    import pandas as pd
+
+    points = [(read_manifest(folder), folder) for folder in point_folders(run_folder)]
+    points = [(manifest, folder) for manifest, folder in points if manifest["notebook"] == notebook]
+    turned = list(dict.fromkeys(name for manifest, _ in points for name in manifest["changes"]))
+    rows = []
+    for manifest, folder in points:
+        point = {"point": folder.name, "status": manifest["status"], "seconds": _seconds(manifest)}
+        point |= {name: manifest["parameters"].get(name) for name in turned}
+        records = read_records(folder / RESULTS) if has_records(folder / RESULTS) else []
+        rows += [{**point, **row} for record in records if (row := _row(record))] or [point]
+    return write_whole(run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False))
+
+
+def _row(record: dict) -> dict:
+    """What a table shows of a record: of a pair its ratio too (time of a over b's). Empty for other kinds."""
+    if record.get("kind") == "measurement":
+        return {"case": record["name"], "median_ms": record["median_ms"], "error": record["error"]}
+    if record.get("kind") == "comparison":
+        a, b, (low, high) = record["a"], record["b"], record["interval"]
+        times = {"median_ms": b["median_ms"], "error": b["error"]}
+        return {"case": f"{a['name']} | {b['name']}", **times, "ratio": record["ratio"], "low": low, "high": high}
+    return {}
 
 
 def point_folders(run_folder: Path) -> list[Path]:
-    """The folders of a run's points that have ended, sorted.
-
-    Args:
-        run_folder: folder of the run-id.
-    """
+    """The folders of a run's points that have ended, sorted."""
     return sorted(path.parent for path in run_folder.glob(f"*/{MANIFEST}") if _is_shown(path.parent))
 
 
@@ -102,86 +136,51 @@ def say_moment(time: str) -> str:
     return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M} UTC"
 
 
-def render(template: str, **content) -> str:
-    """The text of a page.
-
-    Args:
-        template: of `pages`.
-        **content: what it shows; escaped unless the template says that it is safe.
-    """
-    return Environment(autoescape=True).from_string(template).render(title=TITLE, style=STYLE, **content)
-
-
 def _is_shown(folder: Path) -> bool:
     # Hidden ones are still running; what a loss of power left of a manifest tells nothing.
     return not folder.name.startswith(".") and read_manifest(folder) is not None
 
 
-def _page_of(run_folder: Path, base: str, name: str) -> str | None:
+def _page_of(run_folder: Path, base: str, path: str) -> str | None:
     """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
-    points = [run_folder / name, *sorted(run_folder.glob(f"{name}-" + "[0-9a-f]" * 8))]
-    return next((f"{base}{each.name}/{name}.html" for each in points if _is_shown(each)), None)
+    name = Path(path).stem
+    points = [each for each in point_folders(run_folder) if read_manifest(each)["notebook"] == name]
+    points = sorted((each for each in points if not each.name.endswith(FAILED)), key=lambda each: each.name != name)
+    return f"{base}{_url(points[0].name)}/{name}.html" if points else None
 
 
-def _runs_beside(run_folder: Path) -> list[Path]:
-    return sorted(folder for folder in run_folder.parent.iterdir() if folder.is_dir() and point_folders(folder))
+def _card(manifest: dict, folder: Path, rebuild: bool) -> Iterator[str]:
+    """What the index says of a point, in Markdown; writes its HTML where it is missing."""
+    from nbformat.reader import NotJSONError
 
+    from hilbert_lib.lab.suite.html import literally, write_notebook_page
 
-def _describe(folder: Path, rebuild: bool) -> dict:
-    """A point's manifest, with what its card shows and links to; writes its HTML where it is missing."""
-    manifest = read_manifest(folder)
-    page_of = partial(_page_of, folder.parent, "")
-    notebook = folder / f"{manifest['notebook']}.ipynb"
-    html, note = notebook.with_suffix(".html"), ""
-    if notebook.exists() and (rebuild or not html.exists()):
+    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
+    page, note = notebook.with_suffix(".html"), ""
+    if notebook.exists() and (rebuild or not page.exists()):
         try:
-            write_html(notebook, manifest, partial(_page_of, folder.parent, "../"))
+            write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
         except NotJSONError:
             note = "The notebook's file was cut off while it was written, and cannot be shown."
-    if manifest["status"] != "ok" and (folder.parent / manifest["name"]).exists():
-        note += " An earlier attempt finished; its result stands below."
+    yield f"## [{manifest['title']}]({at}/{page.name})" if page.exists() else f"## {manifest['title']}"
+    changes = ", ".join(f"`{name} = {value}`" for name, value in manifest["changes"].items())
+    status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
+    yield f"{manifest['notebook']}: {status}, {_seconds(manifest):.1f} s" + (f", with {changes}" if changes else "")
+    yield manifest["question"]
+    if is_ok:
+        yield f"> {manifest['answer']}"
+    else:
+        yield literally(error_line(manifest))
+        if (folder.parent / manifest["name"]).exists():
+            note += " An earlier attempt finished; its result stands below."
+    yield note
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {
-        **manifest,
-        "figures": [name for name in manifest["figures"] if name in files],
-        "folder": folder.name,
-        "html": html.name if html.exists() else None,
-        "ipynb": notebook.name if notebook.exists() else None,
-        "data": [name for name in files if name not in (html.name, notebook.name, MANIFEST)],
-        "question": markdown_html(manifest["question"], page_of),
-        "answer": markdown_html(manifest["answer"], page_of) if manifest["status"] == "ok" else "",
-        "error": error_line(manifest) if manifest["error"] else None,
-        "note": note.strip(),
-        "duration": _duration(_seconds(manifest)),
-    }
-
-
-def _describe_run(run_folder: Path) -> dict:
-    manifests = [read_manifest(folder) for folder in point_folders(run_folder)]
-    finished = [manifest for manifest in manifests if manifest["status"] == "ok"]
-    return {
-        "folder": run_folder.name,
-        "hardware": say_hardware(manifests[0]["environment"]),
-        "end": say_moment(max(manifest["end"] for manifest in manifests)),
-        "ok": len(finished),
-        "failed": len(manifests) - len(finished),
-    }
-
-
-def _summary(points: list[dict]) -> str:
-    finished = sum(point["status"] == "ok" for point in points)
-    total = _duration(sum(map(_seconds, points)))
-    return f"{finished} of {len(points)} finished, in {total}, the last on {say_moment(max(p['end'] for p in points))}"
+    shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
+    yield " ".join(f'<a href="{path}"><img src="{path}" alt="" loading="lazy"></a>' for path in shown)
+    links = " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
+    yield f"<details><summary>{len(files)} files</summary>{links}</details>"
 
 
 def _seconds(manifest: dict) -> float:
     span = datetime.fromisoformat(manifest["end"]) - datetime.fromisoformat(manifest["start"])
     return span.total_seconds()
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
-
-
-def _say(value: object) -> object:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

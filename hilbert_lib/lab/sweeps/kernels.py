@@ -16,10 +16,9 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.committed import newest_run
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.pairs import Results, Side, relative_difference
-from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.records import RESULTS, newest_run, read_records
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering

@@ -103,12 +103,12 @@ def races(said: str) -> list[set[str]]:
 
 
 def places_of(names: dict[str, set[str]]) -> set[str]:
-    """Lines of the warp-specialised kernels, as file and line: of calls of an attribute on one of the names."""
+    """Lines of the warp-specialised kernels, as file and line: of calls of a method on one of the names."""
     lines = set()
     for path in KERNELS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
-                inside = {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
+                inside = {getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.func)}
                 lines |= {f"{path.name}:{node.lineno}"} if inside & names[node.func.attr] else set()
     return lines
 

@@ -1,8 +1,6 @@
 """Figures show all of their table, and can be drawn again from the files beside them."""
 
-import json
 import math
-import warnings
 from io import BytesIO
 
 import numpy as np
@@ -11,11 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from hilbert_lib.curves.coordinates import curve_coordinates
 from hilbert_lib.lab.figures import redraw, show
-from hilbert_lib.lab.figures.curves import draw_paths, path_table
+from hilbert_lib.lab.figures.curves import path_table
 from hilbert_lib.lab.figures.patterns import draw_errors, draw_mixing, draw_pattern, draw_work
-from hilbert_lib.lab.figures.record import in_256_colours
+from hilbert_lib.lab.figures.record import _columns, _table, in_256_colours, read_figures, write_figures
 from hilbert_lib.lab.figures.seeds import draw_key_sets
 from hilbert_lib.lab.patterns import mixing, multiplicities
 from hilbert_lib.lab.seeds import key_set_table
@@ -92,7 +89,7 @@ def test_figures_are_kept_in_256_colours_that_look_like_their_own(tmp_path):
 
 def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
     show(draw_pattern, SEEN, output_dir=str(tmp_path), length=np.int64(4))
-    assert json.loads((tmp_path / "draw_pattern.json").read_text())["options"] == {"length": 4}
+    assert read_figures(tmp_path)["draw_pattern"]["options"] == {"length": 4}
     assert len(redraw(tmp_path)) == 1
 
 
@@ -102,18 +99,30 @@ def test_options_that_cannot_be_saved_leave_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_bad_recipe_is_named_and_the_others_are_redrawn(tmp_path):
-    show(draw_work, WORK, output_dir=str(tmp_path), name="m")
-    (tmp_path / "a.json").write_text('{"draw": "hilbert_lib.lab.figures.patt')
-    (tmp_path / "b.json").write_text('{"draw": "elsewhere.figures:draw", "options": {}}')
-    (tmp_path / "manifest.json").write_text('{"status": "ok"}')
-    (tmp_path / "z.json").write_text((tmp_path / "m.json").read_text())  # without its table
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert redraw(tmp_path) == [tmp_path / "m.png"]
-    named = [str(warning.message) for warning in caught if "was not redrawn" in str(warning.message)]
-    assert [any(f"{name}.json was not" in text for text in named) for name in "abz"] == [True] * 3
-    assert len(named) == 3
+def test_one_bad_figure_is_named_and_the_others_are_redrawn(tmp_path):
+    for name in "mn":
+        show(draw_work, WORK, output_dir=str(tmp_path), name=name)
+    figures = read_figures(tmp_path)
+    bad = {"draw": "elsewhere.figures:draw", "options": {}, "table": {}}
+    write_figures(tmp_path, {"a": bad, "b": {**figures["m"], "table": {}}, **figures})
+    with pytest.warns(UserWarning, match="was not redrawn") as caught:
+        assert redraw(tmp_path) == [tmp_path / "m.png", tmp_path / "n.png"]
+    assert [str(each.message)[0] for each in caught] == ["a", "b"]
+
+
+def test_a_table_is_kept_once_and_comes_back_as_it_was(tmp_path):
+    table = pd.DataFrame({"x": [1, 2], "y": [0.1, math.nan], "name": ["a", None], "is": [True, False]})
+    figure = {"draw": "hilbert_lib.lab.figures.x:y", "options": {}, "table": _columns(table)}
+    write_figures(tmp_path, {"one": figure})
+    size = (tmp_path / "figures.json.gz").stat().st_size
+    write_figures(tmp_path, {"one": figure, "two": figure})
+    assert (tmp_path / "figures.json.gz").stat().st_size < size + 60
+    other = {**figure, "table": {"x": [3]}}
+    write_figures(tmp_path, {"one": figure, "two": figure, "three": other})
+    assert read_figures(tmp_path) == {"one": figure, "two": figure, "three": other}
+    again = _table(read_figures(tmp_path)["two"]["table"])
+    pd.testing.assert_frame_equal(again, table, check_dtype=False)
+    assert (again.x.dtype, again.y.dtype, again["is"].dtype) == (table.x.dtype, table.y.dtype, table["is"].dtype)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +136,6 @@ def test_one_bad_recipe_is_named_and_the_others_are_redrawn(tmp_path):
 def test_what_is_no_path_through_a_grid_is_named(shapes, words):
     with pytest.raises(ValueError, match=words):
         path_table({" x ".join(map(str, each)): (torch.zeros(math.prod(each), len(each)), each) for each in shapes})
-
-
-def test_a_path_of_very_many_steps_is_drawn_as_pixels(tmp_path):
-    for side in (64, 256):
-        table = path_table({"path": (curve_coordinates("hilbert", (side, side)), (side, side))})
-        show(draw_paths, table, output_dir=str(tmp_path), name=f"side_{side}", title="a path")
-    lines = (tmp_path / "side_64.svg").read_text().count("<path ")
-    pixels = (tmp_path / "side_256.svg").read_text()
-    assert lines > 4000
-    assert pixels.count("<path ") < 100
-    assert "<image" in pixels
 
 
 @pytest.mark.parametrize(("rate", "told"), [(1, "One function here"), (4, "Two functions")])

@@ -1,34 +1,25 @@
 """Claims that are timed by themselves: the restated kernels select what the documents say, dense beside dilated."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from hilbert_lib.attention.backends.presence import _ABSENCE
-from hilbert_lib.lab.ledger.claims import (
-    CLAIMS,
-    Claim,
-    Size,
-    claim_pairs,
-    claim_table,
-    claimed_sizes,
-    dense_pair,
-    time_again,
-)
-from hilbert_lib.lab.ledger.kernels import base_over_backend
+from hilbert_lib.lab.ledger.claims import CLAIMS, backend_pairs, claim_pairs, claim_table, dense_pairs, documents_pairs
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.seeds import seed_key_sets
 from hilbert_lib.ordering import Ordering
 
 seed_kernel = pytest.importorskip("hilbert_lib.lab.seed_kernel", reason="triton has no build for this platform")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = {"segment_length": 12, "heads": 1, "head_dim": 8, "device": DEVICE}
 
 
 @pytest.fixture(scope="module")
 def small():
     """The pairs of a claim at a size that the interpreter can run, and their records."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CLAIMS, "T", Claim((Size(36, 3, 2.0), Size(36, 1, None))))
-        pairs = list(claim_pairs(["T"], device=DEVICE, segment_length=12, heads=1, head_dim=16))
+    pairs = list(documents_pairs({(36, 3): 2.0, (36, 1): None}, **{**SMALL, "head_dim": 16}))
     return pairs, run_sides(pairs, device=DEVICE, repetitions=5)
 
 
@@ -61,56 +52,45 @@ def test_every_side_is_held_against_its_own_function(small):
 
 
 def test_k3_is_timed_at_the_sizes_of_the_documents():
-    assert {(size.length, size.dilation) for size in claimed_sizes(["K3"])} == {
-        (4096, 64),
-        (2048, 2),
-        (1024, 1),
-        (4096, 1),
-    }
-    parameters = next(iter(claim_pairs(["K3"], device="cpu")))[0].parameters
-    assert parameters["heads"] * parameters["head_dim"] == 768
+    standards = [standard.parameters for standard, _ in claim_pairs(["K3"], device="cpu")]
+    assert {(of["length"], of["dilation"]) for of in standards} == {(4096, 64), (2048, 2), (1024, 1), (4096, 1)}
+    assert {of["heads"] * of["head_dim"] for of in standards} == {768}
 
 
-def test_dense_attention_stands_beside_dilated_attention_of_as_many_tokens():
+def test_dense_attention_stands_beside_dilated_of_as_many_tokens():
     pairs = list(claim_pairs(["K10"], device="cpu"))
-    assert [dense.parameters["length"] for dense, _ in pairs] == [8192, 32768, 131072]
-    assert all(dense.parameters["branches"] == f"{dense.parameters['length']}:1" for dense, _ in pairs)
-    pair = dense_pair(2048, device=torch.device(DEVICE), heads=1, head_dim=8)
-    (record,) = run_sides([pair], device=DEVICE)
+    assert [dense.parameters["branches"] for dense, _ in pairs] == ["8192:1", "32768:1", "131072:1"]
+    shorter, longer = dense_pairs([2048, 4096], **SMALL)
+    (record,) = run_sides([shorter], device=DEVICE)
     assert max(record["a"]["error"], record["b"]["error"]) < 0.01
-    longer = dense_pair(4096, device=torch.device("cpu"), heads=1, head_dim=8)
     assert longer[0].useful_flop > longer[1].useful_flop
 
 
-def test_two_backends_compute_one_function_on_the_reference_work(monkeypatch):
-    monkeypatch.setitem(CLAIMS, "T", Claim(backends=("sdpa", "eager"), lengths=(2048,)))
+def test_two_backends_compute_one_function(monkeypatch):
+    monkeypatch.setitem(CLAIMS, "T", partial(backend_pairs, ("sdpa", "eager"), (2048,)))
     ((base, other),) = claim_pairs(["T"], device=DEVICE, heads=1, head_dim=8)
     assert (base.name, other.name) == ("sdpa", "eager")
     (record,) = run_sides([(base, other)], device=DEVICE)
     assert record["output_difference"] < 0.01
-    assert base_over_backend([record]).length.item() == 2048
 
 
 def test_b4_names_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setitem(_ABSENCE, "xformers", lambda: "absent: not here")
-    base, xformers = next(iter(claim_pairs(["B4"], device="cpu")))
+    base, xformers = next(claim_pairs(["B4"], device="cpu"))
     assert (base.name, base.parameters["length"]) == ("sdpa", 8192)
     with pytest.raises(ValueError, match="backend='xformers' absent: not here"):
         xformers.run()
 
 
-def test_an_unknown_claim_is_named():
+def test_what_cannot_be_timed_is_refused_by_name():
     with pytest.raises(ValueError, match="claims must be of K3, K4, K10, B4; got 'K99'"):
-        claimed_sizes(["K99"])
-
-
-def test_a_segment_that_does_not_fit_is_refused():
+        next(claim_pairs(["K99"], device="cpu"))
     with pytest.raises(ValueError, match="segment_length must divide 4096 and be at least 64, got 1000"):
         list(claim_pairs(["K3"], device="cpu", segment_length=1000))
 
 
 @pytest.mark.gpu
 def test_a_claim_is_timed():
-    table = claim_table(time_again(["K3"]))
+    table = claim_table(run_sides(claim_pairs(["K3"], device="cuda"), device="cuda"))
     assert table.functions_apart[0] > 0.5
     assert table[["functions", "layouts"]].notna().all(axis=None)

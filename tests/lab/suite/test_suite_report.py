@@ -5,12 +5,22 @@ import json
 import re
 
 import nbformat
+import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from tiny_notebooks import LOADS, make_run
 
-from hilbert_lib.lab.suite.html import markdown_html, write_html
-from hilbert_lib.lab.suite.report import find_runs, write_report
+from hilbert_lib.lab.records import RESULTS, append_lines
+from hilbert_lib.lab.suite.html import markdown_html, write_notebook_page
+from hilbert_lib.lab.suite.report import (
+    copy_runs,
+    find_runs,
+    is_committed,
+    point_folders,
+    write_index,
+    write_report,
+    write_table,
+)
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -22,15 +32,7 @@ $$\\frac{a}{b}$$
 
 [onward](01_next.ipynb#end), [nowhere](02_missing.ipynb), [outward](https://example.org/01_next.ipynb)
 """
-
-
-def page_of(name):
-    return {"01_next": "../01_next-0123abcd/01_next.html"}.get(name)
-
-
-@pytest.fixture
-def manifest():
-    return {"title": "Is it?", "status": "ok", "error": None}
+MANIFEST = {"title": "Is it?", "status": "ok", "error": None, "changes": {}}
 
 
 @pytest.fixture
@@ -50,83 +52,84 @@ def executed(tmp_path):
     return path
 
 
-def test_the_page_of_a_notebook_asks_no_host_for_anything(executed, manifest):
-    page = write_html(executed, manifest, page_of).read_text()
+def page_of(notebook, **changed):
+    def lead(path):
+        return {"01_next.ipynb": "../01_next-0123abcd/01_next.html"}.get(path)
+
+    return write_notebook_page(notebook, MANIFEST | changed, lead).read_text()
+
+
+def test_the_page_of_a_notebook_asks_no_host_for_anything(executed):
+    from nbconvert import HTMLExporter
+
+    page = page_of(executed)
     assert not LOADS.findall(page)
     assert "require.min.js" not in page
     assert "MathJax" not in page
+    stock, _ = HTMLExporter().from_filename(str(executed))
+    assert len(LOADS.findall(stock)) >= 3  # the search finds what the stock page loads
 
 
-def test_the_search_for_loads_finds_what_the_stock_page_loads(executed):
-    from nbconvert import HTMLExporter
-
-    page, _ = HTMLExporter().from_filename(str(executed))
-    assert len(LOADS.findall(page)) >= 3
-
-
-def test_formulas_become_mathml_and_code_stays(executed, manifest):
-    page = write_html(executed, manifest, page_of).read_text()
+def test_formulas_become_mathml_and_a_widget_its_picture(executed):
+    page = page_of(executed)
     assert page.count("<math") == 4  # heading, sum, fraction, and the output that is LaTeX
     assert 'display="block"' in page
     assert "<mfrac>" in page
     assert "<code>$code$</code>" in page
     assert "\\frac" not in page
-
-
-def test_a_widget_is_shown_as_its_picture(executed, manifest):
-    page = write_html(executed, manifest, page_of).read_text()
     assert f"data:image/png;base64,{PIXEL}" in page
     assert "widget-view+json" not in page
     assert "widget-state+json" not in page
-    assert "widgets" in nbformat.read(executed, as_version=4).metadata  # JupyterLab still finds it
+    attached = markdown_html("![x](attachment:x.png)", attachments={"x.png": {"image/png": PIXEL}})
+    assert f"data:image/png;base64,{PIXEL}" in attached
 
 
-def test_links_between_notebooks_lead_to_their_pages_and_none_to_a_missing_one(executed, manifest):
-    page = write_html(executed, manifest, page_of).read_text()
+def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(executed):
+    page = page_of(executed, changes={"seq_len": 16})
     assert 'href="../01_next-0123abcd/01_next.html#end"' in page
+    assert 'href="../index.html"' in page
     assert "02_missing" not in page
     assert "nowhere" in page
     assert 'href="https://example.org/01_next.ipynb"' in page
-
-
-def test_the_page_of_a_failed_run_says_so_at_its_top(executed, manifest):
-    error = {"type": "ValueError", "message": "too short", "cell": 3}
-    page = write_html(executed, manifest | {"status": "failed", "error": error}, page_of).read_text()
-    assert page.index("did not finish") < page.index("<mfrac>")
-    assert "ValueError: too short (cell In [3])" in page
+    assert "<title>Is it? (seq_len = 16)</title>" in page
 
 
 @pytest.mark.parametrize(
     "said", ["costs $\\frac$ of $x$", "no __init__ for *args*", "<script>alert(1)</script>", "a\n\n# b"]
 )
-def test_what_an_error_says_is_shown_literally(executed, manifest, said):
+def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed, said):
     error = {"type": "ValueError", "message": said, "cell": 3}
-    page = write_html(executed, manifest | {"status": "failed", "error": error}, page_of).read_text()
+    page = page_of(executed, status="failed", error=error)
+    assert page.index("did not finish") < page.index("<mfrac>")
     (shown,) = re.findall(r"<pre>(ValueError: .*?)</pre>", page)
     assert html.unescape(shown) == f"ValueError: {' '.join(said.split())} (cell In [3])"
 
 
-def test_markdown_with_an_attached_picture_carries_it():
-    page = markdown_html("![x](attachment:x.png)", attachments={"x.png": {"image/png": PIXEL}})
-    assert f"data:image/png;base64,{PIXEL}" in page
+def links_of(page):
+    return re.findall(r"(?:href|src)=\"([^\"#]+)\"", page.read_text())
 
 
 def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
-    make_run(run_folder)
+    make_run(run_folder, figures=("z.png", "y.png", "b.png", "answer.png"))
     make_run(run_folder, changes={"seq_len": 16})
+    make_run(run_folder, error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(run_folder, "01_b", error={"type": "ValueError", "message": "<too short>", "cell": 4})
     index = write_report(run_folder)
+    write_index(run_folder.parent)
     page = index.read_text()
     assert not LOADS.findall(page)
-    assert "2 of 3 finished" in page
+    assert "2 of 4 finished" in page
     assert "ValueError: &lt;too short&gt; (cell In [4])" in page
     assert page.index("01_b.failed") < page.index("00_a/")  # what failed comes first
+    assert "An earlier attempt finished" in page
     assert "seq_len = 16" in page
     assert "The answer." in page
-    links = re.findall(r"(?:href|src)=\"([^\"]+)\"", page)
-    assert {"00_a/00_a.html", "00_a/00_a.ipynb", "00_a/a_table.csv", "00_a/b_first.png"} <= set(links)
-    assert all((run_folder / link).exists() for link in links)
+    assert "<mi>n</mi>" in page  # the question's formula
+    shown = re.findall(r'<img src="00_a/([^"]+)"', page)
+    assert shown == ["y.png", "b.png", "answer.png"]  # drawn last
+    assert {"00_a/00_a.html", "00_a/00_a.ipynb", "00_a/a_table.csv", "../index.html"} <= set(links_of(index))
+    assert all((run_folder / link).exists() for link in links_of(index))
 
 
 def test_notebooks_of_a_run_lead_to_each_other_whatever_their_parameters(tmp_path):
@@ -135,27 +138,34 @@ def test_notebooks_of_a_run_lead_to_each_other_whatever_their_parameters(tmp_pat
     second = make_run(run_folder, "01_b", changes={"seq_len": 16}, prose="# Next?\n\nAfter [it](00_a.ipynb).")
     index = write_report(run_folder)
     pages = [index, first / "00_a.html", second / "01_b.html"]
-    links = {
-        (page.parent / link).resolve()
-        for page in pages
-        for link in re.findall(r'href="([^"#]+_[^"#]+)"', page.read_text())
-    }
-    assert {first / "00_a.html", second / "01_b.html"} <= links
-    assert all(link.exists() for link in links)
+    links = {(page.parent / link).resolve() for page in pages for link in links_of(page)}
+    assert {first / "00_a.html", second / "01_b.html", index} <= links
+    assert all(link.exists() for link in links if "index" not in link.name)
 
 
-def test_the_index_of_all_runs_links_each_of_them(tmp_path):
-    for run_id in ("cpu-1", "cpu-2"):
-        make_run(tmp_path / "local" / run_id)
-        write_report(tmp_path / "local" / run_id)
-    page = (tmp_path / "local" / "index.html").read_text()
-    assert not LOADS.findall(page)
-    assert {"cpu-1/index.html", "cpu-2/index.html"} <= set(re.findall(r"href=\"([^\"]+)\"", page))
+def test_the_index_of_all_runs_links_them_under_the_readme(tmp_path):
+    root = tmp_path / "reports"
+    for run in ("h200/gpu-1", "h100/gpu-2"):
+        make_run(root / run)
+    (root / "README.md").write_text("# Ours\n\n[one](h200/gpu-1/00_a/00_a.ipynb), [gone](h200/gpu-1/01/01.ipynb)")
+    assert is_committed(root)
+    pages = tmp_path / "pages"
+    copy_runs(root, find_runs(root), pages)
+    assert sorted(path.name for path in (pages / "h200/gpu-1/00_a").iterdir()) == ["00_a.ipynb", "manifest.json"]
+    for run in find_runs(pages):
+        write_report(run, pages)
+        assert "../../index.html" in links_of(run / "index.html")
+    index = write_index(pages)
+    assert not LOADS.findall(index.read_text())
+    assert set(links_of(index)) == {"h200/gpu-1/index.html", "h100/gpu-2/index.html", "h200/gpu-1/00_a/00_a.html"}
+    assert all((pages / link).exists() for link in links_of(index))
+    assert not list(root.rglob("*.html"))
 
 
 def test_runs_are_found_at_any_depth_and_running_ones_are_not_shown(tmp_path):
     run_folder = tmp_path / "reports" / "local" / "cpu-1"
     make_run(run_folder)
+    assert not is_committed(tmp_path)
     (run_folder / "00_a").rename(run_folder / ".00_a.0123abcd")
     with pytest.raises(ValueError, match="no runs in"):
         find_runs(tmp_path / "reports")
@@ -164,64 +174,46 @@ def test_runs_are_found_at_any_depth_and_running_ones_are_not_shown(tmp_path):
     assert "00_a" not in write_report(run_folder).read_text()
 
 
-def test_a_notebook_that_was_cut_off_does_not_stop_the_report(tmp_path):
-    run_folder = tmp_path / "local" / "cpu-1"
-    folder = make_run(run_folder, error={"type": "OSError", "message": "No space left", "cell": 1})
-    (folder / "00_a.ipynb").write_text('{"cells": [')
-    assert "cut off" in write_report(run_folder).read_text()
-
-
-def test_a_manifest_that_was_cut_off_does_not_stop_the_report_of_the_others(tmp_path):
+def test_files_that_were_cut_off_do_not_stop_the_report_of_the_others(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
     (make_run(run_folder) / "manifest.json").write_text("")
     with pytest.raises(ValueError, match="no runs in"):
         find_runs(tmp_path)
     point = make_run(run_folder, "01_b", prose="# Title\n\nSee [it](00_a.ipynb).")
-    assert find_runs(tmp_path) == [run_folder]
-    pages = [path.read_text() for path in (write_report(run_folder), point / "01_b.html")]
-    assert "1 of 1 finished" in pages[0]
-    assert not any("00_a/" in page for page in pages)  # it has no page to lead to
-
-
-def test_an_earlier_result_is_pointed_to_beside_a_failure(tmp_path):
-    run_folder = tmp_path / "local" / "cpu-1"
-    make_run(run_folder)
-    make_run(run_folder, error={"type": "ValueError", "message": "no", "cell": 1})
-    assert "An earlier attempt finished" in write_report(run_folder).read_text()
-
-
-def test_an_interpreter_is_never_taken_for_a_gpu(tmp_path):
-    run_folder = tmp_path / "local" / "cpu-1"
-    folder = make_run(run_folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["environment"]["kernel_mode"] = "interpreted"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "There was no GPU. Triton kernels, where used, were interpreted" in write_report(run_folder).read_text()
-
-
-def test_the_index_shows_the_figures_that_were_drawn_last(tmp_path):
-    run_folder = tmp_path / "local" / "cpu-1"
-    make_run(run_folder, figures=("z.png", "y.png", "b.png", "answer.png"))
-    shown = re.findall(r'<img src="00_a/([^"]+)"', write_report(run_folder).read_text())
-    assert shown == ["y.png", "b.png", "answer.png"]
-
-
-def test_a_figure_that_is_not_there_is_not_shown(tmp_path):
-    point = make_run(tmp_path / "run")
+    folder = make_run(run_folder, "02_c", error={"type": "OSError", "message": "No space left", "cell": 1})
+    (folder / "02_c.ipynb").write_text('{"cells": [')
     manifest = json.loads((point / "manifest.json").read_text())
-    (point / "here.png").touch()
-    (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "here.png"]}))
-    page = write_report(tmp_path / "run").read_text()
-    assert "here.png" in page
+    (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "b_first.png"]}))
+    page = write_report(run_folder).read_text()
+    assert "1 of 2 finished" in page
+    assert "cut off" in page
+    assert "b_first.png" in page
     assert "gone.png" not in page
+    assert not any("00_a/" in text for text in (page, (point / "01_b.html").read_text()))  # it has no page to lead to
 
 
 def test_pages_are_written_again_only_on_request(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
-    folder = make_run(run_folder)
+    page = make_run(run_folder) / "00_a.html"
+    page.write_text("kept")
     write_report(run_folder)
-    (folder / "00_a.html").write_text("kept")
-    write_report(run_folder)
-    assert (folder / "00_a.html").read_text() == "kept"
+    assert page.read_text() == "kept"
     write_report(run_folder, rebuild=True)
-    assert "kept" not in (folder / "00_a.html").read_text()
+    assert "kept" not in page.read_text()
+
+
+def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
+    for changes in ({"seq_len": 16}, {"rates": [1, 4]}):
+        folder = make_run(tmp_path, changes=changes)
+        side = {"name": "b", "median_ms": 2.0, "error": 1e-3}
+        pair = {"kind": "comparison", "a": {**side, "name": "a"}, "b": side, "ratio": 1.5, "interval": [1.4, 1.6]}
+        append_lines([pair, {"kind": "measurement", **side}, {"kind": "counters"}], folder / RESULTS)
+    make_run(tmp_path, changes={"seq_len": 32}, error={"type": "ValueError", "message": "no", "cell": 1})
+    make_run(tmp_path, "01_b")
+    table = pd.read_csv(write_table(tmp_path, "00_a"))
+    assert len(point_folders(tmp_path)) == 4
+    assert table.point.nunique() == 3
+    assert sorted(table.status) == ["failed", *["ok"] * 4]
+    assert set(map(tuple, table[["seq_len", "rates"]].values)) == {(16, "[1, 2]"), (8, "[1, 4]"), (32, "[1, 2]")}
+    assert table.case.value_counts().to_dict() == {"a | b": 2, "b": 2}
+    assert table.ratio.dropna().to_list() == [1.5, 1.5]

@@ -146,8 +146,7 @@ def test_the_figure_and_the_ledger_read_the_table_alone(counting, tmp_path):
     for axes in drawn.axes:
         assert len(axes.collections) == 3  # a series a kernel
         assert axes.get_title().startswith("forward ")
-    rows = pd.read_csv(tmp_path / "counters.csv").to_dict("records")
-    cases = gained_and_counted(rows, dilation=4).query("how == 'counted in forward'")
+    cases = gained_and_counted(records, dilation=4).query("how == 'counted in forward'")
     assert len(cases) == 4  # of the forward, dilation and row size
     found = table[table.kernel == "forward"].pivot(index=["row_bytes", "dilation"], columns="layout").l2_found_percent
     expected = (found.hilbert - found.linear).to_dict()

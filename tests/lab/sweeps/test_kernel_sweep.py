@@ -13,8 +13,8 @@ from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.lab import committed
 from hilbert_lib.lab import pairs as paired
+from hilbert_lib.lab import records as committed
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
 from hilbert_lib.lab.figures import kernels as figures

@@ -1,0 +1,139 @@
+"""The numbers that README and notebooks tell are those of the records, and stand in their slots."""
+
+import gzip
+import re
+import statistics
+
+import pytest
+
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
+from hilbert_lib.lab.ledger.numbers import numbers
+from hilbert_lib.lab.ledger.slots import SLOT, fill, filled_texts
+from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records
+
+
+def pairs(notebook, sweep, a, b, **given):
+    """The records of two sides, whose parameters are as given; b is "" for any."""
+    return [
+        each
+        for each in read_records(newest_run(notebook) / RESULTS)
+        if "a" in each
+        and each["b"]["parameters"].items() >= {"sweep": sweep, **given}.items()
+        and (each["a"]["name"] == a or not a)
+        and (each["b"]["name"] == b or not b)
+    ]
+
+
+def test_every_text_holds_the_numbers_of_the_newest_records():
+    texts = filled_texts()
+    assert {path.name for path in texts} >= {"README.md", "09_verdict.ipynb"}
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is not that of the records: make numbers"
+
+
+def test_a_slot_without_a_number_is_refused():
+    text = "<!--a-->1<!--/--> to <!--b-->\n2\n<!--/-->"
+    assert fill(text, {"a": "3", "b": "4"}) == "<!--a-->3<!--/--> to <!--b-->4<!--/-->"
+    with pytest.raises(ValueError, match="got 'c'"):
+        fill("<!--c-->1<!--/-->", {"a": "1"})
+
+
+def test_numbers_are_found_below_another_root_and_links_lead_from_the_file(tmp_path):
+    (tmp_path / "reports").mkdir()
+    for name in ("README.md", "reports/README.md"):
+        (tmp_path / name).write_text("ran on <!--06_run-->?<!--/-->")
+    above, below = filled_texts(tmp_path).values()
+    assert "](reports/h200/" in above
+    assert "](h200/" in below
+
+
+def test_links_of_the_evidence_lead_to_files_that_exist():
+    links = re.findall(r"\]\(([^)#]+)\)", (REPORTS / "README.md").read_text())
+    assert len(links) > 20
+    assert not [link for link in links if not (REPORTS / link).exists()]
+
+
+def test_the_table_of_runs_has_the_newest_of_each_notebook_and_machine():
+    folders = re.findall(r"\[its records\]\((\S+)\)", numbers()["runs"])
+    kinds = [(folder.split("/")[1], folder.split("/")[3][:2]) for folder in folders]
+    assert len(kinds) == len(set(kinds)) >= 12
+    assert {name for _, name in kinds} == {path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb")}
+    newest = newest_run("06_kernel_benchmarks").relative_to(ROOT).as_posix()
+    assert newest in folders
+
+
+def test_speeds_are_those_of_the_records_samples():
+    work = {"pattern": "reference", "is_causal": False, "length": 65536, "head_dim": 128, "direction": "forward"}
+    found = pairs("06_kernel_benchmarks", "backends", "", "triton", **work)
+    own = [ms for each in found for ms in each["b"]["samples_ms"]]
+    nearest = min(found, key=lambda each: each["ratio"])
+    beside = statistics.median(nearest["a"]["samples_ms"])
+    assert numbers()["forward_128"] == f"{found[0]['b']['useful_flop'] / statistics.median(own) / 1e9:.0f}"
+    assert numbers()["forward_128_other"] == nearest["a"]["name"]
+    assert numbers()["forward_128_other_speed"] == f"{nearest['a']['useful_flop'] / beside / 1e9:.0f}"
+    told = [numbers()[f"forward_128_ratio{end}"] for end in ("", "_low", "_high")]
+    assert told == [f"{value:.2f}" for value in (nearest["ratio"], *nearest["interval"])]
+    assert numbers()["h100_forward_128"] != numbers()["forward_128"]
+
+
+def test_what_an_order_gains_is_that_of_the_record():
+    whole = pairs("06_kernel_benchmarks", "layouts", "linear", "hilbert")
+    whole = [each["ratio"] for each in whole if each["b"]["parameters"]["row_bytes"] % 128 == 0]
+    sizes = pairs("06_kernel_benchmarks", "claims", "linear", "hilbert", pair="two layouts")
+    every = [*whole, *(each["ratio"] for each in sizes)]
+    assert numbers()["rows_works"] == str(len(every))
+    assert numbers()["rows_hilbert_low"] == f"{min(every):.2f}"
+    assert numbers()["rows_hilbert_high"] == f"{max(every):.2f}"
+    work = {"row_bytes": int(numbers()["decoding_row_bytes"]), "dilation": int(numbers()["decoding_dilation"])}
+    gains = {}
+    for name in ("residue", "hilbert", "no table"):
+        found = pairs("06_kernel_benchmarks", "decoding", "linear", name, queries=1, **work)
+        gains[name] = found[0]["ratio"]
+    assert numbers()["decoding_best"] == f"{gains['residue'] / gains['no table']:.2f}"
+    assert numbers()["decoding_hilbert"] == f"{gains['hilbert'] / gains['no table']:.2f}"
+
+
+def test_grids_and_what_reordering_costs_are_those_of_the_record():
+    record = "08_where_a_curve_pays", "neighbourhood"
+    hilbert = pairs(*record, "raster", "hilbert", direction="forward")
+    ratios = [each["ratio"] for each in hilbert]
+    assert numbers()["grid_works"] == str(len(hilbert))
+    assert numbers()["grid_faster"] == str(sum(each["interval"][0] > 1.01 for each in hilbert))
+    assert (numbers()["grid_best"], numbers()["grid_worst"]) == (f"{max(ratios):.2f}", f"{min(ratios):.2f}")
+    anew = pairs(*record, "hilbert", "hilbert, reordered", direction="forward")
+    kept = [each["ratio"] for each in anew]
+    assert (numbers()["reordered_low"], numbers()["reordered_high"]) == (f"{min(kept):.2f}", f"{max(kept):.2f}")
+    small = {"side": 256, "window": 5, "block_size": 64, "direction": "forward"}
+    (once,) = pairs(*record, "raster", "hilbert", **small)
+    (left,) = pairs(*record, "hilbert", "hilbert, reordered", **small)
+    assert numbers()["small_each"] == f"{once['ratio'] * left['ratio']:.2f}"
+
+
+def test_the_longest_sequences_are_those_of_the_record():
+    lines = [each for each in read_records(newest_run("07_ring_attention") / RESULTS) if each["out_error"] is not None]
+    longest = max(lines, key=lambda each: each["tokens"])
+    assert numbers()["ring_forward_tokens"] == f"{longest['tokens']:,}"
+    assert numbers()["ring_forward_seconds"] == f"{longest['forward_ms'] / 1e3:.2f}"
+    both = max((each for each in lines if each["backward"]), key=lambda each: each["tokens"])
+    assert numbers()["ring_both_seconds"] == f"{(both['forward_ms'] + both['backward_ms']) / 1e3:.2f}"
+
+
+def test_the_claims_are_counted_as_their_verdicts_say():
+    verdicts = [each.verdict for each in answers().values()]
+    counts = [sum(each == HOLDS for each in verdicts), sum(each.startswith(HOLDS_NOT) for each in verdicts)]
+    told = [int(numbers()[f"claims{kind}"]) for kind in ("_hold", "_hold_not", "_hold_when", "")]
+    assert told == [*counts, told[3] - sum(counts), len(verdicts)]
+
+
+def test_every_sentence_of_the_evidence_with_a_measured_number_has_a_slot():
+    text = SLOT.sub("", (REPORTS / "README.md").read_text())
+    assert not re.findall(r"\d+\.\d+x?\b", re.sub(r"\(\S+\)", "", text)), "a measured number is typed by hand"
+
+
+def test_no_record_names_a_folder_of_the_machine_that_made_it():
+    for path in REPORTS.glob("h*/**/*"):
+        if path.suffix in (".ipynb", ".json", ".jsonl", ".gz"):
+            content = path.read_bytes()
+            text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+            found = re.findall(r"\W((?:/|\.\./)(?:tmp|home|root|work|mnt)/\w+)", text)
+            assert not found, (path.name, found[:3])

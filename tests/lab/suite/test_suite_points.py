@@ -1,0 +1,180 @@
+"""Parameters, points and grids: what is refused is refused before anything runs."""
+
+import pytest
+from tiny_notebooks import PARAMETERS, write_notebook
+
+from hilbert_lib.lab.suite.parameters import check_value, parse_value, read_parameter_file
+from hilbert_lib.lab.suite.points import find_notebooks, make_grid, make_points, read_notebook, take_shard
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    return read_notebook(write_notebook(tmp_path_factory.mktemp("notebooks"), "00_tiny", "print(seq_len)"))
+
+
+def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook):
+    assert (notebook.title, notebook.question, notebook.answer) == ("Title", "Question?", "The answer.")
+    assert list(notebook.parameters) == ["seq_len", "scale", "causal", "order", "rates", "seed", "output_dir"]
+    rates = notebook.parameters["rates"]
+    assert (rates.annotation, rates.default, rates.meaning) == ("list[int]", [1, 2], "dilations")
+    assert type(notebook.parameters["scale"].default) is float
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "device: str | None = None  # no such type",
+        "seq_len = 8  # no type",
+        "seq_len: int = 2**3  # no literal",
+        "seq_len: int = 0.5  # another type",
+        "seq_len: int",
+        "import torch",
+        "seq_len: int = = 1",
+    ],
+)
+def test_a_parameter_that_is_no_typed_literal_is_refused(tmp_path, line):
+    path = write_notebook(tmp_path, "00_bad", parameters=line)
+    with pytest.raises(ValueError, match=r"00_bad\.ipynb"):
+        read_notebook(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "value"),
+    [
+        ("4", "int", 4),
+        ("1", "float", 1.0),
+        ("true", "bool", True),
+        ("1, 2", "str", "1, 2"),
+        ("1,2,4", "list[int]", [1, 2, 4]),
+        ("[1, 2, 4]", "list[int]", [1, 2, 4]),
+        ("", "list[int]", []),
+        ("0.5,1", "list[float]", [0.5, 1.0]),
+        ("no, 1, 'a,b'", "list[str]", ["no", "1", "a,b"]),
+    ],
+)
+def test_a_word_of_the_command_line_gets_the_type_of_its_parameter(text, annotation, value):
+    parsed = parse_value("name", text, annotation)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation"),
+    [("1.5", "int"), ("", "int"), ("x", "float"), ("1", "bool"), ("1,x", "list[int]"), ("[1, 2", "list[int]"),
+     ("[[1], [2]]", "list[int]"), ("[[a]]", "list[str]")],
+)  # fmt: skip
+def test_a_word_of_another_type_is_refused_by_name(text, annotation):
+    with pytest.raises(TypeError, match="seed must be"):
+        parse_value("seed", text, annotation)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [(True, "int"), (1.0, "int"), ("1", "int"), (1, "bool"), (1, "list[int]"), ([True], "list[int]")],
+)
+def test_a_value_of_a_file_is_not_bent_to_its_type(value, annotation):
+    with pytest.raises(TypeError, match="seed must be"):
+        check_value("seed", value, annotation)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("sizes:\n  seq_len: 8\n", "sections: sizes"), ("- 1\n", "name: value"), ("a: [1", "is not YAML")],
+)
+def test_a_file_that_is_not_flat_is_refused(tmp_path, text, message):
+    path = tmp_path / "sizes.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_parameter_file(path)
+
+
+def test_the_command_line_goes_before_the_file(notebook):
+    (point,) = make_points([notebook], {"seq_len": "32"}, {"seq_len": 64, "rates": [4], "scale": 1})
+    assert point.changes == {"seq_len": 32, "rates": [4], "scale": 1.0}
+    assert point.parameters["order"] == "hilbert"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("sed", "did you mean 'seed'"), ("zzz", "there are: seq_len"), ("output_dir", "--out")]
+)
+def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, name, message):
+    for make in (
+        lambda: make_points([notebook], {name: "1"}, {}),
+        lambda: make_points([notebook], {}, {name: 1}),
+        lambda: make_grid(notebook, {name: "1,2"}, {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_parameter_must_fit_every_notebook_of_the_call(tmp_path):
+    write_notebook(tmp_path, "00_with")
+    write_notebook(tmp_path, "01_without", parameters="side: int = 4  # cells")
+    with pytest.raises(ValueError, match="seq_len is no parameter of 01_without"):
+        make_points(find_notebooks(tmp_path), {"seq_len": "8"}, {})
+
+
+def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
+    write_notebook(tmp_path, "01_b")
+    write_notebook(tmp_path, "00_a")
+    assert [each.name for each in find_notebooks(tmp_path)] == ["00_a", "01_b"]
+    assert [each.name for each in find_notebooks(tmp_path, ["notebooks/01_b.ipynb"])] == ["01_b"]
+    with pytest.raises(ValueError, match="did you mean '00_a'"):
+        find_notebooks(tmp_path, ["00_aa"])
+    with pytest.raises(ValueError, match="holds no notebooks"):
+        find_notebooks(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_broken_notebook_is_named_and_stops_no_call_for_another(tmp_path, text):
+    write_notebook(tmp_path, "00_good")
+    (tmp_path / "99.ipynb").write_text(text)
+    assert [each.name for each in find_notebooks(tmp_path, ["00_good"])] == ["00_good"]
+    with pytest.raises(ValueError, match=r"^99\.ipynb: "):
+        find_notebooks(tmp_path)
+
+
+def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
+    def point(code="print(1)", parameters=PARAMETERS, **texts):
+        notebook = read_notebook(write_notebook(tmp_path, "00_a", code, parameters=parameters))
+        return make_points([notebook], texts, {})[0]
+
+    default, same, other = point(), point(seq_len="08"), point(seq_len="9")
+    assert (default.name, default.key) == (same.name, same.key)
+    assert other.name != default.name
+    assert other.key != default.key
+    edited, another_default = point("print(2)"), point(parameters=PARAMETERS.replace("seed: int = 0", "seed: int = 1"))
+    for changed in (edited, another_default):
+        assert changed.name == default.name
+        assert changed.key != default.key
+
+
+def test_the_name_of_a_point_shows_what_turns_as_far_as_it_fits(notebook):
+    grid = make_grid(notebook, {"rates": "1,2;[4]", "causal": "true"}, {"order": "a b/c"})
+    assert [point.name[:-8] for point in grid] == [
+        "00_tiny-causal=true-order=a_b_c-",
+        "00_tiny-rates=4-causal=true-order=a_b_c-",
+    ]
+    (long,) = make_points([notebook], {"seq_len": "9", "rates": ",".join("1" * 50)}, {})
+    assert long.name[:-8] == "00_tiny-seq_len=9-"
+
+
+def test_a_grid_holds_every_combination_once(notebook):
+    grid = make_grid(notebook, {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}, {"scale": 2})
+    found = [(point.parameters["rates"], point.parameters["seed"]) for point in grid]
+    assert found == [([1], 0), ([1], 1), ([1, 2], 0), ([1, 2], 1), ([4], 0), ([4], 1)]
+    assert all(point.parameters["order"] == "snake" and point.parameters["scale"] == 2.0 for point in grid)
+    assert len({point.name for point in grid}) == len(grid)
+
+
+@pytest.mark.parametrize("jobs", [1, 3, 7])
+def test_shards_share_out_every_point_once(jobs):
+    points = list(range(6))
+    shares = [take_shard(points, f"{job}/{jobs}") for job in range(1, jobs + 1)]
+    assert sorted(point for share in shares for point in share) == points
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "-1/2"])
+def test_a_shard_outside_of_the_jobs_is_refused(shard):
+    with pytest.raises(ValueError, match="shard must be i/n"):
+        take_shard([1, 2], shard)
