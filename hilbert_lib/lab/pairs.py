@@ -122,6 +122,17 @@ def run_sides(
         )
 
 
+def time_cases(
+    *cases: Case, device: torch.device, took: float, repetitions: int = 20, seconds: float = 2.0
+) -> Measurement | Comparison:
+    """Time one case, or two in turn, whose calls take so long together; slow ones with fewer samples than asked."""
+    samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
+    how = {"device": device, "repetitions": samples, "warmup": 2}
+    if device.type == "cuda":
+        how["min_sample_ms"] = MIN_SAMPLE_MS
+    return compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
+
+
 def recorded_before(output_dir: str) -> dict[str, dict]:
     """What a folder's results.jsonl holds from this code on this hardware, by `identity`."""
     return Kept(output_dir, _record_identity).known
@@ -155,11 +166,7 @@ def _time(sides: tuple[Side, ...], device: torch.device, repetitions: int, secon
         Case(side.name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes)
         for side, error in zip(sides, errors, strict=True)
     ]
-    samples = max(5, min(repetitions, int(seconds / (2 * took))))  # a pair's sample follows an untimed call
-    how = {"device": device, "repetitions": samples, "warmup": 2}
-    if device.type == "cuda":
-        how["min_sample_ms"] = MIN_SAMPLE_MS
-    measured = compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
+    measured = time_cases(*cases, device=device, took=took, repetitions=repetitions, seconds=seconds)
     return Recorded(measured, peaks, difference).record()
 
 

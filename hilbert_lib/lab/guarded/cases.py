@@ -12,9 +12,9 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results
+from hilbert_lib.lab.pairs import Recorded, Results, time_cases
 from hilbert_lib.lab.tables import ratio_table, side_table
-from hilbert_lib.lab.timing import Case, compare_paired, measure
+from hilbert_lib.lab.timing import Case
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
 from hilbert_lib.limits.memory import measure_peak
@@ -24,7 +24,6 @@ from hilbert_lib.pattern import DilatedPattern, check_pattern
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
 SWEEP = "attention"
-SAMPLES, LEAST_SAMPLES, SECONDS = 20, 5, 2.0  # of a side; slow calls take fewer samples, to stay near so many seconds
 
 
 @dataclass(frozen=True)
@@ -123,16 +122,13 @@ def measure_attention(point: dict) -> Iterator[dict]:
     >>> [record["kind"] for record in measure_attention(point)]
     ['measurement']
     """
-    how = {"device": point["device"], "warmup": 2}
-    if torch.device(point["device"]).type == "cuda":
-        how["min_sample_ms"] = MIN_SAMPLE_MS
+    device = torch.device(point["device"])
     cases = attention_cases(point)
     first, first_peak, first_seconds = next(cases)
     if len(point["sides"]) == 1:
-        measured = measure(first, repetitions=_samples(first_seconds), **how)
-        yield Recorded(measured, (first_peak,), None).record()
+        yield Recorded(time_cases(first, device=device, took=first_seconds), (first_peak,), None).record()
     for other, peak, seconds in cases:
-        measured = compare_paired(first, other, repetitions=_samples(first_seconds + seconds), **how)
+        measured = time_cases(first, other, device=device, took=first_seconds + seconds)
         yield Recorded(measured, (first_peak, peak), None).record()
 
 
@@ -141,8 +137,9 @@ def attention_refusal(point: dict, side: str) -> str:
     work = _work(point)
     if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
         return "its kernels are interpreted here: their times mean nothing"
-    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))  # stands in for q without its memory
-    q = one.requires_grad_(point["direction"] == "backward").expand(1, work.length, work.heads, work.head_dim)
+    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))
+    one.requires_grad_(point["direction"] == "backward")
+    q = one.expand(1, work.length, work.heads, work.head_dim)  # without the memory of q
     return BACKENDS[side].refusal(q, work.call)
 
 
@@ -249,7 +246,3 @@ def _backward(work: Workload, name: str) -> Callable[[], Results]:
 
 def _attend(work: Workload, name: str, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return dilated_attention(*qkv, work.pattern, is_causal=work.is_causal, backend=name)
-
-
-def _samples(took: float) -> int:
-    return max(LEAST_SAMPLES, min(SAMPLES, int(SECONDS / (2 * took))))  # a pair's sample follows an untimed call
