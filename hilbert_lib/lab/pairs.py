@@ -114,7 +114,7 @@ def run_sides(
             cases,
             lambda sides: _check(sides, checked) if checked else _time(sides, device, repetitions, seconds),
             key=lambda sides: identity(*sides),
-            of_record=_record_identity,
+            of_record=record_identity,
             output_dir=output_dir,
             write=checked is None,
             label=_label,
@@ -135,7 +135,7 @@ def time_cases(
 
 def recorded_before(output_dir: str) -> dict[str, dict]:
     """What a folder's results.jsonl holds from this code on this hardware, by `identity`."""
-    return Kept(output_dir, _record_identity).known
+    return Kept(output_dir, record_identity).known
 
 
 def identity(*sides: Side | Case) -> str:
@@ -143,7 +143,8 @@ def identity(*sides: Side | Case) -> str:
     return identity_of([vars(side) for side in sides])
 
 
-def _record_identity(record: dict) -> str | None:
+def record_identity(record: dict) -> str | None:
+    """`identity` of what a record is of; None for a record that is of no sides."""
     return identity_of(sides_of(record)) if "a" in record or "name" in record else None
 
 
