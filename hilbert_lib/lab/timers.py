@@ -4,10 +4,19 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from hilbert_lib.lab.environment import sm_clocks_mhz
+
+
+class Sample(NamedTuple):
+    """One timed stretch of calls."""
+
+    ms: float
+    host_ms: float  # what the host took; with `waited`, host and device together
+    waited: bool  # whether the device waited for the host all the same: then the time holds launches
 
 
 class CpuTimer:
@@ -16,20 +25,19 @@ class CpuTimer:
     device = "cpu"
 
     def __init__(self):
-        self._times_ms = []
+        self._samples = []
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
         start = time.perf_counter_ns()
         for _ in range(calls):
             run()
-        self._times_ms.append((time.perf_counter_ns() - start) / 1e6)
+        took = (time.perf_counter_ns() - start) / 1e6
+        self._samples.append(Sample(took, took, False))
 
-    def finish(self) -> list[float]:
-        """The times in ms since the last call of finish."""
-        times, self._times_ms = self._times_ms, []
-        self.waited = [False] * len(times)
-        self.host_ms = times  # which is all there is
-        return times
+    def finish(self) -> list[Sample]:
+        """The samples since the last call of finish."""
+        samples, self._samples = self._samples, []
+        return samples
 
     def sm_clock_mhz(self) -> None:
         return None
@@ -44,12 +52,7 @@ MOST_CYCLES = 32 * LEAD_CYCLES
 
 
 class CudaTimer:
-    """Times stretches of calls by events on the device's stream, without the host's launch costs.
-
-    `waited` says, for each time of the last `finish`, whether the device waited for the host all the same, as it does
-    where calls wait for the device or are more than its queue holds: such a time holds launches. `host_ms` says how
-    long the host took for each, and where the device waited, how long both together.
-    """
+    """Times stretches of calls by events on the device's stream, without the host's launch costs."""
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -80,13 +83,11 @@ class CudaTimer:
             waited = start.query()
         return start, end, host_ms, waited
 
-    def finish(self) -> list[float]:
-        """The times in ms since the last call of finish, once the device has done all of it."""
+    def finish(self) -> list[Sample]:
+        """The samples since the last call of finish, once the device has done all of it."""
         torch.cuda.synchronize(self._device)
         events, self._events = self._events, []
-        self.waited = [waited for *_, waited in events]
-        self.host_ms = [host_ms for *_, host_ms, _ in events]
-        return [start.elapsed_time(end) for start, end, *_ in events]
+        return [Sample(start.elapsed_time(end), host_ms, waited) for start, end, host_ms, waited in events]
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]

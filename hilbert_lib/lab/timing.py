@@ -186,7 +186,7 @@ def _measure_in_turn(
     for case in cases:
         for _ in range(warmup):
             timer.sample(case.run, 1)
-        shortest_ms = max(min(timer.finish()), 1e-4)  # 100 ns, the coarsest resolution of perf_counter_ns
+        shortest_ms = max(min(timer.finish()).ms, 1e-4)  # 100 ns, the coarsest resolution of perf_counter_ns
         calls.append(max(1, math.ceil(min_sample_ms / shortest_ms)))
     clock_before = timer.sm_clock_mhz()
     turn = list(range(len(cases)))
@@ -195,27 +195,25 @@ def _measure_in_turn(
         if len(cases) > 1:
             cases[index].run()  # the other case has taken the cache
         timer.sample(cases[index].run, calls[index])
-    times = np.array(timer.finish())
-    waited, host_ms = np.array(timer.waited), np.array(timer.host_ms)
-    free = [~waited & np.equal(schedule, index) for index in range(len(cases))]
-    clocks = (clock_before, timer.sm_clock_mhz())
-    return [
-        Measurement(
-            case.name,
-            case.parameters,
-            case.error,
-            case.useful_flop,
-            case.useful_bytes,
-            device=timer.device,
-            warmup=warmup,
-            calls_per_sample=calls[index],
-            samples_ms=tuple((times[np.equal(schedule, index)] / calls[index]).tolist()),
-            sm_clock_mhz=clocks,
-            with_launches=bool(np.any(waited[np.equal(schedule, index)])),
-            host_ms=float(np.median(host_ms[free[index]] / calls[index])) if free[index].any() else None,
+    samples, clocks = timer.finish(), (clock_before, timer.sm_clock_mhz())
+    measured = []
+    for index, (case, count) in enumerate(zip(cases, calls, strict=True)):
+        own = [sample for sample, of in zip(samples, schedule, strict=True) if of == index]
+        free = [sample.host_ms / count for sample in own if not sample.waited]
+        known = (case.name, case.parameters, case.error, case.useful_flop, case.useful_bytes)
+        measured.append(
+            Measurement(
+                *known,
+                device=timer.device,
+                warmup=warmup,
+                calls_per_sample=count,
+                samples_ms=tuple(sample.ms / count for sample in own),
+                sm_clock_mhz=clocks,
+                with_launches=any(sample.waited for sample in own),
+                host_ms=float(np.median(free)) if free else None,
+            )
         )
-        for index, case in enumerate(cases)
-    ]
+    return measured
 
 
 def resampled_medians(samples: Sequence[float], rng: np.random.Generator) -> np.ndarray:
