@@ -8,7 +8,7 @@ and v through a table, since without one Hopper's own kernels serve them.
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
 from multiprocessing import get_context
 
 import click
@@ -17,7 +17,7 @@ from triton import OutOfResources
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.triton.arguments import CONFIGS, Config
-from hilbert_lib.lab.pairs import Results, Side, run_sides
+from hilbert_lib.lab.pairs import Results, run_sides
 from hilbert_lib.lab.workload import Workload
 
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
@@ -83,27 +83,21 @@ def pairs(group: tuple[str, tuple[int, int]], length: int, heads: int, device: t
     work = Workload(PATTERN, length, heads, head_dim, device, dtype=DTYPES[size])
     through_a_table = size == 2 and head_dim <= 128
     options = {"kv_ordering": Ordering.linear(length) if through_a_table else None, "backend": "triton"}
-    out = cache(lambda: dilated_attention(*work.leaves, PATTERN, **options))
-
-    def forward() -> Results:
-        with torch.no_grad():
-            return (dilated_attention(*work.tensors[:3], PATTERN, **options),)
-
-    def backward() -> Results:
-        return torch.autograd.grad(out(), work.leaves, work.tensors[3], retain_graph=True)
-
-    flop_forward, _, flop_backward, _ = work.flop_and_bytes
-    run, flop = (forward, flop_forward) if kernel == "forward" else (backward, flop_backward)
-    parameters = {"sweep": "configurations", "kernel": kernel, "table": through_a_table, **work.parameters}
-    ours = Side(name_of(CONFIGS[kernel][group[1]]), parameters, run, work.error, flop)
+    about = {"sweep": "configurations", "kernel": kernel, "table": through_a_table}
+    ours = work.side(
+        name_of(CONFIGS[kernel][group[1]]),
+        lambda q, k, v, work: dilated_attention(q, k, v, PATTERN, **options),
+        "forward" if kernel == "forward" else "backward",
+        **about,
+    )
     for numbers in CANDIDATES[kernel][group[1]]:
         config = Config(*numbers)
 
-        def run_other(config=config) -> Results:
+        def run(config=config) -> Results:
             with in_place(kernel, group[1], config):
-                return run()
+                return ours.run()
 
-        yield Side(name_of(config), parameters, run_other, work.error, flop), ours
+        yield replace(ours, name=name_of(config), run=run), ours
 
 
 def fits(name: str, length: int, heads: int, device: torch.device) -> list[bool]:

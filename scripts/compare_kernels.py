@@ -23,13 +23,14 @@ import click
 import torch
 
 import hilbert_lib.attention.triton.hopper as package
-from hilbert_lib import DilatedPattern, get_gpu_info
+from hilbert_lib import DilatedPattern, dilated_attention, get_gpu_info
 from hilbert_lib.attention.triton import launch
 from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.cli.options import Numbers, usage_errors
 from hilbert_lib.lab.pairs import Side, run_sides
 from hilbert_lib.lab.sweeps.kernels import backends
+from hilbert_lib.lab.workload import Workload, grid
 
 # In this order, since forward.py imports steps.py.
 OURS = {"steps": steps, "forward": forward, "backward": backward, "division": division}
@@ -75,6 +76,11 @@ def in_place(folder: Path) -> Iterator[None]:
         launch.division = division
 
 
+def attend(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Workload) -> torch.Tensor:
+    """The call that is timed."""
+    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
+
+
 def pairs(
     folders: Sequence[Path], dilation_rates: Sequence[int], directions: Sequence[str], **shape
 ) -> Iterator[tuple[Side, Side]]:
@@ -84,13 +90,13 @@ def pairs(
         folders: of the versions.
         dilation_rates: of the branches, whose segments double from 2,048 on.
         directions: of `DIRECTIONS`.
-        **shape: lengths, heads, head_dims and device, as `backends` takes them.
+        **shape: lengths, heads, head_dims and device, as `grid` takes them.
     """
     pattern = DilatedPattern([2048 << n for n in range(len(dilation_rates))], dilation_rates)
     for folder in folders:
         # By what it holds, too: a record of the same name is not taken for it.
         name = f"{folder.name}-{sha256(b''.join(path.read_bytes() for path in files(folder))).hexdigest()[:8]}"
-        for theirs, ours in backends({"doubling": pattern}, opponents=["triton"], **shape):
+        for theirs, ours in backends(grid({"doubling": pattern}, **shape), attend, ["triton"]):
             if theirs.parameters["direction"] not in directions:
                 continue
 

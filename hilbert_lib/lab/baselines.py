@@ -2,11 +2,14 @@
 
 Each computes the function of `dilated_attention`, exactly. "torchscale" and "fkodom" go through the steps of those
 packages in eager mode; where a package computes something else, the restatement keeps the steps and corrects that.
+"torchscale": a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse.
+"fkodom": one group of heads a branch: slices, dense attention, zeros.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +26,14 @@ from hilbert_lib.pattern import DilatedPattern, rows_in_segment
 DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """One way to compute dilated attention without this library's kernels.
 
     Attributes:
-        name: its key in `BASELINES`.
-        note: what it does, in a line.
-        refusal: gives the reason why it cannot serve q and a call, or "" where it can.
+        refusal: the reason why it cannot serve q and a call, or "" where it can.
         run: the output (batch, seq, heads, head_dim) of q, k, v and a call; differentiable.
     """
 
-    name: str
-    note: str
     refusal: Callable[[Tensor, Call], str]
     run: Callable[[Tensor, Tensor, Tensor, Call], Tensor]
 
@@ -73,15 +71,9 @@ class _Torchscale(torch.autograd.Function):
         totals = [torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v)]
         for branch in range(len(call.pattern.branches)):
             for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
-                parts = ctx.kernel.backward(
-                    rows.of_queries(dout),
-                    rows.of_queries(q),
-                    rows.of_keys(k),
-                    rows.of_keys(v),
-                    rows.of_queries(out),
-                    rows.of_queries(lse),
-                    Problem(call.scale, call.is_causal),
-                )
+                qs, ks, vs, dos = rows.of_queries(q), rows.of_keys(k), rows.of_keys(v), rows.of_queries(dout)
+                results = rows.of_queries(out), rows.of_queries(lse)
+                parts = ctx.kernel.backward(dos, qs, ks, vs, *results, Problem(call.scale, call.is_causal))
                 indices = rows.queries, rows.keys, rows.keys
                 for total, index, part in zip(totals, indices, parts, strict=True):
                     total.flatten(1, 2).index_add_(1, index, rows.flat(part).to(total.dtype))
@@ -192,20 +184,7 @@ def _flex_refusal(q: Tensor, call: Call) -> str:
 
 
 BASELINES = {
-    baseline.name: baseline
-    for baseline in (
-        Baseline(
-            "flex",
-            "FlexAttention under autograd: unlike the backend, its backward runs no second forward",
-            _flex_refusal,
-            _flex,
-        ),
-        Baseline(
-            "torchscale",
-            "a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse",
-            _eager_refusal,
-            _Torchscale.apply,
-        ),
-        Baseline("fkodom", "one group of heads a branch: slices, dense attention, zeros", _fkodom_refusal, _fkodom),
-    )
+    "flex": Baseline(_flex_refusal, _flex),  # under autograd: unlike the backend, its backward runs no second forward
+    "torchscale": Baseline(_eager_refusal, _Torchscale.apply),
+    "fkodom": Baseline(_fkodom_refusal, _fkodom),
 }

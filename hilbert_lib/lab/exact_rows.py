@@ -20,20 +20,6 @@ def sampled_positions(
     """Random positions, moved inside their segments into the branches of a KV head, taken in turn; sorted, each once.
 
     A position stays where it is if the branch has none in its segment, as in a short last one.
-
-    Args:
-        pattern: the branches.
-        length: tokens.
-        kv_head, kv_heads: the KV head, and how many there are.
-        count: how many are drawn; fewer come back where some are alike.
-        seed: of the draw.
-
-    Returns:
-        (count,) int64 or fewer, on the CPU.
-
-    >>> positions = sampled_positions(DilatedPattern((8,), (4,)), 64, kv_head=1, kv_heads=2, count=3, seed=0)
-    >>> (positions % 4).unique().tolist()
-    [1]
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     positions = torch.randint(length, (count,), generator=generator, device="cpu")
@@ -51,20 +37,9 @@ def sampled_positions(
 
 
 def exact_out(q: Tensor, k: Tensor, v: Tensor, call: Call, *, head: int, queries: Tensor) -> Tensor:
-    """Rows of the output.
+    """Rows of the output at some positions of a query head, (rows, head_dim) float64; padding and dropout do not count.
 
-    Args:
-        q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim), in sequence order.
-        call: the rest of the request; padding and dropout are not looked at.
-        head: query head.
-        queries: their positions, (rows,) int64, sorted.
-
-    Returns:
-        (rows, head_dim) float64.
-
-    >>> x, one = torch.ones(1, 4, 1, 2), torch.tensor([1])
-    >>> exact_out(x, x, x, Call(DilatedPattern((4,), (1,))), head=0, queries=one).round(decimals=9).tolist()
-    [[1.0, 1.0]]
+    q, k and v are (batch, seq, heads, head_dim) in sequence order; `queries` are sorted.
     """
     out = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)
     for rows, keys, weights in _weights(q, k, call, head, queries.to(q.device)):
@@ -75,23 +50,7 @@ def exact_out(q: Tensor, k: Tensor, v: Tensor, call: Call, *, head: int, queries
 def exact_gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call, *, kv_head: int, queries: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of dq, of the first query head of a KV head, and of dk and dv.
-
-    Args:
-        q, k, v, call: as in `exact_out`.
-        dout: gradient of the output, shaped like q.
-        kv_head: the KV head.
-        queries, keys: positions, (rows,) and (columns,) int64, sorted.
-
-    Returns:
-        dq (rows, head_dim), dk and dv (columns, head_dim), all float64.
-
-    >>> x = torch.ones(1, 4, 1, 2)
-    >>> one = torch.tensor([1])
-    >>> call = Call(DilatedPattern((4,), (1,)))
-    >>> exact_gradients(x, x, x, x, call, kv_head=0, queries=one, keys=one)[2].round(decimals=9).tolist()
-    [[1.0, 1.0]]
-    """
+    """Rows of dq, of the first query head of a KV head, at `queries`, and of dk and dv at `keys`; as in `exact_out`."""
     group = q.shape[2] // k.shape[2]
     queries = queries.to(q.device)
     dq = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)

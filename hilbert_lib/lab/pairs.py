@@ -10,7 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.sweep import Kept, sweep
+from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
 from hilbert_lib.lab.timing import Case, Comparison, Measurement, compare_paired, measure
@@ -131,11 +131,6 @@ def time_cases(
     if device.type == "cuda":
         how["min_sample_ms"] = MIN_SAMPLE_MS
     return compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
-
-
-def recorded_before(output_dir: str) -> dict[str, dict]:
-    """What a folder's results.jsonl holds from this code on this hardware, by `identity`."""
-    return Kept(output_dir, record_identity).known
 
 
 def identity(*sides: Side | Case) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from hilbert_lib.files import write_whole
-from hilbert_lib.lab.environment import MACHINE, environment
+from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
 
 RESULTS, PACKED = "results.jsonl", ".gz"
@@ -165,6 +165,20 @@ def run_environment(run: Path, file: str = RESULTS) -> dict:
     if manifest.exists():
         return json.loads(manifest.read_text())["environment"]
     return read_records(run / (RESULTS if has_records(run / RESULTS) else file))[-1]["environment"]
+
+
+def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
+    """The records of a notebook's `newest_run`; empty where there is none."""
+    run = newest_run(notebook)
+    return read_records(run / RESULTS) if run else []
+
+
+def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:
+    """These records where they hold times, otherwise a notebook's committed ones; and their source, for a title."""
+    if any(record.get("kind") != "check" for record in records):
+        return records, say_hardware(records[0]["environment"])
+    committed = committed_records(notebook)
+    return committed, f"committed record, {say_hardware(committed[0]['environment'])}" if committed else ""
 
 
 def compare_runs(*folders: str | Path) -> pd.DataFrame:

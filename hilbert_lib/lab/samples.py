@@ -10,7 +10,7 @@ from hilbert_lib.checks import integer
 
 
 @cache
-def _text_bytes() -> np.ndarray:
+def _text() -> np.ndarray:
     # The language reference as `help()` shows it: about half a megabyte of English prose and code.
     from pydoc_data.topics import topics
 
@@ -18,22 +18,8 @@ def _text_bytes() -> np.ndarray:
 
 
 def text_tokens(length: int) -> Tensor:
-    """The first bytes of Python's language reference, repeated where the text is shorter.
-
-    Args:
-        length: number of tokens, at least 1.
-
-    Returns:
-        (length,) int64, values 0 to 255.
-
-    Raises:
-        ValueError: if length is below 1.
-        TypeError: if it is no integer.
-
-    >>> text_tokens(3).shape
-    torch.Size([3])
-    """
-    return torch.from_numpy(np.resize(_text_bytes(), integer("length", length, least=1)).astype(np.int64))
+    """The first bytes of Python's language reference, repeated where it ends: (length,) int64, 0 to 255."""
+    return torch.from_numpy(np.resize(_text(), integer("length", length, least=1)).astype(np.int64))
 
 
 def text_qkv(
@@ -43,17 +29,12 @@ def text_qkv(
 
     Args:
         length: tokens.
-        heads: query heads.
+        heads: query heads. kv_heads: heads of k and v; by default as many.
         head_dim: size of one head.
-        kv_heads: heads of k and v; by default as many as heads.
         seed: of the table and the projections.
 
     Returns:
         q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), float32 on the CPU.
-
-    Raises:
-        ValueError: if a size is below 1, or the seed not from 0 to 2^63 - 1.
-        TypeError: if one of them is no integer.
 
     >>> q, k, v = text_qkv(8, heads=2, head_dim=4)
     >>> q.shape
@@ -71,31 +52,15 @@ def text_qkv(
     return project(heads), project(kv_heads), project(kv_heads)
 
 
-@cache
-def _photograph() -> np.ndarray:
-    from matplotlib import cbook, image
-
-    with cbook.get_sample_data("grace_hopper.jpg") as file:
-        return image.imread(file, format="jpg")[..., :3].mean(axis=-1) / 255
-
-
 def sample_image(rows: int, cols: int) -> np.ndarray:
-    """Matplotlib's portrait of Grace Hopper in grey, scaled to a grid by averaging.
-
-    Args:
-        rows: rows of the grid.
-        cols: columns of the grid.
-
-    Returns:
-        (rows, cols) float64, 0 black to 1 white.
-
-    Raises:
-        ValueError: if rows or cols is below 1.
-        TypeError: if one of them is no integer.
+    """Matplotlib's portrait of Grace Hopper in grey, scaled to a grid by averaging: (rows, cols), 0 black to 1 white.
 
     >>> sample_image(4, 3).shape
     (4, 3)
     """
+    from matplotlib import cbook, image
+
     grid = integer("rows", rows, least=1), integer("cols", cols, least=1)
-    picture = torch.from_numpy(_photograph().copy())[None, None]
-    return torch.nn.functional.adaptive_avg_pool2d(picture, grid)[0, 0].numpy()
+    with cbook.get_sample_data("grace_hopper.jpg") as file:
+        grey = image.imread(file, format="jpg")[..., :3].mean(axis=-1) / 255
+    return torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(grey)[None, None], grid)[0, 0].numpy()

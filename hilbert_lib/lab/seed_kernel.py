@@ -48,13 +48,8 @@ def seed_attention(
 ) -> Tensor:
     """One of the two functions that the documents timed; `seeds.seed_key_sets` says which keys they select.
 
-    Args:
-        q, k, v: (1, seq, heads, head_dim), contiguous; head_dim a power of two; seq a multiple of segment_length.
-        segment_length: w. dilation_rate: r.
-        order: (seq,) int32, the documents' mapping, for their "Hilbert" kernel; None for their standard one.
-
-    Returns:
-        (1, seq, heads, head_dim).
+    q, k, v and the result are (1, seq, heads, head_dim), contiguous, head_dim a power of two, seq a multiple of
+    segment_length. order is the documents' mapping, (seq,) int32, for their "Hilbert" kernel, else None.
     """
     _, length, heads, head_dim = q.shape
     out = torch.empty_like(q)

@@ -1,9 +1,8 @@
 """Choosing a backend by measurement: each candidate beside what "auto" takes, and what the choice is worth."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
 from hilbert_lib.checks import boolean
-from hilbert_lib.lab.pairs import Results, Side, run_sides
+from hilbert_lib.lab.pairs import run_sides
+from hilbert_lib.lab.sweeps.kernels import Named, Pairs, single_branches
 from hilbert_lib.lab.tables import of_sweep, ratio_table
-from hilbert_lib.lab.workload import Workload
+from hilbert_lib.lab.workload import BOTH, Workload
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker
 from hilbert_lib.machine import kernel_mode
@@ -26,42 +26,28 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
-FORWARD, BOTH = "forward", "forward and backward"
+FORWARD = "forward"
 
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:
     """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
-    q = _stand_in(work, gradient=gradient)
-    names = [name for name, backend in BACKENDS.items() if not backend.refusal(q, work.call)]
+    q = work.stand_in(gradient=gradient)
     passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
-    return [name for name in names if name not in passed_over]
+    return [name for name, backend in BACKENDS.items() if name not in passed_over and not backend.refusal(q, work.call)]
 
 
 def chosen(work: Workload, *, gradient: bool) -> str:
     """What "auto" takes for this work."""
-    q = _stand_in(work, gradient=gradient)
+    q = work.stand_in(gradient=gradient)
     return explain_backend(q, q, q, work.pattern, is_causal=work.is_causal).chosen
 
 
-def works(
-    patterns: Mapping[str, DilatedPattern],
-    *,
-    lengths: Sequence[int],
-    heads: int,
-    head_dims: Sequence[int],
-    dtype: str,
-    device: torch.device,
-) -> Iterator[tuple[str, Workload]]:
-    """A grid of works, causal and not, each with the name of its pattern."""
-    for length, (name, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
-        yield name, Workload(pattern, length, heads, head_dim, device, is_causal, dtype=dtype)
-
-
-def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> Iterator[tuple[Side, Side]]:
+def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
     """Each candidate beside what "auto" takes, on the same work: the forward, then forward and backward as one.
 
     Args:
-        grid: of `works`.
+        works: of `workload.grid`.
+        attend: the output of (backend, q, k, v, work).
         names: what to compare with; by default all of `candidates`. Those that cannot serve are left out.
 
     Yields:
@@ -70,40 +56,42 @@ def pairs(grid: Iterable[tuple[str, Workload]], names: Sequence[str] = ()) -> It
     Raises:
         ValueError: for a name that no backend has.
     """
-    for name in names:
-        if name not in BACKENDS:
-            raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {name!r}")
-    for label, work in grid:  # not `product`, which would keep the tensors of all works
+    if unknown := [name for name in names if name not in BACKENDS]:
+        raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {unknown[0]!r}")
+    for label, work in works:  # not `product`, which would keep the tensors of all works
         for gradient in (False, True):
-            yield from _beside_choice(label, work, gradient, names or candidates(work, gradient=gradient))
+            yield from _beside_choice(label, work, attend, names or candidates(work, gradient=gradient), gradient)
 
 
-def orderings(
-    *, lengths: Sequence[int], rates: Sequence[int], row_bytes: Sequence[int], queries: int, heads: int, device: str
-) -> Iterator[tuple[Side, Side]]:
+def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence[str], gradient: bool) -> Pairs:
+    q, base = work.stand_in(gradient=gradient), chosen(work, gradient=gradient)
+    about = {"direction": BOTH if gradient else FORWARD, "sweep": SWEEP, "pattern": label}
+    for name in names:
+        if name != base and not BACKENDS[name].refusal(q, work.call):
+            yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
+
+
+def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **sizes) -> Pairs:
     """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
 
-    The first partner stores k and v itself, in its time; the second finds them stored, as the later calls on one cache
-    do. k and v lie heads first, where an order can matter.
+    The first partner stores k and v itself, in its time; the second finds them stored, as later calls on one cache do.
 
     Args:
-        lengths: keys. rates: dilation rates of the one branch. row_bytes: bytes of one head's row, in bfloat16.
-        queries: rows of q near the end of the sequence; 0 is all of it, in segments of 2048 keys.
-        heads: heads.
-        device: where to compute.
-
-    Yields:
-        ("in sequence order", "stored by the call"), ("in sequence order", "stored before").
+        attend: the output of (q, k, v, work, ordering), k and v stored in the ordering.
+        length: keys. queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys.
+        **sizes: dilations, row_bytes, heads and device of `single_branches`.
     """
-    for length, rate, size in product(lengths, rates, row_bytes):
-        segment = length if queries else min(length, 2048 * rate)
-        asked = ((length - queries) // rate * rate, queries) if queries else None
-        pattern = DilatedPattern((segment,), (rate,), offsets="zero")
-        work = Workload(pattern, length, heads, size // 2, torch.device(device), queries=asked, heads_first=True)
-        base = _ordering_side(work, "in sequence order", None, stored=False)
-        order = Ordering.residue(length, rate)
-        yield base, _ordering_side(work, "stored by the call", order, stored=False)
-        yield base, _ordering_side(work, "stored before", order, stored=True)
+    keys = length if queries else 2048
+    for work, about in single_branches(lengths=[length], queries=queries, keys=keys, **sizes):
+        about["sweep"], order = ORDERING_SWEEP, Ordering.residue(length, about["dilation"])
+        kept = cache(partial(work.stored, order))
+        ways = {
+            "in sequence order": lambda q, k, v, work: attend(q, k, v, work, None),
+            "stored by the call": lambda q, k, v, work, order=order: attend(q, *work.stored(order), work, order),
+            "stored before": lambda q, k, v, work, order=order, kept=kept: attend(q, *kept(), work, order),
+        }
+        base, *others = (work.side(name, way, **about) for name, way in ways.items())
+        yield from ((base, other) for other in others)
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
@@ -116,9 +104,9 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
         on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
 
     Returns:
-        direction and the parameters of a work, automatic (its choice), best, worst, over_best (its time over the best
-        one's: 1 where it chose the best), over_worst (the worst one's time over its own), and for each backend its time
-        over the automatic choice's (NaN where it cannot serve).
+        The parameters of a work, automatic (its choice), best, worst, over_best (its time over the best one's),
+        over_worst (the worst one's time over its own), and for each backend its time over the choice's (NaN where it
+        cannot serve).
     """
     ratios = ratio_table(records, SWEEP)
     ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
@@ -137,20 +125,20 @@ def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
     """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
 
     Args:
-        choices: `choice_table`.
+        choices: of `choice_table`.
 
     Returns:
-        A row for each backend that serves a work, in the order of `BACKENDS`: backend, served (how many works; only one
-        that serves them all could be fixed), fastest (in how many of them), slower (geometric mean of its time over the
-        automatic choice's, on those), worst (the largest of these ratios).
+        A row a backend: served (works), fastest (in how many), slower (geometric mean of its time over the choice's),
+        worst (the largest of these ratios).
     """
-    rows = []
-    for name in (name for name in BACKENDS if name in choices):
-        ratios = choices[name].dropna().astype(float)
-        mean = float(ratios.pow(1 / len(ratios)).prod())
-        counts = {"served": len(ratios), "fastest": int((choices.best == name).sum())}
-        rows.append({"backend": name, **counts, "slower": mean, "worst": float(ratios.max())})
-    return pd.DataFrame(rows)
+    times = choices[[name for name in BACKENDS if name in choices]].astype(float)
+    table = {
+        "served": times.notna().sum(),
+        "fastest": choices.best.value_counts().reindex(times.columns, fill_value=0),
+        "slower": times.apply(lambda each: each.dropna().pow(1 / each.count()).prod()),
+        "worst": times.max(),
+    }
+    return pd.DataFrame(table).rename_axis("backend").reset_index()
 
 
 def ordering_table(records: list[dict]) -> pd.DataFrame:
@@ -163,70 +151,40 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
         length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
         (over that of a call that finds them stored), repaid (calls; inf where reading is no faster).
     """
-    ratios = ratio_table(records, ORDERING_SWEEP)
     rows = ["length", "dilation", "row_bytes", "queries"]
-    table = ratios.pivot(index=rows, columns="b", values="ratio").reset_index().rename_axis(columns=None)
-    table = table.rename(columns={"stored by the call": "one_call", "stored before": "later"})
+    table = ratio_table(records, ORDERING_SWEEP).pivot(index=rows, columns="b", values="ratio").reset_index()
+    table = table.rename_axis(columns=None).rename(columns={"stored by the call": "one_call", "stored before": "later"})
     saved, storing = 1 - 1 / table.later, 1 / table.one_call - 1 / table.later
     table["repaid"] = (storing / saved).where(saved > 0, float("inf"))
     return table
 
 
 def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Time all candidates on a work.
-
-    Args:
-        work: what to compute.
-        gradient: whether to time the forward alone, or forward and backward.
+    """Time all candidates that fit into memory, as `estimate_memory` predicts it.
 
     Returns:
-        Each candidate's time over that of the automatic choice, as `choice_table` takes them, the fastest first; and
-        the milliseconds of a call by each. One that would not fit into memory, as `estimate_memory` predicts it, is not
-        timed.
+        Each candidate's time over that of the automatic choice, the fastest first; and the milliseconds of a call.
 
     Raises:
         RuntimeError: if nothing could be timed.
     """
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
+    base = chosen(work, gradient=gradient)
     # Where the choice itself does not fit, nothing can stand beside it.
-    sides = _beside_choice("", work, gradient, names) if chosen(work, gradient=gradient) in names else ()
+    sides = _beside_choice("", work, _attend, names, gradient) if base in names else ()
     records = run_sides(sides, device=work.device, seconds=1.0, on_cpu=True)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
-    times = {chosen(work, gradient=gradient): 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
+    times = {base: 1.0} | {record["a"]["name"]: _ratio(record) for record in records}
     medians = {side["name"]: side["call_ms"] for record in records for side in (record["b"], record["a"])}
     return dict(sorted(times.items(), key=itemgetter(1))), medians
 
 
 def remember_times(work: Workload, times: dict[str, float], medians: dict[str, float], *, gradient: bool) -> Path:
-    """Keep what `measured_times` found of a work; "auto" goes by its order from then on.
-
-    Returns:
-        The file that keeps it.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    known = rule_for(_stand_in(work, gradient=gradient), work.call, gradient=gradient).order
+    """Keep what `measured_times` found in the file that is returned; "auto" goes by its order from then on."""
+    known = rule_for(work.stand_in(gradient=gradient), work.call, gradient=gradient).order
     order = (*times, *(name for name in known if name not in times))  # the rest for what those cannot serve
     return remember(shape_class(work, gradient=gradient), order, medians)
-
-
-def _ratio(record: dict, *, on_device: bool = False) -> float:
-    sides = record["a"], record["b"]
-    waits_for_host = any((side.get("host_ms") or 0.0) > side["median_ms"] for side in sides)
-    return sides[0]["call_ms"] / sides[1]["call_ms"] if waits_for_host and not on_device else record["ratio"]
-
-
-def _fits(work: Workload, name: str, gradient: bool) -> bool:
-    checker = MemorySafetyChecker(device=work.device)
-    if not checker.check_memory_available(work.input_bytes / GB)[0]:
-        return False  # an estimate takes the longer, the longer the sequence is
-    sizes = {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
-    how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
-    directions = ("forward", "backward") if gradient else ("forward",)
-    needs = [estimate_memory(work.pattern, **sizes, **how, direction=each).total_gb for each in directions]
-    return checker.check_memory_available(max(needs))[0]
 
 
 def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
@@ -293,47 +251,22 @@ def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
     return Workload(pattern, length, batch * heads, head_dim, q.device, is_causal, dtype=dtype)
 
 
-def _beside_choice(label: str, work: Workload, gradient: bool, names: Sequence[str]) -> Iterator[tuple[Side, Side]]:
-    q, base = _stand_in(work, gradient=gradient), chosen(work, gradient=gradient)
-    for name in names:
-        if name != base and not BACKENDS[name].refusal(q, work.call):
-            yield _side(label, work, name, gradient), _side(label, work, base, gradient)
+def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
+    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
 
 
-def _side(label: str, work: Workload, name: str, gradient: bool) -> Side:
-    flop_forward, bytes_forward, flop_backward, bytes_backward = work.flop_and_bytes
-    direction = BOTH if gradient else FORWARD
-    parameters = {"sweep": SWEEP, "pattern": label, "direction": direction, **work.parameters}
-    attend = partial(dilated_attention, pattern=work.pattern, is_causal=work.is_causal, backend=name)
-
-    def forward() -> Results:
-        with torch.no_grad():
-            return (attend(*work.tensors[:3]),)
-
-    def both() -> Results:
-        return torch.autograd.grad(attend(*work.leaves), work.leaves, work.tensors[3])
-
-    if not gradient:
-        return Side(name, parameters, forward, work.error, flop_forward, bytes_forward)
-    return Side(name, parameters, both, work.error, flop_forward + flop_backward, bytes_forward + bytes_backward)
+def _ratio(record: dict, *, on_device: bool = False) -> float:
+    a, b = record["a"], record["b"]
+    waits_for_host = any((side.get("host_ms") or 0.0) > side["median_ms"] for side in (a, b))
+    return a["call_ms"] / b["call_ms"] if waits_for_host and not on_device else record["ratio"]
 
 
-def _ordering_side(work: Workload, name: str, ordering: Ordering | None, *, stored: bool) -> Side:
-    flop, moved, *_ = work.flop_and_bytes
-    start, count = work.queries or (None, 0)
-    ((_, rate),) = work.pattern.branches
-    parameters = {"sweep": ORDERING_SWEEP, "queries": count, **work.parameters}
-    parameters |= {"dilation": rate, "row_bytes": 2 * work.head_dim}
-    kept = cache(lambda: work.stored(ordering) if stored else work.tensors[1:3])
-
-    def forward() -> Results:
-        k, v = kept() if stored or ordering is None else work.stored(ordering)
-        return (dilated_attention(work.tensors[0], k, v, work.pattern, query_start=start, kv_ordering=ordering),)
-
-    return Side(name, parameters, forward, work.error, flop, moved)
-
-
-def _stand_in(work: Workload, *, gradient: bool) -> Tensor:
-    # q without its memory.
-    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype), requires_grad=gradient)
-    return one.expand(1, work.length, work.heads, work.head_dim)
+def _fits(work: Workload, name: str, gradient: bool) -> bool:
+    checker = MemorySafetyChecker(device=work.device)
+    if not checker.check_memory_available(work.input_bytes / GB)[0]:
+        return False  # an estimate takes the longer, the longer the sequence is
+    how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
+    how |= {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
+    directions = ("forward", "backward") if gradient else ("forward",)
+    needs = [estimate_memory(work.pattern, **how, direction=each).total_gb for each in directions]
+    return checker.check_memory_available(max(needs))[0]

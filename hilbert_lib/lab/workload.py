@@ -1,18 +1,21 @@
 """The inputs of one call of attention and, row by row, what it should give: what every sweep of speed starts from."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
-from hilbert_lib.lab.pairs import Results, relative_difference
+from hilbert_lib.lab.pairs import Results, Side, relative_difference
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2  # of each head, held against float64
+BOTH = "forward and backward"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,45 @@ class Workload:
         k, v = (ordering.apply(x, dim=2 if self.heads_first else 1) for x in (k, v))
         return (k.transpose(1, 2), v.transpose(1, 2)) if self.heads_first else (k, v)
 
+    def side(self, name: str, attend: "Attend", direction: str = "", **parameters) -> Side:
+        """A call on these inputs, to be timed by `run_sides`.
+
+        Args:
+            name: of the side.
+            attend: the output of (q, k, v, this workload).
+            direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a sweep that has no other.
+            **parameters: what else distinguishes the record, as sweep="backends".
+
+        >>> work = Workload(DilatedPattern((4,), (1,)), 8, 1, 2, torch.device("cpu"))
+        >>> work.side("v", lambda q, k, v, work: v, sweep="copies").parameters["length"]
+        8
+        """
+        out = cache(lambda: attend(*self.leaves, self))
+
+        def forward() -> Results:
+            with torch.no_grad():
+                return (attend(*self.tensors[:3], self),)
+
+        def backward() -> Results:
+            return torch.autograd.grad(out(), self.leaves, self.tensors[3], retain_graph=True)
+
+        def both() -> Results:
+            return torch.autograd.grad(attend(*self.leaves, self), self.leaves, self.tensors[3])
+
+        flop_forward, bytes_forward, flop_backward, bytes_backward = self.flop_and_bytes
+        run, flop, moved = {
+            "forward": (forward, flop_forward, bytes_forward),
+            "backward": (backward, flop_backward, bytes_backward),
+            BOTH: (both, flop_forward + flop_backward, bytes_forward + bytes_backward),
+        }[direction or "forward"]
+        parameters |= self.parameters | ({"direction": direction} if direction else {})
+        return Side(name, parameters, run, self.error, flop, moved)
+
+    def stand_in(self, *, gradient: bool) -> Tensor:
+        """q without its memory, to ask what serves."""
+        one = torch.empty(1, device=self.device, dtype=getattr(torch, self.dtype), requires_grad=gradient)
+        return one.expand(1, self.length, self.heads, self.head_dim)
+
     @cached_property
     def flop_and_bytes(self) -> tuple[int, int, int, int]:
         """Useful FLOP and bytes of the forward, then of the backward; of the forward alone where q is a few rows."""
@@ -130,3 +172,31 @@ class Workload:
             parts = [[dq[0, rows, g] for g, rows in enumerate(at)]]
             parts += [[x[0, rows[:SAMPLED_KEYS], g] for g, rows in enumerate(at)] for x in (dk, dv)]
         return relative_difference([torch.cat(part) for part in parts], exact)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]
+
+
+def grid(
+    patterns: Mapping[str, DilatedPattern],
+    *,
+    lengths: Sequence[int],
+    heads: int,
+    head_dims: Sequence[int],
+    device: torch.device,
+    dtype: str = "bfloat16",
+    rows: int = 2**22,
+) -> Iterator[tuple[str, Workload]]:
+    """Workloads of every length, pattern and head size, causal and not, each with the name of its pattern.
+
+    Args:
+        patterns: by name.
+        lengths: tokens.
+        heads: at most; fewer where length * heads would pass `rows`.
+        head_dims: sizes of a head.
+        device, dtype: of the tensors.
+        rows: rows of q at most.
+    """
+    for length, (name, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
+        fitting = max(1, min(heads, rows // length))
+        yield name, Workload(pattern, length, fitting, head_dim, device, is_causal, dtype=dtype)

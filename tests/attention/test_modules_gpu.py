@@ -9,7 +9,7 @@ from torch import nn
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.lab.sweeps.graphs import captured
+from hilbert_lib.lab.sweeps.memory import captured
 
 pytestmark = pytest.mark.gpu
 WIDE = {"embed_dim": 128, "num_heads": 2, "pattern": DilatedPattern((256, 512), (1, 2))}

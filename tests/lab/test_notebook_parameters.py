@@ -7,60 +7,47 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.lab.cache.sweeps import count_units
 from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file, read_parameters
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern, split_table
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
-SMALL_CURVES = {"max_order": 2, "timing_order": 3, "repetitions": 3}
-LESS_L2 = {"l2_seq_len": 2048, "l2_key_counts": [1024]}
+SMALL_CURVES = {"timing_order": 3, "repetitions": 3}
 CASES = {
     "narrow grids": (
         "01_hilbert_curves",
-        SMALL_CURVES | {"grid": [16, 256], "other_grid": [7, 90], "image": [10, 200], "rectangle": [1, 9], "seed": 3},
+        SMALL_CURVES | {"grid": [16, 256], "other_grid": [7, 90], "rectangle": [1, 9]},
     ),
     "small grids": (
         "01_hilbert_curves",
         SMALL_CURVES
-        | {"max_order": 1, "grid": [4, 4], "other_grid": [3, 5], "image": [6, 5], "box": [1, 1, 7], "seed_side": 2}
-        | {"block_sizes": [4], "dilation_rate": 3, "timing_order": 1},
+        | {"grid": [4, 4], "other_grid": [3, 5], "box": [1, 1, 7], "seed_side": 2, "block_sizes": [4]}
+        | {"dilation_rate": 3, "timing_order": 1},
     ),
     "wide grids": (
         "01_hilbert_curves",
         SMALL_CURVES
-        | {"grid": [48, 48], "other_grid": [64, 80], "image": [64, 48], "block_sizes": [100, 64], "seed_side": 16}
-        | {"dilation_rate": 5},
+        | {"grid": [48, 48], "other_grid": [64, 80], "block_sizes": [100, 64], "seed_side": 16, "dilation_rate": 5},
     ),
     "another pattern": (
         "02_dilated_attention",
         {"seq_len": 40, "segment_lengths": [10, 40], "dilation_rates": [3, 4], "offsets": "branch"}
         | {"heads": 6, "kv_heads": 3, "head_dim": 8, "is_causal": True, "query": 39},
     ),
+    "a query without keys": (
+        "02_dilated_attention",
+        {"seq_len": 8, "segment_lengths": [8], "dilation_rates": [4], "offsets": "zero", "query": 3},
+    ),
     "rates that divide nothing": (
         "03_cache_lines",
-        LESS_L2
-        | {"dilation_rates": [1, 3, 9], "seq_len": 1500, "segment_length": 400, "heads": 1, "key_order": "position"}
-        | {
-            "row_sizes": [48, 20],
-            "cache_dilation": 3,
-            "cache_row_sizes": [48],
-            "other_dilations": [],
-            "cache_kib": [16, 4],
-            "seed": 1,
-        },
+        {"l2_seq_len": 2048, "seq_len": 1500, "segment_length": 400, "heads": 1, "key_order": "position"}
+        | {"dilation_rates": [1, 3, 9], "row_sizes": [48, 20], "cache_dilation": 3, "cache_row_sizes": [48]}
+        | {"cache_kib": [16, 4]},
     ),
     "rows of whole lines, one rate": (
         "03_cache_lines",
-        LESS_L2
-        | {"row_sizes": [128, 256], "dilation_rates": [4], "shown_dilation": 4, "seq_len": 1024, "heads": 2}
-        | {"cache_row_sizes": [128, 256, 384], "l2_row_bytes": 128, "shown_layout": "bshd"},
-    ),
-    "chunks, large pages, programs in step": (
-        "03_cache_lines",
-        LESS_L2
-        | {"chunk": 300, "page_bytes": 2**21, "tile_keys": 32, "concurrent": 5, "shown_dilation": 5, "seq_len": 1024}
-        | {"segment_length": 1000, "dilation_rates": [2, 1], "cache_dilation": 1, "l2_dilation": 3},
+        {"l2_seq_len": 2048, "row_sizes": [128, 256], "dilation_rates": [4], "shown_dilation": 4, "seq_len": 1024}
+        | {"heads": 2, "cache_row_sizes": [128, 256, 384]},
     ),
 }
 
@@ -79,25 +66,17 @@ def test_a_notebook_holds_at_other_parameters(tmp_path, notebook, changes):
 
 WRONG = {
     "00_question": {"seq_len": 0, "segment_length": 512, "drawn_rate": 65, "dilation_rates": []},
-    "01_hilbert_curves": {"max_order": 0, "rectangle": [3, 4, 5], "box": [5, 4], "image": [], "grid": [-1, 4]}
-    | {"other_grid": [60], "block_sizes": [], "dilation_rate": 0, "seed_side": 6, "timing_order": 0, "repetitions": 0},
+    "01_hilbert_curves": {"rectangle": [3, 4, 5], "box": [5, 4], "grid": [-1, 4], "other_grid": [60], "block_sizes": []}
+    | {"dilation_rate": 0, "seed_side": 6, "timing_order": 0, "repetitions": 0},
     "02_dilated_attention": {"seq_len": 0, "query": 48, "mixing_rule": "hard"},
-    "03_cache_lines": {"seq_len": 0, "page_bytes": 0, "tile_keys": 0, "concurrent": 0, "chunk": -1, "cache_kib": [0]}
-    | {"key_order": "any", "shown_layout": "sbhd", "dilation_rates": [2048], "shown_dilation": 0, "cache_dilation": -4}
-    | {"other_dilations": [0], "l2_seq_len": 0, "l2_dilation": 0, "l2_key_counts": [100], "l2_row_bytes": 96},
+    "03_cache_lines": {"seq_len": 0, "cache_kib": [0], "key_order": "any", "dilation_rates": [2048], "row_sizes": []}
+    | {"shown_dilation": 0, "cache_dilation": -4, "l2_seq_len": 0},
     "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_gb": 0.0}
     | {"hang_seconds": -1.0, "heads": 0, "head_dim": 0, "dilation_rates": [1]},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
-    | {"paper_segment_lengths": [0, 8], "paper_dilation_rates": [], "ordering_length": 0, "ordering_dilations": [0]}
-    | {"ordering_row_bytes": [33], "ordering_queries": [-1], "ordering_heads": -1, "graph_lengths": [0]}
-    | {"cache_lengths": [], "memory_heads": 0, "memory_dilation_rates": [0], "graph_dilation_rates": [1]}
-    | {"repetitions": 0, "seconds": 0.0},
-    "06_kernel_benchmarks": {"more_lengths": [0], "rows": 127, "heads": 1, "paper_dilation_rates": [0, 1]}
-    | {"opponents": ["falsh"], "paper_opponents": ["x"], "more_opponents": ["x"], "layout_length": 0, "layout_keys": 0}
-    | {"layout_heads": -1, "more_layout_row_bytes": [0], "decoding_length": 0, "curve_box": [], "claims": ["K0"]}
-    | {"paper_segment_lengths": [], "counted_keys": 0, "more_counted_lengths": [0], "repetitions": 0, "seconds": -1.0}
-    | {"layout_repetitions": 0}
-    | {"segment_lengths": [0], "dilation_rates": []},
+    | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0},
+    "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
+    | {"opponents": ["falsh"], "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
     "07_ring_attention": {"plan_tokens": 0, "plan_ranks": 0, "first_segment": 0, "shown_ranks": [], "shown_tokens": [0]}
     | {"speeds": [2.0, 0.0], "speeds_tokens": 0, "split_tokens": 0, "check_lengths": [40, 0, 21], "check_heads": 0}
     | {"check_segment_lengths": [], "check_dilation_rates": [1], "check_kv_heads": 2, "check_head_dim": 0}
@@ -153,30 +132,6 @@ def defaults_and_text(notebook):
     cells = nbformat.read(path, as_version=4).cells
     text = " ".join(" ".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
     return {name: parameter.default for name, parameter in read_parameters(path).items()}, text
-
-
-H200 = read_parameter_file(NOTEBOOKS / "configs/h200/03_cache_lines.yaml")
-
-
-@pytest.mark.parametrize("changes", [{}, pytest.param(H200, marks=pytest.mark.full)], ids=["default", "h200"])
-def test_notebook_03_concludes_what_holds_at_the_sizes_that_it_names(changes):
-    given, text = defaults_and_text("03_cache_lines")
-    assert f"At the default {given['l2_seq_len']:,} tokens, the 2 MiB" in text
-    assert (
-        "more of it than Hilbert** (in every case at the default sizes and at those of `notebooks/configs/h200`)"
-        in text
-    )
-    assert "At the default sizes, and at those of `notebooks/configs/h200`, the seeds' 25 to 60 % appear" in text
-    given |= changes
-    same = {name: given[name] for name in ("segment_length", "dilation_rates", "page_bytes", "heads", "tile_keys")}
-    counts = count_units(length=given["seq_len"], row_bytes=given["row_sizes"], **same)
-    cases = ["layout", "row_bytes", "dilation", "unit"]
-    touched = counts.pivot(index=cases, columns="ordering", values="touched")
-    gains = touched[touched[["hilbert", "residue"]].min(axis=1) < touched.linear]
-    assert (gains.residue < gains.hilbert).all()
-    lines = 1 - touched.hilbert / touched.linear
-    claimed = lines[lines.between(0.25, 0.6) & (lines.index.get_level_values("unit") == "line")]
-    assert set(claimed.index.get_level_values("row_bytes")) == {4, 8, 16, 32, 64}
 
 
 @pytest.mark.parametrize(("ranks", "adds"), [(2, False), (4, True)])

@@ -15,8 +15,8 @@ from hilbert_lib import (
     estimate_memory,
 )
 from hilbert_lib.lab.guarded.cases import attention_points
-from hilbert_lib.lab.sweeps.graphs import graph_gains
-from hilbert_lib.lab.sweeps.memory import pool_comparison
+from hilbert_lib.lab.sweeps.memory import graph_gains, pool_comparison
+from hilbert_lib.lab.workload import Workload
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.limits.memory import measure_peak
 
@@ -46,8 +46,7 @@ def estimated(pattern=PATTERN, **options):
     return estimate_memory(pattern, **{**SIZES, **options})
 
 
-def on_cpu(benchmark, *given, **options):
-    return list(benchmark(*given, pattern=PATTERN, heads=2, head_dim=4, device="cpu", **options))
+WORK = Workload(PATTERN, 8, 2, 4, torch.device("cpu"))
 
 
 WRONG = [
@@ -108,8 +107,8 @@ WRONG = [
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
     (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
     (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),
-    (lambda: on_cpu(graph_gains, [8]), "device must be a CUDA device, got cpu"),
-    (lambda: on_cpu(pool_comparison, [[8]]), "device must be a CUDA device, got cpu"),
+    (lambda: next(graph_gains([WORK])), "device must be a CUDA device, got cpu"),
+    (lambda: pool_comparison([[WORK]]), "device must be a CUDA device, got cpu"),
 ]
 
 
@@ -119,10 +118,9 @@ def test_a_wrong_argument_is_refused(call, words):
         call()
 
 
-def test_a_direction_of_no_sweep_is_refused(monkeypatch):
-    monkeypatch.setattr("hilbert_lib.lab.sweeps.memory.require_cuda", lambda device: None)
+def test_a_direction_of_no_sweep_is_refused():
     with pytest.raises(ValueError, match="direction must be forward or training, got 'backward'"):
-        on_cpu(pool_comparison, [[8]], direction="backward")
+        pool_comparison([[WORK]], direction="backward")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from math import nan
 
 import pandas as pd
 import torch
@@ -46,36 +45,12 @@ def count_calls(function: str, arguments: Mapping, *, kernel: str, timeout: floa
     Args:
         function: "module:name" of a function that yields the calls, callables without arguments.
         arguments: its keyword arguments, of values that JSON can hold.
-        kernel, timeout: as in `count_launches`.
-
-    Returns:
-        As `count_launches`, the launches of that kernel in the counted calls alone.
-
-    Raises:
-        ValueError: if function is not of that form.
-        TypeError: if an argument is nothing that JSON can hold.
-        RuntimeError: as `count_launches`.
-    """
-    if function.count(":") != 1:
-        raise ValueError(f'function must be "module:name", got {function!r}')
-    command = [sys.executable, "-m", __name__, function, json.dumps(dict(arguments))]
-    return count_launches(command, kernel=kernel, timeout=timeout, options=("--profile-from-start", "off"))
-
-
-def count_launches(
-    command: Sequence[str], *, kernel: str, timeout: float = 300.0, options: Sequence[str] = ()
-) -> pd.DataFrame:
-    """Run a program under `ncu` and read the counters of every launch of one kernel.
-
-    Args:
-        command: the program and its arguments, such as (sys.executable, "-c", "...").
         kernel: name of the kernel's function, or "regex:" and an expression.
-        timeout: seconds, for the program and the replays that reading takes.
-        options: further ones of `ncu`.
+        timeout: for the program and the replays that reading takes [s].
 
     Returns:
-        One row a launch, in order: launch (0, 1, ...) and a column for each of `METRICS`; NaN, and a warning that names
-        it, for one that this GPU or this `ncu` does not know.
+        The launches of that kernel in the counted calls, in order, with a column for each of `METRICS`; NaN, and a
+        warning that names it, for one that this GPU or this `ncu` does not know.
 
     Raises:
         RuntimeError: if `ncu` is missing or may not read counters, the program fails or outlasts the timeout, or it
@@ -83,16 +58,17 @@ def count_launches(
     """
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute, or leave the counters out")
-    how = ["--clock-control", "none", "--cache-control", "all", "--target-processes", "all", *options]
-    how += ["--csv", "--print-units", "base", "--kernel-name-base", "function", "--kernel-name", kernel]
-    how += ["--metrics", ",".join(METRICS.values())]
+    command = ["ncu", "--clock-control", "none", "--cache-control", "all", "--target-processes", "all"]
+    command += ["--profile-from-start", "off", "--csv", "--print-units", "base"]
+    command += ["--kernel-name-base", "function", "--kernel-name", kernel, "--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, "-m", __name__, function, json.dumps(dict(arguments))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # In a session of its own: the program that ncu watches ends with it.
-    with subprocess.Popen(["ncu", *how, *command], start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         try:
             out, complaints = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"ncu took longer than {timeout:g} s over {command[0]}") from None
+            raise RuntimeError(f"ncu took longer than {timeout:g} s over {function}") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -114,48 +90,22 @@ def count_launches(
 
 
 def parse_counters(text: str) -> pd.DataFrame:
-    """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu.
-
-    Args:
-        text: standard output.
-
-    Returns:
-        As `count_launches`; empty if no kernel was profiled.
-
-    >>> lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
-    >>> lines += [f'"0","f","{metric}","","1,024"' for metric in METRICS.values()]
-    >>> parse_counters("==PROF== ...\\n" + "\\n".join(lines)).iloc[0].time_ns.item()
-    1024.0
-    """
+    """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu."""
     lines = text.splitlines()
     header = next((n for n, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     launches: dict[int, dict[str, str]] = {}
     for row in csv.DictReader(line for line in lines[header:] if line.startswith('"')):
-        launches.setdefault(int(row["ID"]), {})[row["Metric Name"]] = row["Metric Value"]
-    rows = [{name: _number(values.get(metric)) for name, metric in METRICS.items()} for values in launches.values()]
-    return pd.DataFrame(rows, columns=list(METRICS)).rename_axis("launch").reset_index()
+        launches.setdefault(int(row["ID"]), {})[row["Metric Name"]] = row["Metric Value"].replace(",", "")
+    table = pd.DataFrame(list(launches.values()), columns=list(METRICS.values()))
+    return table.apply(pd.to_numeric, errors="coerce").astype(float).set_axis(list(METRICS), axis=1)
 
 
 def found_percent(table: pd.DataFrame) -> pd.Series:
     """The share of the sectors sent to the L1s for which L2 did not go to memory, in %.
 
     Requests that were joined before L2 count as found, and sectors found in its far half too: what `lru` calls a hit.
-
-    Args:
-        table: l1_sectors, l2_sectors, l2_hit_sectors and far_hit_sectors.
-
-    >>> counted = {"l1_sectors": [100.0], "l2_sectors": [60.0], "l2_hit_sectors": [20.0], "far_hit_sectors": [15.0]}
-    >>> found_percent(pd.DataFrame(counted)).item()
-    75.0
     """
     return 100 * (1 - (table.l2_sectors - table.l2_hit_sectors - table.far_hit_sectors) / table.l1_sectors)
-
-
-def _number(value: str | None) -> float:
-    try:
-        return float(value.replace(",", ""))
-    except (AttributeError, ValueError):  # not printed, or "n/a"
-        return nan
 
 
 def _run(function: str, arguments: str) -> None:

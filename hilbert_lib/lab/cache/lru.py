@@ -11,7 +11,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, check_positive, row_units
+from hilbert_lib.checks import integer
+from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.pattern import DilatedPattern
 
 NEVER = torch.iinfo(torch.int64).max  # the distance of a first read: longer than any cache
@@ -19,13 +20,10 @@ NEVER = torch.iinfo(torch.int64).max  # the distance of a first read: longer tha
 
 @dataclass(frozen=True)
 class Trace:
-    """Reads of k and v in the order in which they reach a cache.
+    """Reads of k and v in the order in which they reach a cache; tensors are (reads,) int64.
 
-    Attributes:
-        units: (reads,) int64, the unit read.
-        requests: (reads,) int64, how many programs in step ask for it one after the other.
-        unit_bytes: bytes a unit.
-        sectors: (reads,) int64, how many sectors of the unit each program asks for in that read, where it was counted.
+    requests: how many programs in step ask for the unit, one after the other.
+    sectors: of the unit, that each program asks for in that read, where they were counted.
     """
 
     units: Tensor
@@ -45,38 +43,19 @@ def kernel_trace(
     key_order: str = "storage",
     joined_keys: int | None = None,
 ) -> Trace:
-    """The reads of k and v by a flash-attention kernel that runs one program a block of queries.
+    """The reads of k and v by a flash-attention kernel that runs one program a block of `tile_queries` queries.
 
     Programs start in the order branch, head, segment, query block (the last changes fastest), `concurrent` at a time;
-    those of a wave walk over their key tiles in step, reading the tile of k and then that of v. Each query block of a
-    segment reads every key tile of its segment, as without a causal mask. q, the output and the lse are read or written
-    once and left out.
+    those of a wave walk over the key tiles of their segment in step, reading the tile of k and then that of v. There is
+    no causal mask; q, the output and the lse are read or written once and left out.
 
-    Args:
-        storage: where the rows of k and v lie.
-        pattern: the branches.
-        unit_bytes: bytes of the units that the cache holds.
-        tile_queries: queries a program.
-        tile_keys, key_order: as in `branch_rows`.
-        concurrent: programs that run at once.
-        joined_keys: keys, one after the other, whose reads of a unit are one read; its sectors are counted then. By
-            default those of a tile are, and no sectors.
-
-    Returns:
-        The trace; programs of a wave that share their keys ask for each unit back to back.
-
-    Raises:
-        ValueError: where a size is below 1 or key_order is unknown, or sectors are counted of a unit that is no whole
-            number of them.
-
-    >>> from hilbert_lib.ordering import Ordering
-    >>> storage = Storage(Ordering.linear(4), row_bytes=128)
-    >>> trace = kernel_trace(storage, DilatedPattern((4,), (2,)), tile_queries=1, tile_keys=1, concurrent=2)
-    >>> trace.units.tolist(), trace.requests.tolist()
-    ([0, 4, 2, 6], [2, 2, 2, 2])
+    joined_keys: keys, one after the other, whose reads of a unit are one read; its sectors are counted then. By default
+    those of a tile are, and no sectors.
     """
     joined = tile_keys if joined_keys is None else joined_keys
-    check_positive(unit_bytes=unit_bytes, tile_queries=tile_queries, concurrent=concurrent, joined_keys=joined)
+    sizes = {"unit_bytes": unit_bytes, "tile_queries": tile_queries, "concurrent": concurrent, "joined_keys": joined}
+    for name, value in sizes.items():
+        integer(name, value, least=1)
     device = storage.ordering.device
     k_units = -(-storage.tensor_bytes // unit_bytes)
     tile_count = -(-storage.length // tile_keys)
@@ -124,23 +103,13 @@ def kernel_trace(
 def stack_distances(units: Tensor) -> Tensor:
     """LRU stack distance of every read: how many other units were read since the last read of the same unit.
 
-    A fully associative LRU cache of C units hits exactly where the distance is below C, so that one pass answers for
-    every capacity (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970). O(n log n), vectorised.
-
-    Args:
-        units: (reads,) int64.
-
-    Returns:
-        (reads,) int64; `NEVER` where a unit is read for the first time.
+    An LRU cache of C units hits exactly where it is below C, so that one pass answers for every capacity (Mattson,
+    Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970). `NEVER` at a first read. O(n log n), vectorised.
 
     >>> stack_distances(torch.tensor([7, 8, 7, 9, 8]))[[2, 4]].tolist()
     [1, 2]
     """
-    reads = len(units)
-    by_unit = units.argsort(stable=True)
-    again = units[by_unit[1:]] == units[by_unit[:-1]]
-    previous = torch.full_like(units, -1)
-    previous[by_unit[1:][again]] = by_unit[:-1][again]
+    previous = _previous(units)
     seen = previous >= 0
     last = previous[seen]
     # The reads j in (last, t) that bring a new unit are those with previous(j) <= last. All reads up to last fulfil
@@ -148,7 +117,7 @@ def stack_distances(units: Tensor) -> Tensor:
     first_reads = (~seen).cumsum(0)[seen]
     is_last = torch.zeros_like(units).index_fill_(0, last, 1)
     rank = is_last.cumsum(0)[last] - 1
-    distances = torch.full((reads,), NEVER, device=units.device)
+    distances = torch.full((len(units),), NEVER, device=units.device)
     distances[seen] = first_reads + _smaller_before(rank) - last - 1
     return distances
 
@@ -175,18 +144,10 @@ def _smaller_before(permutation: Tensor) -> Tensor:
 
 
 def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
-    """Hit rates of LRU caches of several sizes on one trace, exactly.
+    """Hit rates of LRU caches of several sizes [bytes] on one trace, exactly.
 
-    Args:
-        trace: the reads.
-        capacities: bytes of each cache.
-
-    Returns:
-        One row a capacity: capacity_bytes, requests, misses, hit_rate, and memory_bytes, the misses times the unit;
-        and where the trace has sectors, sector_hit_rate, the share of them that was not asked for in a miss.
-
-    Raises:
-        ValueError: where a capacity is smaller than a unit.
+    A row a capacity: capacity_bytes, requests, misses, hit_rate, memory_bytes (misses times the unit); and where the
+    trace has sectors, sector_hit_rate, the share of them that was not asked for in a miss.
 
     >>> trace = Trace(torch.tensor([0, 1, 0, 1]), requests=torch.tensor([1, 1, 1, 1]), unit_bytes=32)
     >>> lru_hit_rates(trace, [32, 64]).hit_rate.tolist()
@@ -197,7 +158,7 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
     requests = int(trace.requests.sum())
     table = pd.DataFrame({"capacity_bytes": list(capacities), "requests": requests})
     if min(capacities) >= trace.units.unique().numel() * trace.unit_bytes:
-        distances = torch.where(_first_reads(trace.units), NEVER, 0)  # nothing is ever forgotten
+        distances = torch.where(_previous(trace.units) < 0, NEVER, 0)  # nothing is ever forgotten
     else:
         distances = stack_distances(trace.units)
     missed = [distances >= capacity // trace.unit_bytes for capacity in capacities]
@@ -210,9 +171,10 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
     return table
 
 
-def _first_reads(units: Tensor) -> Tensor:
-    """(reads,) bool: whether no earlier read was of the same unit."""
+def _previous(units: Tensor) -> Tensor:
+    """Which read of the same unit came last before each read; -1 where none did."""
     by_unit = units.argsort(stable=True)
-    first = torch.ones_like(units, dtype=torch.bool)
-    first[by_unit[1:]] = units[by_unit[1:]] != units[by_unit[:-1]]
-    return first
+    again = units[by_unit[1:]] == units[by_unit[:-1]]
+    previous = torch.full_like(units, -1)
+    previous[by_unit[1:][again]] = by_unit[:-1][again]
+    return previous

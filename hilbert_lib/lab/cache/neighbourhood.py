@@ -17,9 +17,6 @@ CURVES = ("raster", "snake", "tile", "morton", "hilbert")
 def neighbourhood_orderings(shape: Sequence[int]) -> dict[str, Ordering]:
     """The orders of a grid's cells that are compared: five curves, and a random one as control.
 
-    Args:
-        shape: rows and columns.
-
     >>> list(neighbourhood_orderings((4, 4)))
     ['raster', 'snake', 'tile', 'morton', 'hilbert', 'random']
     """
@@ -34,16 +31,13 @@ def count_blocks(
     """Blocks of the mask that a kernel must compute, for every order, grid, window and block size.
 
     Args:
-        shapes: rows and columns of each grid.
+        shapes: rows and columns of each grid [cells].
         windows: cells along a side of the window; one wider than a grid is left out there.
         block_sizes: tokens of a block, each way.
 
     Returns:
         order, grid, window, block_size, touched and full (blocks), per_query_block (touched blocks for each block of
         queries) and used (share of the touched blocks' pairs that attend).
-
-    Raises:
-        TypeError, ValueError: naming the argument where it is empty or holds one twice, and where no window fits.
 
     >>> table = count_blocks([(16, 16)], windows=[3], block_sizes=[16])
     >>> table.set_index("order").touched[["raster", "random"]].to_dict()
@@ -69,20 +63,7 @@ def count_blocks(
 
 
 def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
-    """Refuses windows of which none fits, or one is there twice.
-
-    Args:
-        windows: cells along a side of the window.
-        sides: cells along the shorter side of each grid.
-
-    Raises:
-        TypeError, ValueError: naming the argument and what is allowed.
-
-    >>> check_windows([3, 65], [16])
-    >>> check_windows([33], [16, 20])
-    Traceback (most recent call last):
-    ValueError: windows must hold one of at most 20, the side of a grid, got [33]
-    """
+    """Refuses windows of which none fits into the grids' shorter sides, or one is there twice."""
     longest = max(checks.integers("sides", sides, least=1))
     if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
         raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
@@ -91,15 +72,7 @@ def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
 def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFrame:
     """The share of each block's pairs that attend, for every order; pair by pair, for small grids.
 
-    Args:
-        neighbourhood: which keys a query attends to.
-        block_size: tokens of a block, each way.
-
-    Returns:
-        order, q_block, kv_block, share; one row for each block, empty ones included.
-
-    >>> block_shares(Neighbourhood((2, 2), 1), block_size=4).share.unique().tolist()
-    [0.25]
+    Returns order, q_block, kv_block and share; a row for each block, empty ones included.
     """
     tables = []
     for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
@@ -122,9 +95,6 @@ def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_by
         order, ranks, total_bytes (received by all ranks together), most_bytes (by the rank that receives most) and
         most_peers (the ranks that one rank receives from, at most).
 
-    Raises:
-        TypeError, ValueError: naming the argument, where ranks is empty, or holds one twice or more than cells.
-
     >>> table = count_exchange(Neighbourhood((8, 8), 3), ranks=[4], row_bytes=1).set_index("order")
     >>> table.total_bytes[["raster", "hilbert"]].to_dict()
     {'raster': 96, 'hilbert': 72}
@@ -141,11 +111,7 @@ def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_by
 
 
 def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Tensor:
-    """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids.
-
-    >>> block_pairs(Neighbourhood((2, 2), 2), Ordering.linear(4), q_block=2, kv_block=4).tolist()
-    [[8], [8]]
-    """
+    """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids."""
     check_length(neighbourhood, ordering)
     cells = neighbourhood.coordinates(ordering.perm.cpu())
     first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")
@@ -157,21 +123,9 @@ def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
 
 
 def rows_exchanged(neighbourhood: Neighbourhood, ordering: Ordering, ranks: int) -> Tensor:
-    """Key rows that ranks need from each other when each holds a run of consecutive slots.
+    """Key rows that ranks need from each other when each holds a run of slots (`torch.tensor_split`).
 
-    Args:
-        neighbourhood: which keys a query attends to.
-        ordering: of the cells; the runs are as long as `torch.tensor_split` makes them.
-        ranks: how many, from 1 to the number of cells.
-
-    Returns:
-        (ranks, ranks) int64: in row i, column j the rows of j's that i's queries attend to; 0 on the diagonal.
-
-    Raises:
-        ValueError: if the ordering has not the length of the grid, or ranks is out of range.
-
-    >>> rows_exchanged(Neighbourhood((1, 6), 1), Ordering.linear(6), 2).tolist()
-    [[0, 0], [0, 0]]
+    (ranks, ranks) int64: in row i, column j the rows of j's that i's queries attend to; 0 on the diagonal.
     """
     check_length(neighbourhood, ordering)
     ranks = checks.integer("ranks", ranks, least=1, most=neighbourhood.length)

@@ -25,7 +25,6 @@ JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a q
 INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64
 # Quantities that are predicted and counted, and whether their error is in points rather than relative.
 QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": False}
-CASE = ("kernel", "layout", "length", "dilation", "row_bytes")
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,10 @@ def attention_reads(
         storage: where the rows of k and v lie; q, in the order of the sequence, has as many heads and rows as wide.
         pattern: one branch in which all heads have one offset. For decoding, whose programs split the keys, the
             segment is the tokens of one program.
-        tile_queries: queries of a program, programs a segment as many as that takes; None for decoding: one program a
-            segment, and one query in all.
+        tile_queries: queries of a program; None for decoding: one program a segment, and one query in all.
         tile_keys: keys of a step.
         table_sectors: sectors that each program reads of tables that tell it its work.
         gpu: its L2, and how many programs run at once: one on each multiprocessor.
-
-    Returns:
-        The prediction.
-
-    Raises:
-        ValueError: if a row is not whole sectors.
 
     >>> storage = Storage(Ordering.linear(64), row_bytes=32)
     >>> launch = {"tile_queries": 8, "tile_keys": 16, "table_sectors": 4, "gpu": Gpu("small", 2**20, 1)}
@@ -114,18 +106,7 @@ def attention_reads(
 
 
 def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Predicted:
-    """The reads of a kernel that copies the rows of k of a branch, a warp a row, in the order of the branch.
-
-    Each warp reads its row, and for its number the sector that holds it.
-
-    Args:
-        storage, pattern, gpu: as in `attention_reads`.
-
-    Returns:
-        The prediction.
-
-    Raises:
-        ValueError: if a row is not whole sectors.
+    """The reads of a kernel that copies the rows of k of a branch in its order: a warp a row, and the row's number.
 
     >>> storage = Storage(Ordering.linear(64), row_bytes=32)
     >>> gather_reads(storage, DilatedPattern((64,), (4,)), gpu=Gpu("small", 2**20, 1))
@@ -152,39 +133,24 @@ def model_errors(table: pd.DataFrame) -> pd.DataFrame:
     """How far the model is from what was counted, by kernel and quantity.
 
     Args:
-        table: the columns of `CASE`, and each of `QUANTITIES` as counted and, with the prefix predicted_, as predicted.
+        table: of `counter_table`: each of `QUANTITIES` as counted and, with the prefix predicted_, as predicted.
 
     Returns:
         kernel, quantity, unit ("%" of what was counted, or "points"), cases, median and worst (absolute), above_10
-        (cases further off than 10) and worst_case.
-
-    >>> rows = {"kernel": "f", "layout": ["linear", "hilbert"], "length": 64, "dilation": 4, "row_bytes": 32}
-    >>> rows |= {"l1_sectors": [100, 100], "predicted_l1_sectors": [102, 80]}
-    >>> rows |= {f"{p}{name}": 50 for name in ("l2_found_percent", "dram_read_bytes") for p in ("", "predicted_")}
-    >>> model_errors(pd.DataFrame(rows)).iloc[0].worst_case
-    'hilbert, 64 tokens, dilation 4, 32 B'
+        (cases further off than 10) and worst_case; without the quantities that this GPU does not count.
     """
     found = []
     for kernel, cases in table.groupby("kernel", sort=False):
         for quantity, in_points in QUANTITIES.items():
             error = (cases[f"predicted_{quantity}"] - cases[quantity]).abs()
             error = (error if in_points else 100 * error / cases[quantity]).dropna()
-            if error.empty:  # this GPU does not count it
+            if error.empty:
                 continue
             worst = cases.loc[error.idxmax()]
-            found.append(
-                {
-                    "kernel": kernel,
-                    "quantity": quantity,
-                    "unit": "points" if in_points else "%",
-                    "cases": len(error),
-                    "median": float(error.median()),
-                    "worst": float(error.max()),
-                    "above_10": int((error > 10).sum()),
-                    "worst_case": f"{worst.layout}, {worst.length} tokens, dilation {worst.dilation}, "
-                    f"{worst.row_bytes} B",
-                }
-            )
+            where = f"{worst.layout}, {worst.length} tokens, dilation {worst.dilation}, {worst.row_bytes} B"
+            row = {"kernel": kernel, "quantity": quantity, "unit": "points" if in_points else "%", "cases": len(error)}
+            row |= {"median": float(error.median()), "worst": float(error.max())}
+            found.append({**row, "above_10": int((error > 10).sum()), "worst_case": where})
     return pd.DataFrame(found)
 
 
@@ -196,16 +162,9 @@ def _check_sectors(storage: Storage) -> None:
 def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> _Reads:
     # Rows that stay in L2 once they are there, so that only the first reads miss; together: bytes asked for at once. A
     # sector that a miss brings along for a later read is found by it.
-    fetches = _touched(addresses, row_bytes, FETCH_BYTES)
+    fetches = units_touched(addresses, row_bytes, FETCH_BYTES)
     missed = fetches * max(1, min(together, FETCH_BYTES) // SECTOR_BYTES)
-    return _Reads(sectors, min(missed, _touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
-
-
-def _touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
-    # Of different rows, aligned to their size.
-    if row_bytes % unit_bytes == 0:
-        return len(addresses) * (row_bytes // unit_bytes)
-    return units_touched(addresses, row_bytes, unit_bytes)
+    return _Reads(sectors, min(missed, units_touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
 
 
 def _hits(

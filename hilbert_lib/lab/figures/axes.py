@@ -32,15 +32,6 @@ def panel_grid(
     return figure, panels[:count]
 
 
-def powers_of_two(axes: Axes, values: pd.Series) -> None:
-    """A logarithmic x axis with a tick at every value that was measured."""
-    ticks = sorted(values.unique())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [short(int(n)) for n in ticks])
-    axes.xaxis.minorticks_off()
-    axes.grid(color="#DDDDDD")
-
-
 def plain_ticks(axes: Axes, values: pd.Series) -> None:
     """Few ticks of a logarithmic y axis, written out."""
     values = values[values > 0]  # where a limit is passed already, less than nothing is allowed

@@ -18,10 +18,9 @@ def explore(draw: Callable[..., Figure], **controls: ValueWidget) -> None:
     """Show a figure under widgets that change it; while a new one is drawn, a line beside them says so.
 
     Args:
-        draw: a pure function from the values of the widgets, by name, to a figure. Where it refuses some of them, the
-            figure stays and its message is shown.
-        **controls: a widget for each name, such as `ipywidgets.IntSlider` or `Dropdown`, set to where it starts. One
-            without a description is labelled by its name, with spaces for underscores.
+        draw: a pure function from the widgets' values, by name, to a figure. Where it refuses some of them, the figure
+            stays and its message is shown.
+        **controls: a widget for each name, set to where it starts; without a description it is labelled by its name.
     """
     for name, control in controls.items():
         control.description = control.description or name.replace("_", " ")

@@ -206,14 +206,15 @@ def styles(names: Sequence[object]) -> dict[object, dict[str, str]]:
     >>> styles(["hilbert"])["hilbert"]["color"]
     '#D55E00'
     """
-    spare = cycle(zip(PALETTE, SHAPES, HATCHES, strict=True))
     known = {name: (COLOURS[name], MARKERS[name]) for name in COLOURS}
     known |= {name: (backend.colour, SHAPES[n % len(SHAPES)]) for n, (name, backend) in enumerate(BACKENDS.items())}
+    taken = {known[name][0] for name in names if name in known}
+    every = list(zip(PALETTE, SHAPES, strict=True))
+    spare = cycle([look for look in every if look[0] not in taken] or every)
     looks = {}
     for place, name in enumerate(names):
-        colour, marker, hatch = next(spare)
-        colour, marker = known.get(name, (colour, marker))
-        looks[name] = {"color": colour, "marker": marker, "hatch": HATCHES[place % len(HATCHES)] or hatch}
+        colour, marker = known.get(name) or next(spare)
+        looks[name] = {"color": colour, "marker": marker, "hatch": HATCHES[place % len(HATCHES)]}
     return looks
 
 
@@ -244,8 +245,10 @@ def _places(axes: Axes, values: pd.Series, base: int) -> dict[object, int] | Non
         return {tick: place for place, tick in enumerate(ticks)}
     if base:
         axes.set_xscale("log", base=base)
-    if len(ticks) <= 12:
-        axes.set_xticks(sorted(ticks), [short(int(n)) if n == int(n) else f"{n:g}" for n in sorted(ticks)])
+    ticks = sorted(ticks)
+    apart = np.diff(np.log(ticks) / 4 if base else ticks) / (1 if base else (ticks[-1] - ticks[0]) or 1)
+    if len(ticks) <= 12 and (apart > 0.04).all():  # otherwise their numbers would overlap
+        axes.set_xticks(ticks, [short(int(n)) if n == int(n) else f"{n:g}" for n in ticks])
         axes.xaxis.minorticks_off()
     return None
 

@@ -25,7 +25,7 @@ FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn fr
 ROOM = "hilbert_lib.lab.figures"
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
-COLOURS = defaultdict(lambda: "#666666")  # an order that is not named yet
+COLOURS = defaultdict(lambda: "#666666")  # an order or another's way that is not named yet
 COLOURS |= {
     "hilbert": "#D55E00",
     "morton": "#E69F00",
@@ -35,6 +35,10 @@ COLOURS |= {
     "tile": "#CC79A7",
     "residue": "#0072B2",
     "random": "#000000",
+    "hilbert per segment": "#882255",
+    "no table": "#999999",
+    "torchscale": "#CC79A7",
+    "fkodom": "#000000",
 }
 MARKERS = defaultdict(lambda: "*")
 MARKERS |= {
@@ -46,6 +50,10 @@ MARKERS |= {
     "tile": "D",
     "residue": "P",
     "random": "x",
+    "hilbert per segment": "h",
+    "no table": "*",
+    "torchscale": "D",
+    "fkodom": "x",
 }
 
 STYLE = {

@@ -5,7 +5,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from hilbert_lib.lab.figures.axes import panel_grid, short
-from hilbert_lib.lab.figures.kernels import STYLES
+from hilbert_lib.lab.figures.plots import HATCHES, PALETTE, SHAPES
+
+STYLES = list(zip(PALETTE, HATCHES, SHAPES, strict=True))
 
 
 def draw_sides(data: pd.DataFrame, *, source: str) -> Figure:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 
 import pandas as pd
@@ -12,7 +13,7 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.lab.pairs import Recorded, Results, time_cases
+from hilbert_lib.lab.pairs import Recorded, time_cases
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case
 from hilbert_lib.lab.workload import Workload
@@ -103,16 +104,13 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
     """The sides of a point, ready to be timed: each with its error, bytes of a call at its highest point (its inputs
     apart), and about the seconds of a call."""
     work = _work(point)
-    parameters = {"sweep": SWEEP, "direction": point["direction"], **work.parameters}
-    backward = point["direction"] == "backward"
-    flop, moved = work.flop_and_bytes[2:] if backward else work.flop_and_bytes[:2]
     for name in point["sides"]:
-        run = _backward(work, name) if backward else _forward(work, name)
-        error = work.error(run())  # this call compiles, and keeps its tables
+        side = work.side(name, partial(_attend, name), point["direction"], sweep=SWEEP)
+        error = side.error(side.run())  # this call compiles, and keeps its tables
         began = []  # when the call did: `measure_peak` collects garbage before it
-        peak = measure_peak(lambda began=began, run=run: (began.append(time.perf_counter()), run()), work.device)
+        peak = measure_peak(lambda began=began, side=side: (began.append(time.perf_counter()), side.run()), work.device)
         seconds = time.perf_counter() - began[0]
-        yield Case(name, run, parameters, error, flop, moved), peak, seconds
+        yield Case(name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes), peak, seconds
 
 
 def measure_attention(point: dict) -> Iterator[dict]:
@@ -137,10 +135,7 @@ def attention_refusal(point: dict, side: str) -> str:
     work = _work(point)
     if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
         return "its kernels are interpreted here: their times mean nothing"
-    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))
-    one.requires_grad_(point["direction"] == "backward")
-    q = one.expand(1, work.length, work.heads, work.head_dim)  # without the memory of q
-    return BACKENDS[side].refusal(q, work.call)
+    return BACKENDS[side].refusal(work.stand_in(gradient=point["direction"] == "backward"), work.call)
 
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:
@@ -231,18 +226,5 @@ def _work(point: dict) -> Workload:
     return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
 
 
-def _forward(work: Workload, name: str) -> Callable[[], Results]:
-    def run() -> Results:
-        with torch.no_grad():
-            return (_attend(work, name, work.tensors[:3]),)
-
-    return run
-
-
-def _backward(work: Workload, name: str) -> Callable[[], Results]:
-    out = _attend(work, name, work.leaves)
-    return lambda: torch.autograd.grad(out, work.leaves, work.tensors[3], retain_graph=True)
-
-
-def _attend(work: Workload, name: str, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return dilated_attention(*qkv, work.pattern, is_causal=work.is_causal, backend=name)
+def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
+    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)

@@ -5,11 +5,9 @@ the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -21,8 +19,7 @@ from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.records import RESULTS, append_lines, measured_before
+from hilbert_lib.lab.sweep import Kept
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.ordering import Ordering
@@ -62,10 +59,11 @@ class Work:
     row_bytes: int
 
     @property
-    def parameters(self) -> dict:
-        """What distinguishes it, for a record."""
+    def record(self) -> dict:
+        """What a record begins with."""
         names = ("layout", "length", "heads", "dilation", "keys", "row_bytes")
-        return {"sweep": SWEEP, **{name: getattr(self, name) for name in names}}
+        parameters = {"sweep": SWEEP, **{name: getattr(self, name) for name in names}}
+        return {"kind": SWEEP, "name": self.kernel, "parameters": parameters}
 
     @cached_property
     def pattern(self) -> DilatedPattern:
@@ -128,15 +126,8 @@ def works(
     Args:
         kernel: one of `KERNELS`.
         lengths: tokens. heads: heads.
-        dilations: r of the one branch, offset 0. row_bytes: bytes of one head's row, multiples of a sector.
+        dilations: r of the one branch, offset 0. row_bytes: of one head's row, multiples of a sector.
         keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
-
-    Raises:
-        ValueError: for an unknown kernel, a row that is not whole sectors, or lengths without dilations or rows.
-
-    >>> one = works("gather", lengths=[16], heads=1, dilations=[2], row_bytes=[32], keys=8)
-    >>> [work.layout for work in one]
-    ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'random']
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
@@ -159,7 +150,8 @@ def calls(**options) -> Iterator[Callable[[], Tensor]]:
 def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     """Count every work of a kernel, with empty caches, beside what the model predicts for this GPU.
 
-    Where the folder's results.jsonl holds all of them from this code on this hardware, they are not counted again.
+    One run of `ncu` counts all of them. What the folder's results.jsonl holds from this code on this hardware is not
+    counted again.
 
     Args:
         kernel: one of `KERNELS`.
@@ -168,54 +160,37 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
 
     Returns:
         A record a work, of kind "counters"; what this GPU does not count is None.
-
-    Raises:
-        RuntimeError: as `counters.count_calls`, where `ncu` is missing or may not count; if a call was not one launch.
-        ValueError: as `works`.
     """
     todo = list(works(kernel, **options))
-    before = [each for each in measured_before(output_dir) if (each["kind"], each.get("name")) == (SWEEP, kernel)]
-    known = {tuple(each["parameters"].values()): each for each in before}
-    if all(tuple(work.parameters.values()) in known for work in todo):
-        return [known[tuple(work.parameters.values())] for work in todo]
-    info = get_gpu_info()
-    gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-    function, asked = f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}
-    facts, records = environment(), []
-    pool = ThreadPoolExecutor(max_workers=1)  # the model computes while ncu counts
-    try:
-        predictions = pool.map(lambda work: work.predicted(gpu), todo)
-        table = count_calls(function, asked, kernel=KERNELS[kernel])
+    kept = Kept(output_dir, _key)
+    if any(_key(work.record) not in kept.known for work in todo):
+        info = get_gpu_info()
+        gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
+        table = count_calls(f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}, kernel=KERNELS[kernel])
         if len(table) != len(todo):
             raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
-        for work, row, predicted in zip(todo, table[list(METRICS)].to_dict("records"), predictions, strict=True):
+        for work, row in zip(todo, table.to_dict("records"), strict=True):
             counted = {name: None if pd.isna(value) else value for name, value in row.items()}
-            record = {"kind": SWEEP, "name": kernel, "parameters": work.parameters, "counted": counted}
-            record |= {"predicted": asdict(predicted), "model": asdict(gpu), "environment": facts}
-            records.append(record)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # without ncu, or interrupted, nobody waits for the model
-    if output_dir:
-        append_lines(records, Path(output_dir) / RESULTS)
-    return records
+            kept.add(
+                {**work.record, "counted": counted, "predicted": asdict(work.predicted(gpu)), "model": asdict(gpu)}
+            )
+    return [kept.known[_key(work.record)] for work in todo]
+
+
+def _key(record: dict) -> tuple | None:
+    return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:
-    """Counted beside predicted, the last record of each work.
-
-    Args:
-        records: of `count`, or of a results.jsonl; those of other kinds are left out.
+    """Counted beside predicted, the last record of each work; records of other kinds are left out.
 
     Returns:
         kernel, layout, length, heads, dilation, keys, row_bytes, the counted `METRICS`, l2_found_percent, and each
         quantity of `Predicted` with the prefix predicted_; empty where nothing was counted.
-
-    >>> counter_table([]).empty
-    True
     """
     rows = {}
     for record in records:
-        if record.get("kind") == "counters":
+        if record.get("kind") == SWEEP:
             work = {"kernel": record["name"], **record["parameters"]}
             predicted = {f"predicted_{name}": value for name, value in record["predicted"].items()}
             rows[tuple(work.values())] = {**work, **record["counted"], **predicted}

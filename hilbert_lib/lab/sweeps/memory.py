@@ -1,34 +1,137 @@
-"""What memory pools and caches of patterns are worth: time, and memory allocated and reserved, against doing without.
+"""What CUDA graphs, memory pools and caches of patterns are worth: time, and memory, against doing without.
 
-All times are from an idle device to the finished result: what the host spends on allocations counts.
+All times are from an idle device to the finished result: what the host spends on launches and allocations counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain, product
+from typing import NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.modules import DilatedAttention
+from hilbert_lib import checks
+from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, identity, recorded_before, relative_difference
-from hilbert_lib.lab.records import append_records, measured_before
-from hilbert_lib.lab.sweeps.graphs import captured, from_idle, require_cuda
+from hilbert_lib.lab.pairs import (
+    MIN_SAMPLE_MS,
+    Recorded,
+    Results,
+    Side,
+    identity,
+    record_identity,
+    relative_difference,
+)
+from hilbert_lib.lab.sweep import sweep as measured
+from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import Ordering, ordering_tables
 from hilbert_lib.pattern import DilatedPattern
 
-# "Memory Usage" of seeds/004: GB by tokens, without a pool, and with one and the Hilbert order. Its sizes are not told.
-SEED_MEMORY_GB = {8192: (0.08, 0.25), 16384: (0.92, 0.92), 32768: (1.08, 1.08)}
-
 Calls = Callable[[int], Results]
+
+
+def require_cuda(device: torch.device) -> None:
+    """Raise ValueError unless a device is a CUDA device: graphs and the allocator's counters exist nowhere else."""
+    if checks.device(device).type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+
+
+def from_idle(call: Callable[[], Results], device: torch.device) -> Results:
+    """A call that begins when the device has done all before it: its launches cannot hide behind earlier work."""
+    torch.cuda.synchronize(device)
+    return call()
+
+
+def captured(run: Callable[[], Results], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """A CUDA graph of a call, in a memory pool, and the tensors into which every replay writes its results."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and fills the caches: a graph cannot
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = run()
+    return graph, results
+
+
+def graph_gains(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
+    """The two modules called, beside replays of their CUDA graphs; a replay's time holds the copy of its inputs.
+
+    Yields:
+        (eager, replay), forward and "training", which is forward and backward. Errors are against float64.
+    """
+    for work, kind, direction in product(works, ("attention", "multihead"), ("forward", "training")):
+        require_cuda(work.device)
+        about = {name: value for name, value in work.parameters.items() if name != "is_causal"}
+        parameters = {"sweep": "graphs", "module": kind, "direction": direction, **about}
+        yield _eager_and_replay(cache(partial(_module_and_inputs, kind, work)), parameters, work.device)
+
+
+def _eager_and_replay(prepared: Callable, parameters: dict, device: torch.device) -> tuple[Side, Side]:
+    def call() -> Results:
+        return _called(*prepared(), parameters["direction"])
+
+    @cache
+    def graph() -> tuple[torch.cuda.CUDAGraph, Results]:
+        with torch.cuda.device(device):  # a graph is of the current one's stream
+            return captured(call)
+
+    fresh = cache(lambda: [x.detach().clone() for x in prepared()[1]])
+
+    def replay() -> Results:
+        (replayed, results), values = graph(), fresh()
+        torch.cuda.synchronize(device)
+        with torch.no_grad():
+            for x, value in zip(prepared()[1], values, strict=True):
+                x.copy_(value)
+        replayed.replay()
+        return results
+
+    @cache
+    def exact() -> Results:
+        module, inputs = prepared()
+        wide = deepcopy(module).double()
+        getattr(wide, "attention", wide).backend = "eager"
+        return _called(wide, [x.detach().double().requires_grad_() for x in inputs], parameters["direction"])
+
+    def error(results: Results) -> float:
+        return relative_difference(results, exact())
+
+    return Side("eager", parameters, partial(from_idle, call, device), error), Side("replay", parameters, replay, error)
+
+
+def _module_and_inputs(kind: str, work: Workload) -> tuple[torch.nn.Module, list[Tensor]]:
+    if kind == "attention":
+        return DilatedAttention(work.pattern), list(work.leaves)
+    to = {"device": work.device, "dtype": getattr(torch, work.dtype)}
+    module = MultiheadDilatedAttention(work.heads * work.head_dim, work.heads, work.pattern, batch_first=True, **to)
+    return module, [work.tensors[0].flatten(2).requires_grad_()]
+
+
+def _called(module: torch.nn.Module, inputs: list[Tensor], direction: str) -> Results:
+    # The output; with "training" also the gradients of half its squared norm: the output is its own gradient.
+    with torch.set_grad_enabled(direction == "training"):
+        result = module(*inputs)
+        out = result[0] if isinstance(result, tuple) else result
+        if direction == "forward":
+            return (out,)
+        return out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], out.detach())
+
+
+def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
+    """`ratio_table` of a sweep that was timed, with the two medians, a_ms and b_ms."""
+    timed = of_sweep(records, sweep)
+    medians = {f"{side}_ms": [record[side]["median_ms"] for record in timed] for side in "ab"}
+    return ratio_table(records, sweep).assign(**medians)
 
 
 def _caching(call: Calls, lengths: Sequence[int]) -> Calls:
@@ -74,87 +177,66 @@ STRATEGIES = {
 }
 
 
-@dataclass(frozen=True)
-class PoolRecord(Recorded):
-    """A pair of strategies, and the device memory that each had at its peak beyond the inputs.
-
-    Attributes:
-        reserved_bytes: what the allocator held. What exceeds `peak_bytes`, that which was allocated, is fragmentation;
-            of a graph it is also what its replays work in, for no one allocates that again.
-    """
-
-    reserved_bytes: tuple[int, ...] = ()
-
-    def record(self) -> dict:
-        return {**super().record(), "reserved_bytes": self.reserved_bytes}
-
-
 def pool_comparison(
-    workloads: Sequence[Sequence[int]],
-    *,
-    pattern: DilatedPattern,
-    heads: int,
-    head_dim: int,
-    device: torch.device,
-    direction: str = "forward",
-    dtype: str = "bfloat16",
-    curve: str = "",
-    sweep: str = "pools",
-    output_dir: str = "",
-    repetitions: int = 20,
+    workloads: Iterable[Sequence[Workload]], *, direction: str = "forward", output_dir: str = "", repetitions: int = 20
 ) -> list[dict]:
     """Each strategy of holding buffers beside torch's caching allocator: time, and memory allocated and reserved.
 
-    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read. One
-    that the folder's results.jsonl holds from this code on this hardware is not run again.
+    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read.
 
     Args:
-        workloads: lengths in tokens that are called one after the other; of one length, or of several, among which
-            memory can fragment.
-        pattern: which keys a query sees.
-        heads, head_dim: of q, k and v.
-        device: a CUDA device.
+        workloads: calls one after the other, alike but for their lengths, among which memory can fragment.
         direction: "forward", or "training" for forward and backward.
-        dtype: name of a torch dtype.
-        curve: "" to leave k and v as they are, or the curve in whose order the compared strategies store them first,
-            torch's caching allocator then among them.
-        sweep: name of the records.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        repetitions: samples a side.
+        output_dir: folder of results.jsonl; empty writes nothing. repetitions: samples a side.
 
     Returns:
-        A record a workload and strategy, which `pool_table` tabulates. A workload without room is left out and said so.
-
-    Raises:
-        ValueError: if device is no CUDA device, or direction another.
+        A record a workload and strategy, which `pool_table` tabulates: peak_bytes is what was allocated at the peak,
+        reserved_bytes what the allocator held, both beyond the inputs.
     """
-    require_cuda(device)
     if direction not in ("forward", "training"):
         raise ValueError(f"direction must be forward or training, got {direction!r}")
-    facts, records, before = environment(), [], measured_before(output_dir)
-    for lengths in workloads:
-        works = {n: Workload(pattern, n, heads, head_dim, device, dtype=dtype) for n in lengths}
-        parameters = {"sweep": sweep, "lengths": " ".join(map(str, lengths)), "direction": direction}
-        parameters |= {name: value for name, value in works[lengths[0]].parameters.items() if name != "length"}
-        asked = {**parameters, "curve": curve}.items()
-        known = [each for each in before if "b" in each and asked <= each["b"]["parameters"].items()]
-        records += known
-        done = {each["b"]["name"] for each in known} | ({"caching"} if not curve else set())
-        missing = [name for name in STRATEGIES if name not in done]
-        if not missing:
-            continue
-        try:
-            with torch.cuda.device(device):  # pools and graphs are of the current one
-                for record in _pool_records(missing, lengths, works, parameters, curve, repetitions):
-                    append_records([record], output_dir)
-                    records.append({**record.record(), "environment": facts})
-        except torch.OutOfMemoryError as error:
-            print(f"{lengths}: left out, no room: {str(error).splitlines()[0]}", flush=True)
-    return records
+    workloads = [tuple(works) for works in workloads]
+    for works in workloads:
+        require_cuda(works[0].device)
+    held: dict[tuple[Workload, ...], _Watched] = {}
+
+    def caching(works: tuple[Workload, ...]) -> _Watched:
+        if works not in held:
+            held.clear()  # the last workload's memory, before this one's is watched
+            held[works] = _watched("caching", works, direction)
+        return held[works]
+
+    def measure(point: tuple[tuple[Workload, ...], str]) -> dict:
+        works, name = point
+        with torch.cuda.device(works[0].device):  # pools and graphs are of the current one
+            base, other = caching(works), _watched(name, works, direction)
+            difference = relative_difference(other.results(), base.results())
+            how = {"device": works[0].device, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
+            pair = compare_paired(base.case, other.case, repetitions=repetitions, **how)
+        record = Recorded(pair, (base.allocated_bytes, other.allocated_bytes), difference).record()
+        return record | {"reserved_bytes": (base.reserved_bytes, other.reserved_bytes)}
+
+    def key(point: tuple[tuple[Workload, ...], str]) -> str:
+        parameters = _pool_parameters(point[0], direction)
+        return identity(*(Case(name, None, parameters, 0.0) for name in ("caching", point[1])))
+
+    return measured(
+        product(workloads, [name for name in STRATEGIES if name != "caching"]),
+        measure,
+        key=key,
+        of_record=record_identity,
+        output_dir=output_dir,
+        label=lambda point: f"{point[1]} at {', '.join(str(work.length) for work in point[0])} tokens",
+    )
 
 
-@dataclass(frozen=True)
-class _Watched:
+def _pool_parameters(works: Sequence[Workload], direction: str) -> dict:
+    about = {name: value for name, value in works[0].parameters.items() if name != "length"}
+    lengths = " ".join(str(work.length) for work in works)
+    return {"sweep": "pools", "lengths": lengths, "direction": direction, **about}
+
+
+class _Watched(NamedTuple):
     """A strategy at work on a workload."""
 
     case: Case
@@ -163,34 +245,13 @@ class _Watched:
     reserved_bytes: int
 
 
-def _pool_records(
-    strategies: Sequence[str],
-    lengths: Sequence[int],
-    works: dict[int, Workload],
-    parameters: dict,
-    curve: str,
-    repetitions: int,
-) -> Iterator[PoolRecord]:
-    device = works[lengths[0]].device
-    caching = _watched("caching", lengths, works, parameters, "")
-    how = {"device": device, "repetitions": repetitions, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
-    for name in strategies:
-        other = _watched(name, lengths, works, parameters, curve)
-        difference = relative_difference(other.results(), caching.results())
-        measured = compare_paired(caching.case, other.case, **how)
-        allocated, reserved = zip(*((x.allocated_bytes, x.reserved_bytes) for x in (caching, other)), strict=True)
-        yield PoolRecord(measured, allocated, difference, reserved)
-        del other  # its memory, before the next is watched
-
-
-def _watched(name: str, lengths: Sequence[int], works: dict[int, Workload], parameters: dict, curve: str) -> _Watched:
-    ordering = partial(Ordering.from_curve, curve) if curve else None
-    module = DilatedAttention(works[lengths[0]].pattern, kv_ordering=ordering)
-    device, is_forward = works[lengths[0]].device, parameters["direction"] == "forward"
+def _watched(name: str, works: Sequence[Workload], direction: str) -> _Watched:
+    fresh, lengths = {work.length: replace(work) for work in works}, [work.length for work in works]
+    device, module = works[0].device, DilatedAttention(works[0].pattern)
 
     def call(length: int) -> Results:
-        work = works[length]
-        if is_forward:
+        work = fresh[length]  # whose tensors go with it
+        if direction == "forward":
             with torch.no_grad():
                 return (module(*work.tensors[:3]),)
         return torch.autograd.grad(module(*work.leaves), work.leaves, work.tensors[3])
@@ -209,11 +270,11 @@ def _watched(name: str, lengths: Sequence[int], works: dict[int, Workload], para
     serve()
     serve()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    inputs = [x for work in works.values() for x in (work.tensors[:3] if is_forward else work.tensors)]
-    parameters = {**parameters, "curve": curve, "input_bytes": sum(x.nbytes for x in inputs)}
-    case = Case(name, partial(from_idle, serve, device), parameters, works[lengths[-1]].error(serve()))
-    return _Watched(case, serve, peak[0] - before, peak[1] - before)
+    peaks = torch.cuda.max_memory_allocated(device) - before, torch.cuda.max_memory_reserved(device) - before
+    error = fresh[lengths[-1]].error(serve())
+    return _Watched(
+        Case(name, partial(from_idle, serve, device), _pool_parameters(works, direction), error), serve, *peaks
+    )
 
 
 def _emptied(device: torch.device) -> int:
@@ -225,120 +286,60 @@ def _emptied(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def pool_table(records: list[dict], sweep: str) -> pd.DataFrame:
-    """Every strategy on every workload of a sweep, torch's caching allocator in sequence order first.
+def pool_table(records: list[dict], sweep: str = "pools") -> pd.DataFrame:
+    """Every strategy on every workload, torch's caching allocator first.
 
     Args:
         records: of `pool_comparison`, or of a results.jsonl.
         sweep: the value of the parameter of that name.
 
     Returns:
-        lengths, strategy, curve, the other parameters, allocated_bytes, reserved_bytes (both at their peaks),
-        fragmented_bytes (their difference), median_ms, and ratio (time of the caching allocator over the strategy's)
-        with its interval low to high.
+        lengths, strategy, the other parameters, allocated_bytes, reserved_bytes (at their peaks), fragmented_bytes (the
+        difference), median_ms, and ratio (time of the caching allocator over the strategy's) with low and high.
     """
     rows = {}
     for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == sweep):
-        intervals = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
+        ratios = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
         held = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)
-        for side, (allocated, reserved), (ratio, low, high) in zip(
-            (record["a"], record["b"]), held, intervals, strict=True
-        ):
+        sides = zip((record["a"], record["b"]), held, ratios, strict=True)
+        for side, (allocated, reserved), ratio in sides:
             given = side["parameters"]
             row = {"lengths": given["lengths"], "strategy": side["name"], **given}
             row |= {"allocated_bytes": allocated, "reserved_bytes": reserved, "fragmented_bytes": reserved - allocated}
-            row |= {"median_ms": side["median_ms"], "ratio": ratio, "low": low, "high": high, "error": side["error"]}
-            rows.setdefault((given["lengths"], side["name"], given["curve"], given["direction"]), row)
+            row |= {"median_ms": side["median_ms"], "error": side["error"]}
+            row |= dict(zip(("ratio", "low", "high"), ratio, strict=True))
+            rows.setdefault((given["lengths"], side["name"], given["direction"]), row)
     return pd.DataFrame(list(rows.values()))
 
 
-def memory_table(records: list[dict]) -> pd.DataFrame:
-    """The documents' table of memory (seeds/004) beside ours: peak memory with the inputs, without and with a pool.
-
-    Args:
-        records: of `pool_comparison` at 8192, 16384 and 32768 tokens with a curve, of the sweep "memory table".
-
-    Returns:
-        tokens, configuration, allocated_gib, reserved_gib (the inputs in both), claimed_gb (NaN where the documents
-        have none).
-    """
-    rows = []
-    for row in pool_table(records, "memory table").itertuples():
-        tokens, without = int(row.lengths), row.strategy == "caching"
-        is_claimed = (row.strategy, bool(row.curve)) in (("caching", False), ("pool", True))
-        claimed = SEED_MEMORY_GB[tokens][not without] if is_claimed and tokens in SEED_MEMORY_GB else float("nan")
-        rows.append(
-            {
-                "tokens": tokens,
-                "configuration": f"{row.strategy}, {row.curve or 'linear'}",
-                "allocated_gib": (row.allocated_bytes + row.input_bytes) / 2**30,
-                "reserved_gib": (row.reserved_bytes + row.input_bytes) / 2**30,
-                "claimed_gb": claimed,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def pattern_cache(
-    lengths: Sequence[int],
-    *,
-    pattern: DilatedPattern,
-    heads: int,
-    head_dim: int,
-    device: torch.device,
-    output_dir: str = "",
-    repetitions: int = 20,
-) -> list[dict]:
-    """What is kept of a pattern and of an ordering: the time to build it, beside a look-up and beside a whole call.
+def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
+    """Building what is kept of a pattern and of an ordering, beside looking it up and, on a GPU, beside a whole call.
 
     "schedule tables" are those that the fused kernels read, "Hilbert ordering" the permutation, its inverse and the
-    kernels' table of slots. Times are the host's, and true without a GPU too: nothing here is interpreted.
-
-    Args:
-        lengths: tokens.
-        pattern: which keys a query sees.
-        heads, head_dim: of q, k and v.
-        device: where the tables go; on a CUDA device a forward in bfloat16 stands beside them.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        repetitions: samples a side.
-
-    Returns:
-        A record a length, table and opponent: the ratio is the time to build over that of a look-up, or of a call.
-
-    Raises:
-        ValueError: if what is built is not what is found.
+    kernels' table of slots. Times are the host's: `run_sides` takes them with device="cpu" and on_cpu=True.
     """
-    facts, done, records = environment(), recorded_before(output_dir), []
-    for length in lengths:
-        ordering = Ordering.from_curve("hilbert", length).to(device)
+    for work, what in product(works, ("schedule tables", "Hilbert ordering")):
+        build, find = _build_and_find(what, work.pattern, work.length, work.heads, work.device)
+        about = {"sweep": "pattern cache", "what": what, "tables_on": work.device.type, **work.parameters}
+        building = Side("build", about, partial(_finished, build, work.device), lambda results: 0.0)
+        yield building, Side("look-up", about, find, lambda results: 0.0)
+        if work.device.type == "cuda":
+            call = cache(lambda work=work: partial(DilatedAttention(work.pattern), *work.tensors[:3]))
+
+            def run(call=call, device=work.device) -> Results:
+                _finished(call(), device)
+                return ()  # nothing that the other side computes too
+
+            yield building, Side("call", about, run, lambda _, work=work, call=call: work.error((call()(),)))
+
+
+def _build_and_find(what: str, pattern: DilatedPattern, length: int, heads: int, device: torch.device) -> tuple:
+    if what == "schedule tables":
         tables = partial(_schedule_tables, pattern, length, heads, device)
-        kept = {
-            "schedule tables": (partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables),
-            "Hilbert ordering": (
-                partial(ordering_tables.__wrapped__, ordering, ordering.device),
-                lambda o=ordering: (o.perm, o.inverse, o.slots(o.device)),
-            ),
-        }
-        for what, (build, find) in kept.items():
-            built, found = build(), find()
-            if not all(map(torch.equal, built, found)):
-                raise ValueError(f"{what} must be found as they are built, at {length} tokens")
-            work = Workload(pattern, length, heads, head_dim, device)
-            parameters = {"sweep": "pattern cache", "what": what, "tables_on": device.type, **work.parameters}
-            opponents = [Case("look-up", find, parameters, 0.0)]
-            if device.type == "cuda":
-                call = partial(DilatedAttention(pattern), *work.tensors[:3])
-                opponents.append(Case("call", partial(_finished, call, device), parameters, work.error((call(),))))
-            build_case = Case("build", partial(_finished, build, device), parameters, 0.0)
-            for opponent in opponents:
-                if before := done.get(identity(build_case, opponent)):
-                    records.append(before)
-                    continue
-                measured = compare_paired(build_case, opponent, device="cpu", repetitions=repetitions, warmup=2)
-                record = Recorded(measured, (sum(x.nbytes for x in built), 0), None)
-                append_records([record], output_dir)
-                records.append({**record.record(), "environment": facts})
-    return records
+        return partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables
+    ordering = Ordering.from_curve("hilbert", length).to(device)
+    build = partial(ordering_tables.__wrapped__, ordering, ordering.device)
+    return build, lambda: (ordering.perm, ordering.inverse, ordering.slots(ordering.device))
 
 
 def _schedule_tables(
@@ -348,13 +349,14 @@ def _schedule_tables(
     device: torch.device,
     launches: Callable = division.launches,
     tables: Callable = schedule.tables,
-) -> list[Tensor]:
+) -> Results:
     ones = chain(*launches(pattern, length, kv_heads, False))
     found = [tables(pattern, one, length, kv_heads, division.BLOCK, schedule.TILES_TOGETHER, device) for one in ones]
-    return [x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes)]
+    return tuple(x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes))
 
 
-def _finished(call: Callable[[], object], device: torch.device) -> None:
-    call()
+def _finished(call: Callable[[], Results], device: torch.device) -> Results:
+    results = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return results

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hilbert_lib.lab.cache import counters
-from hilbert_lib.lab.cache.counters import METRICS, count_calls, count_launches, found_percent, parse_counters
+from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent, parse_counters
 
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 VALUES = {name: f"{10**n:,}" for n, name in enumerate(METRICS)}
@@ -24,24 +24,18 @@ def printed(launches=2, values=VALUES):
         for launch in range(launches)
         for name, value in values.items()
     ]
-    before = [
-        "==PROF== Connected to process 7",
-        'the program says "ID", too',
-        '==PROF== Profiling "forward_kernel": 0%',
-    ]
+    before = ["==PROF== Connected to process 7", 'the program says "ID", too']
     return "\n".join([*before, HEADER, *rows, "==PROF== Disconnected from process 7"])
 
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """A stand-in for ncu that prints what it is told, and the folder where it notes its arguments."""
+    """A stand-in for ncu that prints what it is told, and the file where it notes its arguments."""
 
     def install(text, status=0):
         script = tmp_path / "ncu"
-        script.write_text(
-            f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'args')!r}, 'w').write(repr(sys.argv))\n"
-        )
-        script.write_text(script.read_text() + f"print({text!r})\nsys.exit({status})\n")
+        note = f"open({str(tmp_path / 'args')!r}, 'w').write(repr(sys.argv))"
+        script.write_text(f"#!{sys.executable}\nimport sys\n{note}\nprint({text!r})\nsys.exit({status})\n")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path))
         return tmp_path / "args"
@@ -51,30 +45,28 @@ def ncu(tmp_path, monkeypatch):
 
 def test_every_launch_is_a_row_in_order_and_every_metric_a_column():
     table = parse_counters(printed())
-    assert table.columns.tolist() == ["launch", *METRICS]
-    assert table.launch.tolist() == [0, 1]
-    assert table.iloc[1][list(METRICS)].tolist() == [10.0**n for n in range(len(METRICS))]
+    assert table.columns.tolist() == list(METRICS)
+    assert table.values.tolist() == [[10.0**n for n in range(len(METRICS))]] * 2
+    assert parse_counters("nothing").empty
 
 
-def test_the_clock_is_left_alone_and_one_kernel_is_watched(ncu):
+def test_a_child_makes_the_calls_and_one_kernel_of_it_is_counted(ncu):
     arguments = ncu(printed(1))
-    assert len(count_launches(["program", "-x"], kernel="forward_kernel")) == 1
+    assert len(count_calls("tests.somewhere:calls", {"n": 2}, kernel="forward_kernel")) == 1
     given = arguments.read_text()
-    assert "'--clock-control', 'none'" in given
+    for option in ("'--clock-control', 'none'", "'--cache-control', 'all'", "'--profile-from-start', 'off'"):
+        assert option in given
     assert "'--kernel-name', 'forward_kernel'" in given
-    assert given.endswith("'program', '-x']")
+    assert given.endswith("""'-m', 'hilbert_lib.lab.cache.counters', 'tests.somewhere:calls', '{"n": 2}']""")
 
 
 def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_path, monkeypatch):
     script, pid = tmp_path / "ncu", tmp_path / "pid"
-    watched = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    script.write_text(
-        f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {watched!r}])\n"
-    )
+    script.write_text(f"#!/bin/sh\n/bin/sleep 60 &\necho $! > {pid}\nwait\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="ncu took longer than 2 s over program"):
-        count_launches(["program"], kernel="forward_kernel", timeout=2)
+    with pytest.raises(RuntimeError, match="ncu took longer than 2 s over m:f"):
+        count_calls("m:f", {}, kernel="forward_kernel", timeout=2)
     with suppress(psutil.NoSuchProcess):
         program, deadline = psutil.Process(int(pid.read_text())), time.monotonic() + 5
         while program.status() != psutil.STATUS_ZOMBIE:
@@ -88,18 +80,16 @@ def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_pat
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", 1, "may not read the GPU's counters"),
         ("==ERROR== LibraryNotLoaded", 9, "status 9: ==ERROR== LibraryNotLoaded"),
         ("==WARNING== No kernels were profiled.", 0, "launched no kernel named 'forward_kernel'"),
+        (None, 0, "ncu is not on the PATH"),
     ],
 )
-def test_what_keeps_ncu_from_counting_is_said(ncu, text, status, words):
-    ncu(text, status)
+def test_what_keeps_ncu_from_counting_is_said(ncu, text, status, words, monkeypatch, tmp_path):
+    if text is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        ncu(text, status)
     with pytest.raises(RuntimeError, match=words):
-        count_launches(["program"], kernel="forward_kernel")
-
-
-def test_a_machine_without_ncu_is_told_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="ncu is not on the PATH"):
-        count_launches(["program"], kernel="forward_kernel")
+        count_calls("m:f", {}, kernel="forward_kernel")
 
 
 @pytest.mark.parametrize("value", ["n/a", None])
@@ -107,20 +97,9 @@ def test_a_metric_without_a_number_is_named_and_the_others_are_read(ncu, value):
     values = {**VALUES, "far_sectors": value} if value else {k: v for k, v in VALUES.items() if k != "far_sectors"}
     ncu(printed(values=values))
     with pytest.warns(UserWarning, match=r"no number for lts__t_sectors_srcunit_ltcfabric_op_read\.sum$"):
-        table = count_launches(["program"], kernel="forward_kernel")
+        table = count_calls("m:f", {}, kernel="forward_kernel")
     assert table.far_sectors.isna().all()
     assert table.drop(columns="far_sectors").notna().all(axis=None)
-
-
-def test_calls_are_made_in_a_child_that_ncu_watches_from_the_second_time_on(ncu):
-    arguments = ncu(printed(1))
-    assert len(count_calls("tests.somewhere:calls", {"n": 2}, kernel="f")) == 1
-    given = arguments.read_text()
-    assert "'--cache-control', 'all'" in given
-    assert "'--profile-from-start', 'off'" in given
-    assert given.endswith("""'-m', 'hilbert_lib.lab.cache.counters', 'tests.somewhere:calls', '{"n": 2}']""")
-    with pytest.raises(ValueError, match="function must be \"module:name\", got 'calls'"):
-        count_calls("calls", {}, kernel="f")
 
 
 def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):

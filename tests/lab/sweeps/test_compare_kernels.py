@@ -1,15 +1,13 @@
 """scripts/compare_kernels.py puts a version's kernels in the library's place, for its side of a pair alone."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from own_scripts import SCRIPTS, load_script
+from click.testing import CliRunner
+from own_scripts import load_script
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-SCRIPT = SCRIPTS / "compare_kernels.py"
 SHAPE = {"lengths": [48], "dilation_rates": [1, 2], "directions": ("forward", "backward"), "heads": 1}
 SHAPE |= {"head_dims": [16], "device": torch.device("cpu")}
 
@@ -27,35 +25,22 @@ def version(tmp_path):
     return folder
 
 
-def test_a_version_stands_in_the_library_s_place_while_its_side_runs(script, version):
-    ours = script.package.forward, script.package.backward
-    with script.in_place(version):
-        assert script.package.forward.mark == "of the version"
-        assert script.package.backward is ours[1]  # it has none of its own
-    assert (script.package.forward, script.package.backward) == ours
-
-
-def test_a_version_may_have_steps_and_configurations_of_its_own(script, tmp_path):
+def test_a_version_stands_in_the_librarys_place_while_its_side_runs(script, tmp_path):
     ours, launch = script.OURS["steps"], script.hopper
     (tmp_path / "steps.py").write_text("mark = 'of the version'\n")
+    (tmp_path / "division.py").write_text("mark = 'of the version'\n")
     (tmp_path / "forward.py").write_text(
         "from hilbert_lib.attention.triton.hopper.steps import mark\nHOPPER_FORWARD = {64: 'another'}\n"
     )
     forward, backward = launch.HOPPER_FORWARD, launch.HOPPER_BACKWARD
     with script.in_place(tmp_path):
-        assert script.package.forward.mark == "of the version"
+        assert script.package.forward.mark == script.launch.division.mark == "of the version"
+        assert script.package.backward is script.OURS["backward"]  # it has none of its own
         assert launch.HOPPER_FORWARD == {64: "another"}
         assert launch.HOPPER_BACKWARD is backward
     assert launch.HOPPER_FORWARD is forward
+    assert (script.package.forward, script.launch.division) == (script.OURS["forward"], script.OURS["division"])
     assert sys.modules["hilbert_lib.attention.triton.hopper.steps"] is ours
-
-
-def test_a_version_may_divide_branches_otherwise(script, tmp_path):
-    ours = script.launch.division
-    (tmp_path / "division.py").write_text("mark = 'of the version'\n")
-    with script.in_place(tmp_path):
-        assert script.launch.division.mark == "of the version"
-    assert script.launch.division is ours
 
 
 def test_each_side_computes_the_reference_work_with_its_own_kernels(script, version, monkeypatch):
@@ -74,45 +59,9 @@ def test_each_side_computes_the_reference_work_with_its_own_kernels(script, vers
     assert records[0]["b"]["name"] == "triton"
     assert True in seen
     assert False in seen
-    (version / "forward.py").write_text("mark = 'another'\n")
-    theirs, _ = next(script.pairs([version], **SHAPE))
-    assert theirs.name != records[0]["a"]["name"]
-    backward = script.pairs([version], **SHAPE | {"directions": ("backward",)})
-    assert [theirs.parameters["direction"] for theirs, _ in backward] == ["backward"] * 2
 
 
-RUN_ONCE = """
-import sys
-from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]).parent))
-import click, torch, compare_kernels
-shape = {"lengths": [48], "dilation_rates": [1], "directions": ("forward",), "heads": 1, "head_dims": [16]}
-try:
-    compare_kernels.run_once([Path(sys.argv[2])], shape | {"device": torch.device("cpu")}, seconds=float(sys.argv[3]))
-except click.ClickException as error:
-    print(error.message)
-"""
-
-
-def test_a_version_that_hangs_is_named_and_its_processes_end(version):
-    def said(seconds):
-        command = [sys.executable, "-c", RUN_ONCE, SCRIPT, version, str(seconds)]
-        # It does not come back while one of its processes has its output.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout
-
-    assert said(60) == ""
-    (version / "forward.py").write_text("import time\n\ntime.sleep(600)\n")
-    assert said(1) == f"{version}: a call did not end within 1.0 seconds\n"
-
-
-def test_what_is_no_version_and_a_machine_without_a_hopper_gpu_are_told(version, tmp_path):
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    for folder, told in (
-        (version, "compute capability 9.0"),
-        (tmp_path, "must hold one of steps.py, forward.py, backward.py, division.py"),
-    ):
-        done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, env=env)
-        assert done.returncode != 0
-        assert told in done.stderr
-        assert "Traceback" not in done.stderr
+def test_what_is_no_version_is_told(script, tmp_path):
+    done = CliRunner().invoke(script.main, [str(tmp_path)])
+    assert done.exit_code == 2
+    assert "must hold one of steps.py, forward.py, backward.py, division.py" in " ".join(done.output.split())

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import threading
 
 import pandas as pd
 import pytest
@@ -11,13 +10,10 @@ import torch
 from hilbert_lib.lab.cache.counters import METRICS
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import QUANTITIES
-from hilbert_lib.lab.figures import kernels as figures
-from hilbert_lib.lab.figures import redraw, show
 from hilbert_lib.lab.ledger.kernels import gained_and_counted
-from hilbert_lib.lab.pairs import run_sides
-from hilbert_lib.lab.records import compare_runs, read_records
+from hilbert_lib.lab.records import read_records
 from hilbert_lib.lab.sweeps import counters as benchmarks
-from hilbert_lib.lab.sweeps.kernels import committed_records, records_to_draw
+from hilbert_lib.lab.sweeps.kernels import committed_records
 from hilbert_lib.machine import NO_GPU
 
 CPU, GPU = torch.device("cpu"), Gpu("small", 2**16, 4)
@@ -32,7 +28,7 @@ def counting(monkeypatch):
     def count_calls(function, arguments, *, kernel):
         asked.append((function, arguments, kernel))
         launches = range(len(list(benchmarks.works(**arguments))))
-        counted = pd.DataFrame({"launch": launches, **{name: [100.0 + n for n in launches] for name in METRICS}})
+        counted = pd.DataFrame({name: [100.0 + n for n in launches] for name in METRICS})
         return counted.assign(l2_hit_sectors=[float(n) for n in launches], far_hit_sectors=0.0)
 
     info = {name: value for name, value in vars(NO_GPU).items() if name not in ("l2_bytes", "multiprocessors")}
@@ -77,7 +73,7 @@ def test_every_work_is_recorded_with_what_was_counted_and_predicted(counting, tm
     assert len(records) == len(works) == 28
     assert [record["kind"] for record in records] == ["counters"] * 28
     for n, (work, record) in enumerate(zip(works, records, strict=True)):
-        assert record["parameters"] == work.parameters
+        assert record["parameters"] == work.record["parameters"]
         assert record["counted"]["l1_sectors"] == 100 + n
         assert record["predicted"] == vars(work.predicted(GPU))
     assert without_moment(read_records(tmp_path / "results.jsonl")) == without_moment(records)
@@ -99,68 +95,27 @@ def test_launches_that_are_not_one_a_call_are_refused(counting, monkeypatch):
         benchmarks.count("gather", **SIZES | {"dilations": [4]})
 
 
-def test_where_nothing_can_be_counted_nobody_waits_for_the_model(counting, monkeypatch):
-    def without_ncu(*asked, **how):
-        raise RuntimeError("no ncu")
-
-    predicted, goes_on = [], threading.Event()
-    monkeypatch.setattr(benchmarks, "count_calls", without_ncu)
-    monkeypatch.setattr(benchmarks.Work, "predicted", lambda work, gpu: predicted.append(goes_on.wait(60)))
-    with pytest.raises(RuntimeError, match="no ncu"):
-        benchmarks.count("gather", **SIZES)  # would take a minute if it waited
-    assert predicted == []
-    goes_on.set()
-
-
-def test_lengths_are_counted_in_one_run_of_the_program(counting):
-    records = benchmarks.count("forward", **SIZES | {"lengths": [32, 64]})
-    assert len(counting) == 1
-    table = benchmarks.counter_table(records)
-    assert table.length.value_counts().to_dict() == {32: 32, 64: 32}
-    by_segment = table[table.layout == "hilbert per segment"]
-    found = by_segment.groupby(["length", "dilation"]).row_bytes.apply(list).to_dict()
-    assert found == {(length, rate): [32, 64] for length in (32, 64) for rate in (1, 4)}
-
-
-def test_the_table_has_the_last_record_of_each_work_and_other_kinds_are_left_out(counting):
-    old, new = (benchmarks.count("forward", **SIZES) for _ in range(2))
+def test_the_table_has_the_last_record_of_each_work(counting):
+    old, new = (benchmarks.count("forward", **SIZES | {"lengths": [32, 64]}) for _ in range(2))
     for record in new:
         record["counted"]["time_ns"] = None  # not known to this GPU
     table = benchmarks.counter_table([{"kind": "comparison"}, *old, *new])
-    assert len(table) == len(new) == 32
+    assert len(table) == len(new)
+    assert table.length.value_counts().to_dict() == {32: 32, 64: 32}
     assert table.time_ns.isna().all()
     assert {"kernel", "layout", *QUANTITIES, *(f"predicted_{name}" for name in QUANTITIES)} <= set(table)
-    assert records_to_draw(new)[0] is new
+    by_segment = table[table.layout == "hilbert per segment"]
+    assert set(zip(by_segment.length, by_segment.dilation, strict=True)) == {(32, 1), (32, 4), (64, 1), (64, 4)}
 
 
-def test_the_figure_and_the_ledger_read_the_table_alone(counting, tmp_path):
+def test_the_ledger_reads_the_table(counting):
     records = [record for kernel in benchmarks.KERNELS for record in benchmarks.count(kernel, **SIZES)]
     table = benchmarks.counter_table(records)
-    drawn = show(figures.draw_counters, table, output_dir=str(tmp_path), name="counters", source="invented")
-    assert "left out" not in drawn.get_suptitle()
-    assert len(redraw(tmp_path)) == 1
-    larger = table.assign(predicted_dram_read_bytes=table.predicted_dram_read_bytes.where(table.index == 0, 2**17))
-    without = figures.draw_counters(larger, source="invented")
-    assert "\n1 launches of less than 128 KiB are left out" in without.get_suptitle()
-    assert sum(len(points.get_offsets()) for points in without.axes[0].collections) == len(table) - 1
-    for axes in drawn.axes:
-        assert len(axes.collections) == 3  # a series a kernel
-        assert axes.get_title().startswith("forward ")
     cases = gained_and_counted(records, dilation=4).query("how == 'counted in forward'")
     assert len(cases) == 4  # of the forward, dilation and row size
     found = table[table.kernel == "forward"].pivot(index=["row_bytes", "dilation"], columns="layout").l2_found_percent
-    expected = (found.hilbert - found.linear).to_dict()
-    assert dict(zip(zip(cases.row_bytes, cases.dilation, strict=True), cases.value, strict=True)) == pytest.approx(
-        expected
-    )
-    assert all(expected.values())
-
-
-def test_counters_are_no_times_to_compare(counting, tmp_path):
-    benchmarks.count("forward", output_dir=str(tmp_path), **SIZES)
-    with pytest.raises(ValueError, match="no measurements"):
-        compare_runs(tmp_path, tmp_path)
-    assert run_sides([], device="cpu", output_dir=str(tmp_path)) == []
+    gained = dict(zip(zip(cases.row_bytes, cases.dilation, strict=True), cases.value, strict=True))
+    assert gained == pytest.approx((found.hilbert - found.linear).to_dict())
 
 
 def test_bad_input_is_refused_by_name():
@@ -207,7 +162,7 @@ def counted_of(kernel):
         ("forward", [4, 16, 64], 10.0),
     ],
 )
-def test_the_share_that_l2_finds_is_predicted_within_points_of_the_committed_counts(kernel, dilations, points):
+def test_the_share_that_l2_finds_is_near_the_committed_counts(kernel, dilations, points):
     records = counted_of(kernel)
     table = benchmarks.counter_table(records).query("dilation in @dilations")
     counted = table.set_index(["layout", "dilation"]).l2_found_percent

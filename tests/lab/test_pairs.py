@@ -1,0 +1,124 @@
+"""Pairs of calls: errors are real, times are never an interpreter's, and nothing is measured twice."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hilbert_lib.lab import pairs as paired
+from hilbert_lib.lab import records as committed
+from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_sides
+from hilbert_lib.lab.records import append_records
+from hilbert_lib.lab.tables import ratio_table, side_table
+from hilbert_lib.lab.timing import Case, compare_paired
+
+
+def one(name, value, *, exact=1.0):
+    """A side that returns a number, which should be `exact`."""
+    true = [torch.tensor([exact])]
+    run, error = lambda: (torch.tensor([value]),), lambda results: relative_difference(results, true)
+    return Side(name, {"sweep": "numbers"}, run, error)
+
+
+def timed(a, b):
+    """A pair's record as a GPU would leave it; the times are those of two additions on the CPU."""
+    cases = [Case(side.name, lambda: 1 + 1, side.parameters, 0.0, 4e9, 2e6) for side in (a, b)]
+    return Recorded(compare_paired(*cases, device="cpu", repetitions=5), (2**20, 2**21), 0.0)
+
+
+def test_on_the_cpu_errors_are_known_and_nothing_is_timed_or_written(tmp_path):
+    (record,) = run_sides([(one("a", 1.0), one("b", 1.5))], device="cpu", output_dir=str(tmp_path))
+    assert record["kind"] == "check"
+    assert record["a"]["error"] == 0
+    assert record["b"]["error"] == record["output_difference"] == 0.5
+    assert ratio_table([record], "numbers").ratio.isna().all()
+    assert side_table([record], "numbers").median_ms.isna().all()
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_the_cpu_a_side_of_several_pairs_runs_once():
+    runs = []
+    shared = replace(one("b", 1.0), run=lambda: runs.append(1) or (torch.ones(1),))
+    records = run_sides([(one(name, 1.5), shared) for name in "acd"], device="cpu")
+    assert [record["output_difference"] for record in records] == [pytest.approx(1 / 3)] * 3
+    assert len(runs) == 1
+
+
+def test_what_is_not_finite_or_of_another_shape_is_never_a_small_error():
+    with pytest.raises(ValueError, match=r"results must have the shape of exact, \(3,\), got \(1,\)"):
+        relative_difference([torch.ones(1)], [torch.ones(3)])
+    with pytest.raises(ValueError, match="results must be finite"):
+        run_sides([(one("a", 1.0), one("b", float("nan")))], device="cpu")
+
+
+def test_a_case_without_room_is_left_out_and_the_others_go_on(capsys):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    large = Side("large", {"sweep": "numbers", "length": 9}, full, lambda results: 0.0)
+    records = run_sides([(large, one("b", 1.0)), (one("a", 1.0), one("b", 1.0))], device="cpu")
+    assert [record["a"]["name"] for record in records] == ["a"]
+    assert "large | b: left out, no room: CUDA out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changed", ["nothing", "hardware", "code_hash", "packages"])
+def test_only_what_this_code_measured_on_this_hardware_is_reused(tmp_path, changed):
+    pair = one("a", 1.0), one("b", 1.0)
+    append_records([timed(*pair)], tmp_path)
+    path = tmp_path / "results.jsonl"
+    record = json.loads(path.read_text())
+    if changed != "nothing":
+        another = {"flash-attn-4": "4.0.0b36"} if changed == "packages" else "another"
+        record["environment"][changed] = another
+        path.write_text(json.dumps(record) + "\n")
+    (found,) = run_sides([pair], device="cpu", output_dir=str(tmp_path))
+    assert (found == record) == (changed == "nothing")
+
+
+def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():
+    ours = one("triton", 1.0)
+    records = [timed(one(name, 1.0), ours).record() for name in ("cudnn", "flash")]
+    table = side_table(records, "numbers").set_index("name")
+    assert table.index.tolist() == ["cudnn", "triton", "flash"]
+    samples = [x for record in records for x in record["b"]["samples_ms"]]
+    assert table.median_ms["triton"] == pytest.approx(torch.tensor(samples, dtype=torch.float64).quantile(0.5).item())
+    assert table.tflop_per_s["triton"] == pytest.approx(4e9 / table.median_ms["triton"] / 1e9)
+    assert table.peak_bytes.to_dict() == {"cudnn": 2**20, "triton": 2**21, "flash": 2**20}
+    with pytest.raises(ValueError, match=r"sweep must be one of the records' \(numbers\), got 'layouts'"):
+        side_table(records, "layouts")
+
+
+def test_of_a_pair_that_was_measured_twice_the_newest_counts():
+    older, newer = (timed(one("flash", 1.0), one("triton", 1.0)).record() for _ in range(2))
+    records = [older, timed(one("cudnn", 1.0), one("triton", 1.0)).record(), newer, newer]
+    assert ratio_table(records, "numbers").a.tolist() == ["flash", "cudnn"]
+    assert side_table(records, "numbers").set_index("name").median_ms["flash"] == newer["a"]["median_ms"]
+
+
+def test_a_peak_is_what_a_call_asked_for_beyond_what_was_there(monkeypatch):
+    events = []
+    side = replace(one("a", 1.0), run=lambda: events.append("run"))
+    counts = {"requested_bytes.all.current": 100, "requested_bytes.all.peak": 1124, "allocated_bytes.all.peak": 2048}
+    monkeypatch.setattr(paired, "begin_peak", lambda device: events.append("begin"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counts)
+    assert paired._once(side, torch.device("cuda"))[1] == 1024
+    assert events == ["run", "begin", "run", "wait"]
+
+
+def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(committed, "REPORTS", tmp_path)
+    check = run_sides([(one("a", 1.0), one("b", 1.0))], device="cpu")
+    assert committed.records_to_draw(check) == ([], "")
+    for run, utc in (("new", "2026-02-02"), ("old", "2026-01-01")):
+        folder = tmp_path / "h200" / run / "06_kernel_benchmarks-0a1b2c3d"
+        append_records([timed(one(run, 1.0), one("b", 1.0))], folder)
+        record = json.loads((folder / "results.jsonl").read_text())
+        record["environment"] |= {"utc": utc, "hardware": "an H200", "gpus": [{}]}
+        lines = 1 if run == "new" else 2  # the newest, not the longest
+        (folder / "results.jsonl").write_text((json.dumps(record) + "\n") * lines)
+    records, source = committed.records_to_draw(check)
+    assert records[0]["a"]["name"] == "new"
+    assert source == "committed record, an H200"
+    assert committed.records_to_draw(records) == (records, "an H200")

@@ -1,0 +1,98 @@
+"""What a call should give, row by row in float64, and what of it counts as useful."""
+
+import pytest
+import torch
+
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.backends import reference
+from hilbert_lib.attention.call import Call
+from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
+from hilbert_lib.lab.workload import BOTH, Workload, grid
+
+CPU = torch.device("cpu")
+PATTERNS = [
+    DilatedPattern((7, 20, 64), (2, 3, 5), offsets="branch"),
+    DilatedPattern((16, 16), (4, 1), mixing="head_groups"),
+]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: str(pattern.branches))
+def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 50, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    call = Call(pattern, is_causal=is_causal, scale=0.7)
+    out, lse = reference.forward(q, k, v, call)
+    dq, dk, dv = reference.backward(dout, q, k, v, out, lse, call)
+    for head in range(4):
+        rows = torch.arange(head, 50, 3)
+        exact = exact_out(q, k, v, call, head=head, queries=rows)
+        torch.testing.assert_close(exact, out[0, rows, head], atol=1e-12, rtol=0)
+    for g in range(2):
+        queries, keys = torch.arange(3, 50, 7), torch.tensor([0, 21, 49])
+        exact = exact_gradients(q, k, v, dout, call, kv_head=g, queries=queries, keys=keys)
+        expected = dq[0, queries, 2 * g], dk[0, keys, g], dv[0, keys, g]
+        torch.testing.assert_close(exact, expected, atol=1e-12, rtol=0)
+
+
+def test_sampled_rows_of_decoding_equal_the_reference():
+    q, k, v = (torch.randn(1, rows, 2, 4, dtype=torch.float64) for rows in (3, 30, 30))
+    call = Call(DilatedPattern((8, 30), (1, 4)), is_causal=True, query_start=11)
+    out, _ = reference.forward(q, k, v, call)
+    exact = exact_out(q, k, v, call, head=1, queries=torch.arange(11, 14))
+    torch.testing.assert_close(exact, out[0, :, 1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("length", [7, 41, 50])
+@pytest.mark.parametrize("branch", [(10, 4), (9, 5), (64, 6)], ids=str)
+def test_sampled_positions_lie_in_the_branch_where_their_segment_has_it(branch, length):
+    pattern, every = DilatedPattern(branch[:1], branch[1:]), torch.arange(length)
+    for kv_head in range(4):
+        sampled = sampled_positions(pattern, length, kv_head=kv_head, kv_heads=4, count=1000, seed=0)
+        inside = pattern.contains(0, every, kv_head, 4)
+        segment = every // branch[0]
+        assert sampled.equal(every[inside | ~torch.isin(segment, segment[inside])])
+
+
+def test_each_direction_is_timed_as_it_says_and_a_wrong_gradient_shows():
+    work = Workload(DilatedPattern((8,), (2,)), 16, 2, 4, CPU, dtype="float64")
+    calls = []
+
+    def attend(q, k, v, of):
+        calls.append(q.requires_grad)
+        return dilated_attention(q, k, v, of.pattern, backend="reference")
+
+    forward, backward, both = (work.side("a", attend, each, sweep="s") for each in ("forward", "backward", BOTH))
+    flop = [side.useful_flop for side in (forward, backward, both)]
+    assert flop[2] == flop[0] + flop[1]
+    assert both.parameters == {"sweep": "s", "direction": BOTH, **work.parameters}
+    assert forward.error(forward.run()) < 1e-12
+    assert backward.error(backward.run()) < 1e-12
+    backward.run()
+    assert calls == [False, True]  # the forward of a backward is run once, before
+    gradients = both.run()
+    for wrong in range(3):
+        changed = [x * 1.5 if n == wrong else x for n, x in enumerate(gradients)]
+        assert work.error(changed) == pytest.approx(0.5)
+
+
+def test_long_sequences_have_fewer_heads():
+    works = grid({"a": PATTERNS[0]}, lengths=[8, 32], heads=2, head_dims=[4], device=CPU, rows=32)
+    assert [(work.length, work.heads, work.is_causal) for _, work in works] == [
+        (8, 2, False), (8, 2, True), (32, 1, False), (32, 1, True)
+    ]  # fmt: skip
+
+
+def test_rows_of_a_head_lie_side_by_side_in_every_layout():
+    work = Workload(DilatedPattern((8,), (2,)), 20, 2, 4, CPU, heads_first=True)
+    order = Ordering.from_curve("hilbert", 20)
+    for x, stored in zip(work.tensors[1:3], work.stored(order), strict=True):
+        assert stored.stride()[1:] == (4, 80, 1)
+        assert torch.equal(order.undo(stored, dim=1), x)
+
+
+def test_decoding_counts_each_row_that_is_needed_once():
+    work = Workload(DilatedPattern((16, 32), (1, 4), offsets="zero"), 32, 3, 8, CPU, queries=(16, 2))
+    flop, moved, *_ = work.flop_and_bytes
+    assert flop == 4 * 8 * 3 * (16 + 8 + 16)  # query 16 sees 16 and 8 keys, query 17 sees 16
+    assert moved == 3 * (2 * (16 + 4) + 2 * 2) * 8 * 2  # rows of k and v: 16 to 31, and 0, 4, 8, 12; q and out
