@@ -6,16 +6,11 @@ from hilbert_lib.pattern import DilatedPattern
 
 
 def each(check: Callable, values: Mapping[str, object], names: str, **limits) -> None:
-    """Holds several values to one check, each by its own name.
+    """Hold several values to one check of `hilbert_lib.checks`, each by its own name.
 
     Args:
-        check: `integer`, `integers`, `number` or `positive` of `hilbert_lib.checks`.
-        values: by name, such as globals().
-        names: of those to check, with spaces between.
+        values: by name, such as globals(). names: of those to check, with spaces between.
         **limits: as `check` takes them.
-
-    Raises:
-        TypeError, ValueError: of the check.
 
     >>> from hilbert_lib.checks import integer
     >>> each(integer, {"heads": 4, "kv_heads": 0}, "heads kv_heads", least=1)
@@ -27,14 +22,7 @@ def each(check: Callable, values: Mapping[str, object], names: str, **limits) ->
 
 
 def pattern_of(values: Mapping[str, object], prefix: str = "") -> DilatedPattern:
-    """The pattern of two lists among the parameters; errors name these.
-
-    Args:
-        values: by name, such as globals(); of them prefix + "segment_lengths" and prefix + "dilation_rates" count.
-        prefix: of both names.
-
-    Raises:
-        TypeError, ValueError: of `DilatedPattern`.
+    """The pattern of the parameters segment_lengths and dilation_rates; errors name these, with their prefix.
 
     >>> pattern_of({"paper_segment_lengths": [4, 8], "paper_dilation_rates": [1]}, "paper_")
     Traceback (most recent call last):

@@ -121,18 +121,21 @@ def _read_lines(path: Path) -> list[dict]:
     return records
 
 
-def measured_before(output_dir: str | Path) -> list[dict]:
-    """What a folder's results.jsonl holds from this code on this hardware: nothing of it has to be measured again.
+def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
+    """What a folder's results.jsonl, or another file, holds from this code on this hardware: it need not be measured
+    again.
 
     >>> measured_before("")
     []
     """
-    if not output_dir or not has_records(path := Path(output_dir) / RESULTS):
+    if not output_dir or not has_records(path := Path(output_dir) / file):
         return []
     facts = environment()
-    return [
-        each for each in read_records(path) if all(each["environment"].get(name) == facts[name] for name in MACHINE)
-    ]
+
+    def is_same(made: dict) -> bool:
+        return all(made.get(name) == facts[name] for name in MACHINE)
+
+    return [each for each in read_records(path) if is_same(each.get("environment") or {})]
 
 
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:

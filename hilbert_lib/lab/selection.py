@@ -15,8 +15,9 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
 from hilbert_lib.checks import boolean
-from hilbert_lib.lab.pairs import of_sweep, ratio_table, run_sides
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.kernels import Named, Pairs, single_branches
+from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.workload import BOTH, Workload
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker

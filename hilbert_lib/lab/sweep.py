@@ -18,23 +18,26 @@ class Kept:
     Args:
         output_dir: the folder; empty keeps nothing on the disk.
         key: of a record; None for one of another sweep.
-        write: whether what is added goes to the disk.
+        write: whether what is added goes to the disk. file: its name there.
 
     >>> kept = Kept("", key=lambda record: record.get("length"))
     >>> kept.add({"length": 8})["environment"] == environment(), 8 in kept.known
     (True, True)
     """
 
-    def __init__(self, output_dir: str | Path, key: Callable[[dict], Hashable], *, write: bool = True):
-        self._output_dir, self._key, self._facts = output_dir if write else "", key, environment()
-        self.known = {key(record): record for record in measured_before(output_dir)}
+    def __init__(
+        self, output_dir: str | Path, key: Callable[[dict], Hashable], *, write: bool = True, file: str = RESULTS
+    ):
+        self._path = Path(output_dir) / file if output_dir and write else None
+        self._key, self._facts = key, environment()
+        self.known = {key(record): record for record in measured_before(output_dir, file)}
         self.known.pop(None, None)
 
     def add(self, record: dict) -> dict:
         """Keeps a record with its environment, and returns both."""
         record = {**record, "environment": self._facts}
-        if self._output_dir:
-            append_lines([record], Path(self._output_dir) / RESULTS)
+        if self._path:
+            append_lines([record], self._path)
         self.known[self._key(record)] = record
         return record
 

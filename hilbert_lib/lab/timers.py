@@ -1,11 +1,22 @@
-"""The two clocks of `bench`: the host's and the CUDA device's."""
+"""The two clocks of `timing`: the host's and the CUDA device's; and collections of garbage kept short meanwhile."""
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from hilbert_lib.lab.environment import sm_clocks_mhz
+
+
+class Sample(NamedTuple):
+    """One timed stretch of calls."""
+
+    ms: float
+    host_ms: float  # what the host took; with `waited`, host and device together
+    waited: bool  # whether the device waited for the host all the same: then the time holds launches
 
 
 class CpuTimer:
@@ -14,20 +25,19 @@ class CpuTimer:
     device = "cpu"
 
     def __init__(self):
-        self._times_ms = []
+        self._samples = []
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
         start = time.perf_counter_ns()
         for _ in range(calls):
             run()
-        self._times_ms.append((time.perf_counter_ns() - start) / 1e6)
+        took = (time.perf_counter_ns() - start) / 1e6
+        self._samples.append(Sample(took, took, False))
 
-    def finish(self) -> list[float]:
-        """The times in ms since the last call of finish."""
-        times, self._times_ms = self._times_ms, []
-        self.waited = [False] * len(times)
-        self.host_ms = times  # which is all there is
-        return times
+    def finish(self) -> list[Sample]:
+        """The samples since the last call of finish."""
+        samples, self._samples = self._samples, []
+        return samples
 
     def sm_clock_mhz(self) -> None:
         return None
@@ -42,21 +52,13 @@ MOST_CYCLES = 32 * LEAD_CYCLES
 
 
 class CudaTimer:
-    """Times stretches of calls by events on the device's stream, without the host's launch costs.
+    """Times stretches of calls by events on the device's stream, without the host's launch costs."""
 
-    `waited` says, for each time of the last `finish`, whether the device waited for the host all the same, as it does
-    where calls wait for the device or are more than its queue holds: such a time holds launches. `host_ms` says how
-    long the host took for each, and where the device waited, how long both together.
-    """
-
-    def __init__(self, device: torch.device, cold_cache: bool):
+    def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
         self._events = []
         self._leads = {}  # the last and the longest to try, by the id of the call, which outlives its samples
-        # Twice the L2: on an H200 once was enough, and four times gave the same cold times.
-        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
-        self._flush = torch.empty(2 * l2_bytes if cold_cache else 0, dtype=torch.uint8, device=self._device)
 
     def sample(self, run: Callable[[], object], calls: int) -> None:
         lead, most = self._leads.get(id(run), (LEAD_CYCLES, MOST_CYCLES))
@@ -72,7 +74,6 @@ class CudaTimer:
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this
-            self._flush.zero_()
             start.record()
             began = time.perf_counter_ns()
             for _ in range(calls):
@@ -82,13 +83,27 @@ class CudaTimer:
             waited = start.query()
         return start, end, host_ms, waited
 
-    def finish(self) -> list[float]:
-        """The times in ms since the last call of finish, once the device has done all of it."""
+    def finish(self) -> list[Sample]:
+        """The samples since the last call of finish, once the device has done all of it."""
         torch.cuda.synchronize(self._device)
         events, self._events = self._events, []
-        self.waited = [waited for *_, waited in events]
-        self.host_ms = [host_ms for *_, host_ms, _ in events]
-        return [start.elapsed_time(end) for start, end, *_ in events]
+        return [Sample(start.elapsed_time(end), host_ms, waited) for start, end, host_ms, waited in events]
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]
+
+
+@contextmanager
+def old_objects_apart() -> Iterator[None]:
+    """Inside, garbage collections skip objects that were made before: one of all, torch's compiler loaded, takes longer
+    than a short call. Objects that somebody has frozen before stay so, and none are added."""
+    # More than half of them: from Python 3.12 on each collection freezes the immortal objects that it meets.
+    if gc.get_freeze_count() > len(gc.get_objects()):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,7 +1,7 @@
 """Timing that can be trusted later: raw samples with their error, and paired comparisons.
 
-A sample is one timed stretch of calls; a measurement is the samples of one case; a comparison takes the
-samples of two cases in turn, within one run, so that both see the same machine.
+A sample is one timed stretch of calls; a measurement is the samples of one case; a comparison takes the samples of two
+cases in turn, so that both see the same machine.
 """
 
 import json
@@ -25,19 +25,15 @@ class Case:
 
     Args:
         name: what runs, such as the backend's name.
-        run: the call to time, without arguments; its result is dropped.
+        run: the call, without arguments; its result is dropped.
         parameters: what distinguishes this case from others of its name: values that JSON can hold.
-        error: of the result against the float64 reference, as the caller measured it; 0.0 where the two
-            are equal bit for bit. Required: a fast wrong answer is not a speed.
-        useful_flop: floating-point operations that the task needs, whatever this case spends.
-        useful_bytes: bytes that the task must move at least.
+        error: of the result against the float64 reference; 0.0 where the two are equal bit for bit. Required: a fast
+            wrong answer is not a speed.
+        useful_flop, useful_bytes: what the task needs at least, whatever this case spends.
 
     Raises:
         TypeError: if parameters is no dict that JSON can hold, or error is not a number.
         ValueError: if error is negative or not finite, or a count is not positive.
-
-    >>> Case("add", lambda: 1 + 1, parameters={"n": 1}, error=0.0).name
-    'add'
     """
 
     name: str
@@ -66,12 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The samples of one case, and how they were taken. Times are milliseconds a call.
-
-    `sm_clock_mhz` holds the GPU's clock before and after; on the CPU both are None. `with_launches` says whether the
-    GPU waited for the host in some sample, whose time then holds launches. `host_ms` is the median of what the host
-    took for a call, beside the GPU where there is one; None where it had to wait for the GPU, and in older records.
-    """
+    """The samples of one case, in milliseconds a call, and how they were taken."""
 
     name: str
     parameters: dict
@@ -79,13 +70,13 @@ class Measurement:
     useful_flop: float | None
     useful_bytes: float | None
     device: str
-    cache: str  # "warm" or "cold"
     warmup: int
     calls_per_sample: int
     samples_ms: tuple[float, ...]
-    sm_clock_mhz: tuple[int | None, int | None]
-    with_launches: bool = False
-    host_ms: float | None = None
+    sm_clock_mhz: tuple[int | None, int | None]  # before and after; None on the CPU
+    with_launches: bool = False  # whether the GPU waited for the host in some sample, whose time then holds launches
+    host_ms: float | None = None  # median of the host's time for a call; None where it had to wait for the GPU
+    cache: str = "warm"  # each sample follows a call of its own case
     utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -97,37 +88,25 @@ class Measurement:
         """What a call costs among others like it: the longer of the device's time and the host's."""
         return max(self.median_ms, self.host_ms or 0.0)
 
-    @property
-    def iqr_ms(self) -> float:
-        low, high = np.quantile(self.samples_ms, [0.25, 0.75])
-        return float(high - low)
-
-    @property
-    def flop_per_s(self) -> float | None:
-        return self.useful_flop and self.useful_flop / self.median_ms * 1e3
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        return self.useful_bytes and self.useful_bytes / self.median_ms * 1e3
-
     def record(self) -> dict:
         """Everything as one flat dictionary for JSON, statistics included."""
-        statistics = ("median_ms", "call_ms", "iqr_ms", "flop_per_s", "bytes_per_s")
-        computed = {"n": len(self.samples_ms), **{name: getattr(self, name) for name in statistics}}
-        return {"kind": "measurement", **asdict(self), **computed}
+        low, high = np.quantile(self.samples_ms, [0.25, 0.75])
+        per_s = {
+            "flop_per_s": self.useful_flop and self.useful_flop / self.median_ms * 1e3,
+            "bytes_per_s": self.useful_bytes and self.useful_bytes / self.median_ms * 1e3,
+        }
+        times = {"median_ms": self.median_ms, "call_ms": self.call_ms, "iqr_ms": float(high - low)}
+        return {"kind": "measurement", **asdict(self), "n": len(self.samples_ms), **times, **per_s}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two cases timed in turn. `ratio` is the median of a's time over b's: above 1, b is the faster one.
-
-    `interval` is the 95 % bootstrap interval of that median.
-    """
+    """Two cases timed in turn. `ratio` is the median of a's time over b's: above 1, b is faster."""
 
     a: Measurement
     b: Measurement
     ratio: float
-    interval: tuple[float, float]
+    interval: tuple[float, float]  # 95 %, by the bootstrap
 
     def record(self) -> dict:
         """Everything as one dictionary for JSON; `a` and `b` hold the two measurements."""
@@ -142,30 +121,24 @@ def measure(
     repetitions: int = 30,
     warmup: int = 5,
     min_sample_ms: float = 1.0,
-    cold_cache: bool = False,
 ) -> Measurement:
     """Time one case.
 
     Args:
         case: what to time.
-        device: where it computes: "cpu" is timed by the clock, a CUDA device by events on its stream, which
-            leave out what the host spends on launches.
-        repetitions: number of samples.
-        warmup: untimed calls before them.
-        min_sample_ms: a sample repeats a shorter call until it lasts about as long, in ms.
-        cold_cache: overwrite the GPU's L2 before each sample, which then is a single call.
-
-    Returns:
-        The measurement.
+        device: where it computes: "cpu" is timed by the clock, a CUDA device by events on its stream, which leave out
+            what the host spends on launches.
+        repetitions: number of samples. warmup: untimed calls before them.
+        min_sample_ms: a sample repeats a shorter call until it lasts about as long.
 
     Raises:
-        ValueError: if a count is below 1, or cold_cache is asked of a CPU.
+        ValueError: if a count is below 1, or the device is neither.
 
     >>> case = Case("add", lambda: 1 + 1, parameters={}, error=0.0)
     >>> len(measure(case, device="cpu", repetitions=3, min_sample_ms=0.01).samples_ms)
     3
     """
-    (measurement,) = _measure_in_turn([case], device, repetitions, warmup, min_sample_ms, cold_cache)
+    (measurement,) = _measure_in_turn([case], device, repetitions, warmup, min_sample_ms)
     return measurement
 
 
@@ -177,41 +150,29 @@ def compare_paired(
     repetitions: int = 30,
     warmup: int = 5,
     min_sample_ms: float = 1.0,
-    cold_cache: bool = False,
 ) -> Comparison:
     """Time two cases in turn (a b, b a, a b, ...) and take the ratio within each pair.
 
-    Clocks and neighbours drift over seconds; the two samples of a pair are milliseconds apart, so that the
-    drift cancels in their ratio. With a warm cache each sample follows an untimed call of its own case.
+    Clocks and neighbours drift over seconds. The samples of a pair are milliseconds apart: the drift cancels in their
+    ratio. Each sample follows an untimed call of its own case, for the other has taken the cache.
 
     Args:
         a, b: the two cases, for example baseline and candidate.
-        device, repetitions, warmup, min_sample_ms, cold_cache: as in `measure`.
-
-    Returns:
-        The comparison.
-
-    Raises:
-        ValueError: as `measure`.
+        device, repetitions, warmup, min_sample_ms: as in `measure`.
 
     >>> case = Case("add", lambda: 1 + 1, parameters={}, error=0.0)
     >>> comparison = compare_paired(case, case, device="cpu", repetitions=3, min_sample_ms=0.01)
     >>> comparison.interval[0] <= comparison.ratio <= comparison.interval[1]
     True
     """
-    of_a, of_b = _measure_in_turn([a, b], device, repetitions, warmup, min_sample_ms, cold_cache)
+    of_a, of_b = _measure_in_turn([a, b], device, repetitions, warmup, min_sample_ms)
     ratios = np.divide(of_a.samples_ms, of_b.samples_ms)
     interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
     return Comparison(of_a, of_b, float(np.median(ratios)), interval)
 
 
 def _measure_in_turn(
-    cases: list[Case],
-    device: torch.device | str,
-    repetitions: int,
-    warmup: int,
-    min_sample_ms: float,
-    cold_cache: bool,
+    cases: list[Case], device: torch.device | str, repetitions: int, warmup: int, min_sample_ms: float
 ) -> list[Measurement]:
     device = torch.device(device)
     repetitions = checks.integer("repetitions", repetitions, least=1)
@@ -220,44 +181,39 @@ def _measure_in_turn(
         raise ValueError(f"min_sample_ms must be at least 0 and finite, got {min_sample_ms}")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
-    if cold_cache and device.type == "cpu":
-        raise ValueError("cold_cache=True needs a CUDA device: only the GPU's L2 can be overwritten, got cpu")
-    timer = CudaTimer(device, cold_cache) if device.type == "cuda" else CpuTimer()
+    timer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
     calls = []
     for case in cases:
         for _ in range(warmup):
             timer.sample(case.run, 1)
-        shortest_ms = max(min(timer.finish()), 1e-4)  # 100 ns, the coarsest resolution of perf_counter_ns
-        calls.append(1 if cold_cache else max(1, math.ceil(min_sample_ms / shortest_ms)))
+        shortest_ms = max(min(timer.finish()).ms, 1e-4)  # 100 ns, the coarsest resolution of perf_counter_ns
+        calls.append(max(1, math.ceil(min_sample_ms / shortest_ms)))
     clock_before = timer.sm_clock_mhz()
     turn = list(range(len(cases)))
     schedule = (turn + turn[::-1]) * (repetitions // 2) + turn * (repetitions % 2)
     for index in schedule:
-        if len(cases) > 1 and not cold_cache:
+        if len(cases) > 1:
             cases[index].run()  # the other case has taken the cache
         timer.sample(cases[index].run, calls[index])
-    times = np.array(timer.finish())
-    waited, host_ms = np.array(timer.waited), np.array(timer.host_ms)
-    free = [~waited & np.equal(schedule, index) for index in range(len(cases))]
-    clocks = (clock_before, timer.sm_clock_mhz())
-    return [
-        Measurement(
-            case.name,
-            case.parameters,
-            case.error,
-            case.useful_flop,
-            case.useful_bytes,
-            device=timer.device,
-            cache="cold" if cold_cache else "warm",
-            warmup=warmup,
-            calls_per_sample=calls[index],
-            samples_ms=tuple((times[np.equal(schedule, index)] / calls[index]).tolist()),
-            sm_clock_mhz=clocks,
-            with_launches=bool(np.any(waited[np.equal(schedule, index)])),
-            host_ms=float(np.median(host_ms[free[index]] / calls[index])) if free[index].any() else None,
+    samples, clocks = timer.finish(), (clock_before, timer.sm_clock_mhz())
+    measured = []
+    for index, (case, count) in enumerate(zip(cases, calls, strict=True)):
+        own = [sample for sample, of in zip(samples, schedule, strict=True) if of == index]
+        free = [sample.host_ms / count for sample in own if not sample.waited]
+        known = (case.name, case.parameters, case.error, case.useful_flop, case.useful_bytes)
+        measured.append(
+            Measurement(
+                *known,
+                device=timer.device,
+                warmup=warmup,
+                calls_per_sample=count,
+                samples_ms=tuple(sample.ms / count for sample in own),
+                sm_clock_mhz=clocks,
+                with_launches=any(sample.waited for sample in own),
+                host_ms=float(np.median(free)) if free else None,
+            )
         )
-        for index, case in enumerate(cases)
-    ]
+    return measured
 
 
 def resampled_medians(samples: Sequence[float], rng: np.random.Generator) -> np.ndarray:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from hilbert_lib.cli.main import main
 from hilbert_lib.cli.options import Numbers
-from hilbert_lib.lab.guarded import runner
+from hilbert_lib.lab import sweep
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
 
@@ -79,7 +79,7 @@ def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):
     assert [record[side]["name"] for side in "ab"] == ["sdpa", "eager"]
     assert record["b"]["error"] < 1e-5
     assert len(record["b"]["samples_ms"]) == record["b"]["n"] >= 5
-    assert record["environment"]["code_hash"]
+    assert line["environment"]["code_hash"]
     assert record["output_difference"] is None
     assert "(reused)" in bench(*asked)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
@@ -106,7 +106,7 @@ def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     def full(lines, path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(runner, "append_lines", full)
+    monkeypatch.setattr(sweep, "append_lines", full)
     output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
     assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
     assert "the results cannot be written: [Errno 28] No space left on device: 'out.jsonl'" in output

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hilbert_lib.lab import committed
 from hilbert_lib.lab import pairs as paired
-from hilbert_lib.lab.pairs import Recorded, Side, ratio_table, relative_difference, run_sides, side_table
+from hilbert_lib.lab import records as committed
+from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_sides, time_cases
 from hilbert_lib.lab.records import append_records
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired
 
 
@@ -121,3 +122,9 @@ def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, 
     assert records[0]["a"]["name"] == "new"
     assert source == "committed record, an H200"
     assert committed.records_to_draw(records) == (records, "an H200")
+
+
+@pytest.mark.parametrize(("took", "samples"), [(0.001, 20), (0.1, 10), (9.0, 5)])
+def test_slow_calls_are_timed_with_fewer_samples(took, samples):
+    case = Case("nothing", lambda: None, {}, 0.0)
+    assert len(time_cases(case, device=torch.device("cpu"), took=took).samples_ms) == samples

@@ -12,7 +12,8 @@ from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
 from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab import selection
-from hilbert_lib.lab.pairs import ratio_table, run_sides
+from hilbert_lib.lab.pairs import run_sides
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload, grid
 from hilbert_lib.limits.estimate import MemoryEstimate
 

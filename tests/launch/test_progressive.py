@@ -5,9 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hilbert_lib.lab.figures.safety import draw_progressive
 from hilbert_lib.launch import progressive
-from hilbert_lib.launch.progressive import ProgressiveResult, ProgressiveRow, ProgressiveTester
+from hilbert_lib.launch.progressive import ProgressiveTester
 from hilbert_lib.limits import memory
 from hilbert_lib.limits.config import SafetyConfig
 from hilbert_lib.limits.memory import GB, Memory
@@ -152,9 +151,3 @@ def test_attention_on_a_gpu_takes_what_was_predicted():
     for row in result.rows:
         assert row.status == "ran", result.limit
         assert row.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.1, abs=64 * 2**20)
-
-
-def test_a_test_that_could_not_begin_is_drawn_too():
-    nothing = ProgressiveRow(1024, -5, 2**20, None, None, "not tried")  # others took what had to stay free
-    figure = draw_progressive(ProgressiveResult((nothing,), "no room").table(), limit="no room", source="here")
-    assert figure.axes[0].get_ylim()[0] > 0

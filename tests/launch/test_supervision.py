@@ -12,7 +12,6 @@ import psutil
 import pytest
 from own_processes import child_with, marked_processes, wait_for
 
-from hilbert_lib.lab.guarded import interrupted
 from hilbert_lib.launch import isolated
 from hilbert_lib.launch.isolated import MARK, run_isolated
 
@@ -77,21 +76,6 @@ def test_what_cannot_be_killed_does_not_keep_the_process_above_it_whose_caller_h
             above.wait(10)
         finally:
             above.kill()
-
-
-def test_a_runner_that_does_not_begin_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(interrupted, "BEGIN_SECONDS", 0)
-    with pytest.raises(RuntimeError, match="held no memory within 0 s"):
-        interrupted.interrupt_runner("cpu")
-
-
-def test_a_runner_that_does_not_heed_its_interruption_is_told(monkeypatch):
-    monkeypatch.setattr(interrupted, "PROGRAM", interrupted.PROGRAM.replace("default_int_handler", "SIG_IGN"))
-    monkeypatch.setattr(interrupted, "PATIENCE_SECONDS", 3)
-    stopped = interrupted.interrupt_runner("cpu")
-    assert (stopped.measured, stopped.interrupted, len(stopped.left)) == ("ok", "", 3)
-    assert not psutil.Process().children()
-    wait_for(lambda: not marked_processes(having=MARK), 5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows shared memory as files")

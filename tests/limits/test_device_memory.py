@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from hilbert_lib.lab.pairs import old_objects_apart
+from hilbert_lib.lab.timers import old_objects_apart
 
 
 class Holder:

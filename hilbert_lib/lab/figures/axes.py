@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 
 def panel_grid(
@@ -31,15 +32,6 @@ def panel_grid(
     return figure, panels[:count]
 
 
-def powers_of_two(axes: Axes, values: pd.Series) -> None:
-    """A logarithmic x axis with a tick at every value that was measured."""
-    ticks = sorted(values.unique())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [short(int(n)) for n in ticks])
-    axes.xaxis.minorticks_off()
-    axes.grid(color="#DDDDDD")
-
-
 def plain_ticks(axes: Axes, values: pd.Series) -> None:
     """Few ticks of a logarithmic y axis, written out."""
     values = values[values > 0]  # where a limit is passed already, less than nothing is allowed
@@ -47,9 +39,12 @@ def plain_ticks(axes: Axes, values: pd.Series) -> None:
     steps = (1, 1.5, 2, 3, 4, 6, 8) if high - low < 0.8 else (1, 2, 5) if high - low < 2 else (1,)
     powers = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in steps]
+    if high - low < 0.2:  # none of these may lie between
+        ticks = [tick for tick in MaxNLocator(5).tick_values(values.min(), values.max()) if tick > 0]
+    margin = max(0.002, 0.05 * (high - low + min(1, 5 * (high - low))))
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(10 ** (low - 0.05 * (high - low + 1)), 10 ** (high + 0.05 * (high - low + 1)))
+    axes.set_ylim(10 ** (low - margin), 10 ** (high + margin))
 
 
 def short(number: int) -> str:

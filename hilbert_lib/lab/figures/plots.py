@@ -43,9 +43,9 @@ def points(data: pd.DataFrame, *, x: str, y: str, **axes) -> Figure:
     """A marker for each row; those of one `x`, where that is a name or `apart` is set, stand side by side.
 
     Args:
-        data: one row a point.
+        data: one row a point; where y is NaN, only what was expected is drawn.
         x, y: columns.
-        **axes: as `panels` takes them.
+        **axes: as `panels` takes them; `expected` is a column through whose values a line is drawn.
     """
     return panels(data, _points, x=x, y=y, line="", **axes)
 
@@ -94,12 +94,12 @@ def panels(
         logx, logy: base of a logarithmic axis; 0 for a linear one.
         level: where a line of reference is drawn.
         size: width and height of a panel [inches]. share_y: one scale for all panels. from_zero: y begins at 0.
-        **marks: of the kind: `apart`, `write`.
+        **marks: of the kind: `apart`, `expected`, `write`.
 
     Raises:
         ValueError: for a column that the table lacks, or an empty table.
     """
-    if missing := {name for name in (x, y, by, across, down, low, high) if name} - set(data):
+    if missing := {name for name in (x, y, by, across, down, low, high, marks.get("expected")) if name} - set(data):
         raise ValueError(f"the table must have the columns {', '.join(sorted(missing))}; it has {', '.join(data)}")
     if data.empty:
         raise ValueError(f"the table must have rows to draw, got none: {title}")
@@ -126,7 +126,8 @@ def panels(
             axes.set_ylabel(ylabel or y)
         if logy:
             axes.set_yscale("log", base=logy)
-            plain_ticks(axes, pd.concat([data[name] for name in (y, low, high) if name]).dropna())
+            shown = [name for name in (y, low, high, marks.get("expected")) if name]
+            plain_ticks(axes, pd.concat([data[name] for name in shown]).dropna())
     for axes in grid[len(parts) :]:
         axes.remove()
     if from_zero:
@@ -254,7 +255,7 @@ def _places(axes: Axes, values: pd.Series, base: int) -> dict[object, int] | Non
 
 def _points(
     axes: Axes, rows: pd.DataFrame, at: dict | None, shift: float, count: int, columns: tuple[str, ...], look: dict,
-    *, line: str, apart: bool = False,
+    *, line: str, apart: bool = False, expected: str = "",
 ) -> None:  # fmt: skip
     x, y, low, high = columns
     look = {name: look[name] for name in ("color", "marker", "label")}
@@ -263,6 +264,8 @@ def _points(
         where = rows[x] * 2 ** (0.08 * shift) if apart else rows[x]
     else:
         where = rows[x].map(at) + shift * 0.7 / count * (apart or not line)
+    if expected:
+        axes.plot(where, rows[expected], "-", color=look["color"], lw=1.2)
     spread = [rows[y] - rows[low], rows[high] - rows[y]] if low else None
     axes.errorbar(where, rows[y], spread, ls=line, capsize=2, lw=1.2, markersize=5, fillstyle="none", **look)
 

@@ -1,8 +1,9 @@
-"""What an isolated process can measure: attention, side by side. A point is plain JSON; its sides are backends."""
+"""The benchmark of attention: a point is a length and a direction, its sides are backends."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 
 import pandas as pd
@@ -12,10 +13,9 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, ratio_table, side_table
-from hilbert_lib.lab.records import newest_run, read_records
-from hilbert_lib.lab.timing import Case, compare_paired, measure
+from hilbert_lib.lab.pairs import Recorded, time_cases
+from hilbert_lib.lab.tables import ratio_table, side_table
+from hilbert_lib.lab.timing import Case
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
 from hilbert_lib.limits.memory import measure_peak
@@ -25,21 +25,18 @@ from hilbert_lib.pattern import DilatedPattern, check_pattern
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
 SWEEP = "attention"
-POINTS = "points.jsonl"  # the file of notebook 04
-SAMPLES, LEAST_SAMPLES, SECONDS = 20, 5, 2.0  # of a side; slow calls take fewer samples, to stay near so many seconds
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `SafeBenchmarkRunner` runs: one function in a process of its own, and what is known before it is tried.
+    """What `SafeBenchmarkRunner` runs, and what is known before it is tried.
 
     Attributes:
-        target: "module:function". It is called with a point whose "sides" are those to measure together, the first one
-            beside each other, and yields a record of `bench` (a dictionary) as soon as it has one.
-        refusal: of a point and one of its sides: why it cannot serve, or "". It is asked first, and raises ValueError
-            for what is no point.
+        target: "module:function", called in a process of its own with a point whose "sides" are measured together. It
+            yields a record of `timing` (a dictionary) as soon as it has one: of the first side beside each other.
+        refusal: of a point and a side: why it cannot serve, or "". It raises ValueError for what is no point.
         inputs: of a point: bytes of what its sides are given. Where these do not fit, no side is estimated.
-        estimate: of a point and one of its sides: the memory that it takes.
+        estimate: of a point and a side: the memory that it takes.
     """
 
     target: str
@@ -60,20 +57,15 @@ def attention_points(
     is_causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[dict]:
-    """Points of the attention benchmark: one for each length and direction, with all backends as its sides.
+    """One point for each length and direction, with all backends as its sides.
 
     Args:
         pattern: which keys a query sees.
-        lengths: tokens.
-        backends: names of backends; the others are compared with the first.
+        lengths: tokens. heads, head_dim: of q, k and v; one sequence.
+        backends: names; the others are compared with the first.
         directions: of "forward" and "backward"; in the backward's time there is no forward.
-        heads, head_dim: of q, k and v; one sequence.
-        dtype: name of a floating torch dtype.
-        is_causal: whether keys after the query are excluded.
+        dtype: name of a floating torch dtype. is_causal: whether keys after the query are excluded.
         device: where to compute.
-
-    Returns:
-        The points, by direction and then by length as they are given.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed.
@@ -109,89 +101,51 @@ def attention_points(
 
 
 def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
-    """The sides of a point, ready to be timed.
-
-    Args:
-        point: one of `attention_points`.
-
-    Yields:
-        A side with its error; bytes of a call at its highest point, its inputs apart; about the seconds of a call.
-
-    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
-    >>> [case.name for case, peak, seconds in attention_cases(point)]
-    ['eager']
-    """
+    """The sides of a point, ready to be timed: each with its error, bytes of a call at its highest point (its inputs
+    apart), and about the seconds of a call."""
     work = _work(point)
-    parameters = {"sweep": SWEEP, "direction": point["direction"], **work.parameters}
-    backward = point["direction"] == "backward"
-    flop, moved = work.flop_and_bytes[2:] if backward else work.flop_and_bytes[:2]
     for name in point["sides"]:
-        run = _backward(work, name) if backward else _forward(work, name)
-        error = work.error(run())  # this call compiles, and keeps its tables
+        side = work.side(name, partial(_attend, name), point["direction"], sweep=SWEEP)
+        error = side.error(side.run())  # this call compiles, and keeps its tables
         began = []  # when the call did: `measure_peak` collects garbage before it
-        peak = measure_peak(lambda began=began, run=run: (began.append(time.perf_counter()), run()), work.device)
+        peak = measure_peak(lambda began=began, side=side: (began.append(time.perf_counter()), side.run()), work.device)
         seconds = time.perf_counter() - began[0]
-        yield Case(name, run, parameters, error, flop, moved), peak, seconds
+        yield Case(name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes), peak, seconds
 
 
 def measure_attention(point: dict) -> Iterator[dict]:
     """Time the sides of a point in turn, the first beside each other; or the only one alone.
 
-    Args:
-        point: one of `attention_points`.
-
-    Yields:
-        Records as `records.append_records` writes them, with peak_bytes of each side.
-
     >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
     >>> [record["kind"] for record in measure_attention(point)]
     ['measurement']
     """
-    how = {"device": point["device"], "warmup": 2}
-    if torch.device(point["device"]).type == "cuda":
-        how["min_sample_ms"] = MIN_SAMPLE_MS
+    device = torch.device(point["device"])
     cases = attention_cases(point)
     first, first_peak, first_seconds = next(cases)
     if len(point["sides"]) == 1:
-        measured = measure(first, repetitions=_samples(first_seconds), **how)
-        yield {**Recorded(measured, (first_peak,), None).record(), "environment": environment()}
+        yield Recorded(time_cases(first, device=device, took=first_seconds), (first_peak,), None).record()
     for other, peak, seconds in cases:
-        measured = compare_paired(first, other, repetitions=_samples(first_seconds + seconds), **how)
-        yield {**Recorded(measured, (first_peak, peak), None).record(), "environment": environment()}
+        measured = time_cases(first, other, device=device, took=first_seconds + seconds)
+        yield Recorded(measured, (first_peak, peak), None).record()
 
 
 def attention_refusal(point: dict, side: str) -> str:
-    """Why a backend cannot serve a point, or why its time would mean nothing; "" where it can.
-
-    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["flash"])
-    >>> attention_refusal(point, "flash")
-    'needs a CUDA device, got cpu'
-    """
+    """Why a backend cannot serve a point, or why its time would mean nothing; "" where it can."""
     work = _work(point)
     if side == "triton" and work.device.type == "cpu" and kernel_mode() == "interpreted":
         return "its kernels are interpreted here: their times mean nothing"
-    one = torch.empty(1, device=work.device, dtype=getattr(torch, work.dtype))  # stands in for q without its memory
-    q = one.requires_grad_(point["direction"] == "backward").expand(1, work.length, work.heads, work.head_dim)
-    return BACKENDS[side].refusal(q, work.call)
+    return BACKENDS[side].refusal(work.stand_in(gradient=point["direction"] == "backward"), work.call)
 
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:
-    """What memory one side of a point takes, as `estimate_memory` predicts it, with what lies beside it in its process.
-
-    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
-    >>> attention_estimate(point, "eager").inputs  # q, k, v and a gradient of the output in float32
-    512
-    """
+    """What memory one side of a point takes, with what lies beside it in its process."""
+    same = ("length", "heads", "head_dim", "direction", "is_causal", "device")
     estimate = estimate_memory(
         DilatedPattern(**point["pattern"]),
-        length=point["length"],
-        heads=point["heads"],
-        head_dim=point["head_dim"],
         dtype=getattr(torch, point["dtype"]),
         backend=side,
-        direction=point["direction"],
-        is_causal=point["is_causal"],
-        device=point["device"],
+        **{name: point[name] for name in same},
     )
     items, beside = estimate.items, {}
     if point["direction"] == "forward":
@@ -213,7 +167,7 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
     """Every side of every point once, with its speed or what became of it.
 
     Args:
-        lines: of `SafeBenchmarkRunner.run`, or of its file, where the last line of a point holds.
+        lines: of `SafeBenchmarkRunner.run`, or a file's records, of which the points count and the last line of each.
 
     Returns:
         length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
@@ -225,14 +179,14 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
 
 
 def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
-    """The memory that is predicted of every side that can serve, beside what it took or what became of it.
+    """Predicted memory of every side that can serve, beside what it took or what became of it.
 
     Args:
         lines: as in `outcome_table`.
 
     Returns:
         length, direction, backend, status, peak_bytes and predicted_bytes of a call, its inputs apart; peak_bytes is
-        NaN where nothing was measured. A side that was tried was predicted to fit.
+        NaN where nothing was measured.
     """
     rows = [
         {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
@@ -245,7 +199,7 @@ def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
 
 def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
     """Every side of every point once: the point, and what is known of the side."""
-    for line in {line["key"]: line for line in lines}.values():
+    for line in {line["key"]: line for line in lines if "point" in line}.values():
         point, records = line["point"], line["records"]
         speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
         pairs = [record for record in records if "a" in record]
@@ -262,16 +216,6 @@ def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
             yield point, {**row, "cause": outcome["cause"]}
 
 
-def committed_lines() -> list[dict]:
-    """The points of the newest run of notebook 04 that is committed for an H200; empty where there is none.
-
-    >>> {line["kind"] for line in committed_lines()} <= {"point"}
-    True
-    """
-    run = newest_run("04_safe_benchmarking", POINTS)
-    return read_records(run / POINTS) if run else []
-
-
 def _work(point: dict) -> Workload:
     if not point.keys() >= set(POINT_KEYS):
         raise ValueError(f"points must have {', '.join(POINT_KEYS)}, as attention_points gives them; got {point!r}")
@@ -282,22 +226,5 @@ def _work(point: dict) -> Workload:
     return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
 
 
-def _forward(work: Workload, name: str) -> Callable[[], Results]:
-    def run() -> Results:
-        with torch.no_grad():
-            return (_attend(work, name, work.tensors[:3]),)
-
-    return run
-
-
-def _backward(work: Workload, name: str) -> Callable[[], Results]:
-    out = _attend(work, name, work.leaves)
-    return lambda: torch.autograd.grad(out, work.leaves, work.tensors[3], retain_graph=True)
-
-
-def _attend(work: Workload, name: str, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return dilated_attention(*qkv, work.pattern, is_causal=work.is_causal, backend=name)
-
-
-def _samples(took: float) -> int:
-    return max(LEAST_SAMPLES, min(SAMPLES, int(SECONDS / (2 * took))))  # a pair's sample follows an untimed call
+def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
+    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)

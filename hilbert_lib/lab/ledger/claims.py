@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.lab.pairs import Results, Side, ratio_table, relative_difference, run_sides
+from hilbert_lib.lab.pairs import Results, Side, relative_difference, run_sides
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern

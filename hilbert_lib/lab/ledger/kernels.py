@@ -13,10 +13,10 @@ from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import INTERVAL, counted
 from hilbert_lib.lab.ledger.claims import LAYOUTS
-from hilbert_lib.lab.pairs import ratio_table, side_table
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pool_table
+from hilbert_lib.lab.tables import ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}

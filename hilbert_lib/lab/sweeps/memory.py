@@ -24,12 +24,11 @@ from hilbert_lib.lab.pairs import (
     Results,
     Side,
     identity,
-    of_sweep,
-    ratio_table,
     record_identity,
     relative_difference,
 )
 from hilbert_lib.lab.sweep import sweep as measured
+from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.memory import begin_peak

@@ -71,25 +71,15 @@ def start_a_stranger() -> int:
     return subprocess.Popen(SLEEP, env={}, start_new_session=True).pid
 
 
-def start_strangers(then: Callable[[], object]) -> None:
+def start_others(then: Callable[[], object]) -> None:
+    """Children with the session, the mark or the parent of this one, and strangers that have none of them."""
     orphan = (
         "import subprocess as s, sys; p = s.Popen(sys.argv[1:], stdout=s.DEVNULL, start_new_session=True); print(p.pid)"
     )
     told = subprocess.run([sys.executable, "-c", orphan, *SLEEP], env={}, stdout=subprocess.PIPE, check=True)
-    print("strangers", start_a_stranger(), int(told.stdout), flush=True)
+    others = [subprocess.Popen(SLEEP, **how).pid for how in ({}, {"start_new_session": True}, {"env": {}})]
+    print("started", start_a_stranger(), int(told.stdout), *others, flush=True)
     then()
-
-
-def start_others_and_hang() -> None:
-    subprocess.Popen(SLEEP)
-    subprocess.Popen(SLEEP, start_new_session=True)
-    subprocess.Popen(SLEEP, env={})  # without the mark of its run
-    if os.fork() == 0:  # a daemon: no parent that lives, no session in common
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(60)
-        os._exit(0)
-    time.sleep(60)
 
 
 FAULTS = {
@@ -105,10 +95,9 @@ FAULTS = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "reads illegally": read_illegally,
     "fills the disk": fill_the_disk,
-    "starts others and hangs": start_others_and_hang,
-    "starts strangers and hangs": lambda: start_strangers(lambda: time.sleep(60)),
-    "starts strangers and aborts": lambda: start_strangers(os.abort),
-    "starts strangers": lambda: start_strangers(lambda: None),
+    "starts others": lambda: start_others(lambda: None),
+    "starts others and hangs": lambda: start_others(lambda: time.sleep(60)),
+    "starts others and aborts": lambda: start_others(os.abort),
     "exits": lambda: os._exit(7),
     "ends early": lambda: os._exit(0),
     "is wrong": lambda: [][1],

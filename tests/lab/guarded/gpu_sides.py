@@ -2,9 +2,7 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -55,12 +53,6 @@ def hold_and_be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hold_and_wait() -> None:
-    hold()
-    Path("holds").touch()
-    time.sleep(60)
-
-
 SIDES = {
     "good": lambda: None,
     "accesses illegally": access_illegally,
@@ -68,5 +60,4 @@ SIDES = {
     "takes a quarter": take_a_quarter,
     "hangs in a kernel": hang_in_a_kernel,
     "holds and is killed": hold_and_be_killed,
-    "holds and waits": hold_and_wait,
 }

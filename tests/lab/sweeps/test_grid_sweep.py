@@ -10,8 +10,9 @@ from hilbert_lib.attention.grid import neighbourhood_attention
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks
 from hilbert_lib.lab.figures.grids import draw_block_maps, draw_idea
-from hilbert_lib.lab.pairs import ratio_table, run_sides, side_table
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_orders, gains
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.ordering import Ordering
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab import records as committed
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.figures.plots import styles
-from hilbert_lib.lab.pairs import ratio_table, run_sides, side_table
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import REPORTS, RESULTS, read_records
 from hilbert_lib.lab.sweeps import kernels as sweeps
+from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.workload import grid
 
 CPU = torch.device("cpu")

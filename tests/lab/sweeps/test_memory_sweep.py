@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.lab.pairs import ratio_table, run_sides
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import compare_runs, read_records
 from hilbert_lib.lab.sweeps import memory as sweeps
 from hilbert_lib.lab.sweeps.memory import captured, graph_gains, pair_table, pool_comparison, pool_table, table_pairs
+from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload
 
 PATTERN = DilatedPattern((8, 16), (1, 2))

@@ -1,0 +1,93 @@
+"""Records of sides and pairs as tables: every side of a sweep once, every pair of a sweep once."""
+
+import json
+
+import numpy as np
+import pandas as pd
+
+
+def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
+    """Every side of a sweep once, with the samples of all its pairs.
+
+    Args:
+        records: of `pairs.run_sides`, or of a results.jsonl.
+        sweep: the value of the parameter of that name.
+
+    Returns:
+        name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and high_ms
+        (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s.
+
+    Raises:
+        ValueError: if there are no records of the sweep.
+
+    >>> side = {"name": "a", "parameters": {"sweep": "s"}, "useful_flop": 1e9, "useful_bytes": 1e6, "error": 0.0}
+    >>> side_table([{**side, "samples_ms": [1.0, 2.0, 3.0], "peak_bytes": [8]}], "s").median_ms.tolist()
+    [2.0]
+    """
+    pooled: dict[str, dict] = {}
+    for record in of_sweep(records, sweep):
+        for side, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
+            counts = {"useful_flop": side["useful_flop"], "useful_bytes": side["useful_bytes"]}
+            row = {"name": side["name"], **side["parameters"], **counts, "error": 0.0, "peak_bytes": 0, "samples": []}
+            row = pooled.setdefault(identity_of([side]), row)
+            row["error"] = max(row["error"], side["error"])
+            row["peak_bytes"] = max(row["peak_bytes"], peak)
+            row["samples"] += side.get("samples_ms", [])
+    table = pd.DataFrame(list(pooled.values()))
+    quartiles = [np.quantile(samples or [np.nan], [0.25, 0.5, 0.75]) for samples in table.pop("samples")]
+    table[["low_ms", "median_ms", "high_ms"]] = np.array(quartiles)
+    table["tflop_per_s"] = table.useful_flop.astype(float) / table.median_ms / 1e9
+    table["gb_per_s"] = table.useful_bytes.astype(float) / table.median_ms / 1e6
+    return table
+
+
+def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
+    """Every pair of a sweep once.
+
+    Args:
+        records, sweep: as in `side_table`.
+
+    Returns:
+        a and b (names), the parameters of b, ratio (time of a over b's: above 1, b is faster) with its interval low to
+        high (NaN where nothing was timed), output_difference, error_a, error_b.
+
+    Raises:
+        ValueError: if there are no records of the sweep.
+
+    >>> a, b = ({"name": name, "parameters": {"sweep": "s"}, "error": 0.0} for name in "ab")
+    >>> pair = {"a": a, "b": b, "ratio": 2.0, "interval": (1.9, 2.1), "output_difference": 0.0}
+    >>> ratio_table([pair], "s").high.tolist()
+    [2.1]
+    """
+    rows = []
+    for record in of_sweep(records, sweep):
+        a, b = record["a"], record["b"]
+        low, high = record.get("interval", (np.nan, np.nan))
+        times = {"ratio": record.get("ratio", np.nan), "low": low, "high": high}
+        errors = {"error_a": a["error"], "error_b": b["error"]}
+        names = {"a": a["name"], "b": b["name"]}
+        rows.append({**names, **b["parameters"], **times, "output_difference": record["output_difference"], **errors})
+    return pd.DataFrame(rows)
+
+
+def of_sweep(records: list[dict], sweep: str) -> list[dict]:
+    """The records of one sweep, once each, the newest: two lists of parameters may overlap.
+
+    Raises:
+        ValueError: if there are no records of the sweep.
+    """
+    sweeps = [sides_of(record)[0]["parameters"]["sweep"] for record in records]
+    if sweep not in sweeps:
+        raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")
+    known = {identity_of(sides_of(each)): each for each, own in zip(records, sweeps, strict=True) if own == sweep}
+    return list(known.values())
+
+
+def sides_of(record: dict) -> list[dict]:
+    """The two sides of a pair's record, or the one of another."""
+    return [record["a"], record["b"]] if "a" in record else [record]
+
+
+def identity_of(sides: list[dict]) -> str:
+    """What makes sides the same in another run: their names and parameters."""
+    return json.dumps([[side["name"], side["parameters"]] for side in sides], sort_keys=True)

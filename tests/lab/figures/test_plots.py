@@ -1,0 +1,65 @@
+"""The grammar of figures: every row of a table is drawn, in the panel and the colour that its columns name."""
+
+import pandas as pd
+import pytest
+from matplotlib.colors import same_color
+
+from hilbert_lib.lab.figures.plots import bars, heat, lines, points
+
+TABLE = pd.DataFrame(
+    [(way, name, n, n * scale) for way in ("out", "back") for name, scale in (("a", 1.0), ("b", 3.0)) for n in (1, 2)],
+    columns=["way", "name", "n", "ms"],
+).assign(low=lambda t: t.ms - 0.5, high=lambda t: t.ms + 0.5)
+AXES = {"x": "n", "y": "ms", "by": "name", "across": "way", "title": "b takes three times as long"}
+
+
+@pytest.mark.parametrize("draw", [lines, points])
+def test_each_value_has_its_colour_and_each_panel_its_rows(draw):
+    figure = draw(TABLE, **AXES, low="low", high="high", level=1.0)
+    assert [axes.get_title() for axes in figure.axes] == ["out", "back"]
+    for axes in figure.axes:
+        drawn = {each.get_label(): each.lines[0] for each in axes.containers}
+        assert [list(line.get_ydata()) for line in drawn.values()] == [[1.0, 2.0], [3.0, 6.0]]
+        assert not same_color(*(line.get_color() for line in drawn.values()))
+        assert all(each.has_yerr for each in axes.containers)
+        assert [1.0, 1.0] in [list(line.get_ydata()) for line in axes.lines]  # the level
+    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
+
+
+def test_what_was_expected_is_a_line_and_a_missing_value_no_marker():
+    table = TABLE.assign(expected=TABLE.ms * 2, ms=TABLE.ms.where(TABLE.n == 1))
+    (axes, _) = points(table, **AXES, expected="expected", logy=10).axes
+    expected, measured = (axes.lines[0], axes.containers[0].lines[0])
+    assert list(expected.get_ydata()) == [2.0, 4.0]
+    assert pd.Series(measured.get_ydata()).isna().tolist() == [False, True]
+    assert same_color(expected.get_color(), measured.get_color())
+    assert axes.get_ylim()[1] > 12  # all that was expected is in it
+
+
+def test_bars_stand_side_by_side_with_their_numbers():
+    (axes, _) = bars(TABLE, **AXES, write="{:.0f}").axes
+    heights = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
+    assert heights == {"a": [1.0, 2.0], "b": [3.0, 6.0]}
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "6"]
+
+
+def test_a_map_writes_what_it_knows():
+    table = pd.DataFrame({"work": ["w", "v"], "order": ["a", "b"], "gain": [1.25, 0.5]})
+    (axes,) = heat(table, row="work", column="order", value="gain", title="a gains").axes
+    assert [text.get_text() for text in axes.texts] == ["1.25", "0.50"]
+
+
+@pytest.mark.parametrize("values", [(1.1347, 1.1459), (8.0, 9.0), (3.0, 40.0), (1.0, 1.0), (1e-3, 2e3)])
+def test_a_logarithmic_axis_has_ticks_among_its_values(values):
+    table = pd.DataFrame({"n": [1, 2], "ms": values})
+    (axes,) = lines(table, x="n", y="ms", logy=10, title="").axes
+    low, high = axes.get_ylim()
+    assert low < min(values) <= max(values) < high
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= (2 if values[0] < values[1] else 1)
+
+
+def test_a_table_that_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="the table must have the columns kind, ys; it has way, name"):
+        lines(TABLE, x="n", y="ys", by="kind", title="")
+    with pytest.raises(ValueError, match="the table must have rows to draw, got none: nothing"):
+        points(TABLE.iloc[:0], x="n", y="ms", title="nothing")
