@@ -88,7 +88,8 @@ def attend(
     chosen = choose(q, call, backend, gradient=gradient)
     if not chosen:
         reasons = explain(q, call, backend, gradient=gradient).reasons
-        raise ValueError(f"backend={backend!r} {reasons[backend]}; see explain_backend")
+        told = reasons.get(backend) or ", ".join(f"{name} {reason}" for name, reason in reasons.items())
+        raise ValueError(f"backend={backend!r} {told}; see explain_backend")
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
     if kv_ordering is not None and BACKENDS[chosen].reads_orderings:

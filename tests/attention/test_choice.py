@@ -377,3 +377,10 @@ def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkey
         q = SimpleNamespace(device=torch.device(name), dtype=torch.bfloat16, shape=(1, 64, 2, 8))
         orders.append(choice.rule_for(q, Call(PATTERN), gradient=False).order)
     assert orders == [HALF_RULES["Ampere"].order, ("eager",), ("eager",)]
+
+
+def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
+    monkeypatch.setattr("hilbert_lib.attention.api.choose", lambda *_, **__: "")
+    q = torch.ones(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=r"backend='auto' .*triton .*cudnn .*needs a CUDA device"):
+        dilated_attention(q, q, q, DilatedPattern((4,), (1,)))
