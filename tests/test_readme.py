@@ -46,6 +46,7 @@ def test_every_notebook_is_listed():
     assert re.findall(r"\(notebooks/(\w+\.ipynb)\)", README) == notebooks
 
 
+@pytest.mark.evidence
 def test_its_links_and_pictures_are_there():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

@@ -83,6 +83,7 @@ def first_that_is_there(times):
     return next(name for name in HALF_RULES["Hopper"].order if name in times)
 
 
+@pytest.mark.evidence
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_little():
     sides = [record[side] for record in of_sweep(committed_records(), "backends") for side in "ab"]
     calls = pd.DataFrame([{"name": side["name"], "ms": side["call_ms"], **side["parameters"]} for side in sides])
@@ -94,6 +95,7 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_
 
 
 @pytest.mark.parametrize("absent", [(), ("flash_attn_4",), ("flash_attn_4", "cudnn")], ids=str)
+@pytest.mark.evidence
 def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_little(absent):
     records = committed_records("05_backend_selection")
     calls, alone = choice_table(records), choice_table(records, on_device=True)
@@ -341,6 +343,7 @@ def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(plac
     assert rule.order == ("reference", "eager")
 
 
+@pytest.mark.evidence
 def test_a_curve_that_restarts_in_every_segment_reads_at_most_a_few_per_cent_faster():
     chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
     assert len(chunks) >= 20

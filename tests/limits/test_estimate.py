@@ -284,6 +284,7 @@ def committed_peaks() -> dict[tuple, int]:
     return peaks
 
 
+@pytest.mark.evidence
 def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as an H200 that is not here, and its packages
     peaks = {key: peak for key, peak in committed_peaks().items() if key[0] != "flex" and key[7] in estimate.DIRECTIONS}

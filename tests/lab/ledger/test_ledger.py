@@ -58,6 +58,7 @@ def test_every_claim_of_the_documents_has_an_entry_without_a_measured_number(led
     assert not any({"value", "low", "high", "spread", "median"} & set(entry) for entry in entries.values())
 
 
+@pytest.mark.evidence
 def test_every_claim_is_answered_by_a_record_a_computation_or_tests():
     for name, each in answers().items():
         claim = each.claim
@@ -76,6 +77,7 @@ def test_every_claim_is_answered_by_a_record_a_computation_or_tests():
             assert "H200" in each.hardware, name
 
 
+@pytest.mark.evidence
 def test_every_condition_that_the_ledger_states_is_true_of_the_cases(ledger):
     stated = {name for name, claim in ledger.items() if claim.when}
     assert stated == {name for name, each in answers().items() if each.verdict.startswith(f"{HOLDS} ")}
@@ -86,6 +88,7 @@ def test_every_condition_that_the_ledger_states_is_true_of_the_cases(ledger):
 
 
 @pytest.mark.parametrize("name", ["K3", "K4"])
+@pytest.mark.evidence
 def test_value_and_spread_are_those_of_the_records_samples(name):
     lines, rng = read_records(answers()[name].run / "results.jsonl"), np.random.default_rng(1)
     for case in answers()[name].cases.itertuples():
@@ -101,6 +104,7 @@ def test_value_and_spread_are_those_of_the_records_samples(name):
         assert (case.low, case.high) == pytest.approx(np.quantile(resampled, [0.025, 0.975]), rel=5e-3)
 
 
+@pytest.mark.evidence
 def test_layouts_are_those_of_the_record(records):
     table = kernels.layout_ratios(records, where="work == 'whole sequence' and row_bytes == 32 and dilation == 64")
     found = {
@@ -116,6 +120,7 @@ def test_layouts_are_those_of_the_record(records):
     assert not best.duplicated(kernels.CASE).any()
 
 
+@pytest.mark.evidence
 def test_counted_savings_are_those_of_the_recorded_counters(records):
     table = counter_table(records).query("dilation == 64").set_index(["layout", "kernel", "length", "row_bytes"])
     keys = ["how", "length", "row_bytes"]
@@ -292,6 +297,7 @@ def test_what_a_newer_record_lacks_or_did_not_time_is_no_answer(ledger, tmp_path
         assert answered_by(ledger["K3"], records, tmp_path).verdict.startswith(UNTESTED)
 
 
+@pytest.mark.evidence
 def test_the_figure_shows_every_case():
     cases = ratio_cases(answers().values())
     (axes,) = verdict.draw_claimed_and_measured(cases, title="test").axes

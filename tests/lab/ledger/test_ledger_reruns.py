@@ -57,6 +57,7 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
             assert point.parameters.items() >= claim.only.items(), name
 
 
+@pytest.mark.evidence
 def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger):
     shown = hilbert("claims")
     assert all(f"{name} " in shown for name in ledger)
@@ -87,6 +88,7 @@ def test_what_is_timed_again_answers_from_its_own_folder(tmp_path, monkeypatch, 
     assert "nothing of it has room" in hilbert("claims", "--rerun", "K4", "--out", tmp_path, status=1)
 
 
+@pytest.mark.evidence
 def test_a_run_that_left_no_new_record_is_no_answer(tmp_path, monkeypatch, one_gpu):
     monkeypatch.setattr(rerun.subprocess, "run", lambda words, **_: CompletedProcess(words, 0))
     assert "C4 was not measured again" in hilbert("claims", "--rerun", "C4", "--out", tmp_path, status=1)

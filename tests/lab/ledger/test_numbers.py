@@ -11,6 +11,8 @@ from hilbert_lib.lab.ledger.numbers import numbers
 from hilbert_lib.lab.ledger.slots import SLOT, fill, filled_texts
 from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records
 
+pytestmark = pytest.mark.evidence
+
 
 def pairs(notebook, sweep, a, b, **given):
     """The records of two sides, whose parameters are as given; b is "" for any."""

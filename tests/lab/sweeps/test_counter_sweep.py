@@ -161,6 +161,7 @@ def counted_of(kernel):
         ("forward", [4, 16, 64], 10.0),
     ],
 )
+@pytest.mark.evidence
 def test_the_share_that_l2_finds_is_near_the_committed_counts(kernel, dilations, points):
     records = counted_of(kernel)
     table = benchmarks.counter_table(records).query("dilation in @dilations")

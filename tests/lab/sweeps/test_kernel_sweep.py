@@ -90,6 +90,7 @@ def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
 
 
 @pytest.mark.parametrize("machine", ["h200", "h100"])
+@pytest.mark.evidence
 def test_kernels_took_their_results_delta_and_a_sum_of_dq_and_no_more(machine):
     """In the committed record: out and lse, or the gradients and delta; dq in float32 unless determinism is asked for.
 
@@ -119,6 +120,7 @@ def test_kernels_took_their_results_delta_and_a_sum_of_dq_and_no_more(machine):
 
 
 @pytest.mark.parametrize("sweep", ["layouts", "decoding"])
+@pytest.mark.evidence
 def test_an_order_costs_at_most_a_twentieth_more_than_linear_by_a_table(sweep):
     """In the H200's record, by the interval's nearer end; at random, which is no order to choose, up to a fifth."""
     pairs = ratio_table(committed.committed_records(), sweep)
