@@ -1,6 +1,19 @@
 """What the notebooks' cells are held to under nbval, by `make test` and by pytest on a notebook alone."""
 
+from pathlib import Path
+
 import pytest
+
+EVIDENCE = Path(__file__).parent / "reports"
+
+
+def pytest_collection_modifyitems(items):
+    # A fork without the committed records has nothing for those notebooks to draw.
+    if any(EVIDENCE.glob("h[12]00*")):
+        return
+    skip = pytest.mark.skip(reason="draws the committed records in reports/")
+    for item in (each for each in items if each.path.suffix == ".ipynb" and "committed" in each.path.read_text()):
+        item.add_marker(skip)
 
 
 @pytest.hookimpl(wrapper=True)
