@@ -1,4 +1,4 @@
-"""What the subcommands of `hilbert` share: options, tables, and errors that are told without a traceback."""
+"""What the subcommands of `hilbert` share: options, numbers with units, and errors told without a traceback."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +10,18 @@ import click
 
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 MOST = 2**40  # more tokens than a machine holds; torch and Python count what has them in 64 bits
-LOCAL = Path("reports/local")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 option = partial(click.option, show_default=True)
-out_option = partial(option, "--out", type=click.Path(file_okay=False, path_type=Path), default=LOCAL)
+LOCAL = Path("reports/local")
+OUT = click.Path(file_okay=False, path_type=Path)
+out_option = option("--out", type=OUT, default=LOCAL, help="Folder of the runs.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print a list of objects, for programs.")
+
+
+def together(*options: Callable) -> Callable:
+    """Several options as one decorator, shown in this order."""
+    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
 
 
 class Number(click.ParamType):
@@ -45,37 +51,27 @@ class Numbers(click.ParamType):
             first, *last = (Number().convert(text, param, ctx) for text in part.split(":", 1))
             if last and last[0] < first:
                 self.fail(f"{part!r} ends below its start", param, ctx)
+            while last and first < last[0]:
+                numbers.append(first)
+                first = min(first * 2, last[0])  # the last step may be a shorter one: an end that is named is meant
             numbers.append(first)
-            while last and numbers[-1] * 2 <= last[0]:
-                numbers.append(numbers[-1] * 2)
-            if last and numbers[-1] < last[0]:  # the last step may be a shorter one: an end that is named is meant
-                numbers.append(last[0])
         return numbers
 
 
 def work_options(*, segments: str, rates: str, heads: int) -> Callable:
     """The options that say what dilated attention is asked for, with these defaults."""
-    options = [
+    return together(
         option("--segment-lengths", type=Numbers(), default=segments, help="w of each branch."),
         option("--dilation-rates", type=Numbers(), default=rates, help="r of each branch."),
         option("--heads", type=click.IntRange(min=1), default=heads, help="Of q, in the whole batch."),
         option("--head-dim", type=click.IntRange(1, 256), default=64),
         click.option("--causal", is_flag=True, help="Exclude the keys after the query."),
-    ]
-
-    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
+    )
 
 
 def print_json(objects: Sequence[dict]) -> None:
     """A list of objects on stdout."""
     click.echo(json.dumps(objects, indent=1, default=str))
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Plain text in columns, the first row their names."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 @contextmanager
@@ -87,12 +83,3 @@ def usage_errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-
-
-@contextmanager
-def disk_errors() -> Iterator[None]:
-    """A full or read-only disk is told without a traceback."""
-    try:
-        yield
-    except OSError as error:
-        raise click.ClickException(f"the results cannot be written: {error}") from error

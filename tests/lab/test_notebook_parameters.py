@@ -6,7 +6,8 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file, read_parameters
+from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file
+from hilbert_lib.lab.suite.points import read_notebook
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern, split_table
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -55,7 +56,7 @@ CASES = {
 @pytest.mark.parametrize(("notebook", "changes"), CASES.values(), ids=CASES)
 def test_a_notebook_holds_at_other_parameters(tmp_path, notebook, changes):
     path = NOTEBOOKS / f"{notebook}.ipynb"
-    known = read_parameters(path)
+    known = read_notebook(path).parameters
     for name, value in changes.items():  # papermill would pass over a name that is gone
         check_value(name, value, known[name].annotation)
     changes = changes | {"output_dir": str(tmp_path)}
@@ -90,7 +91,7 @@ WRONG = {
 
 def run_checks(notebook, changes):
     """The cells of a notebook up to the first text after its checks: none of the work is among them."""
-    known, values = read_parameters(NOTEBOOKS / f"{notebook}.ipynb"), {}
+    known, values = read_notebook(NOTEBOOKS / f"{notebook}.ipynb").parameters, {}
     checked = False
     for cell in nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", as_version=4).cells:
         if checked and cell.cell_type == "markdown":
@@ -124,7 +125,7 @@ def defaults_and_text(notebook):
     path = NOTEBOOKS / f"{notebook}.ipynb"
     cells = nbformat.read(path, as_version=4).cells
     text = " ".join(" ".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
-    return {name: parameter.default for name, parameter in read_parameters(path).items()}, text
+    return {name: parameter.default for name, parameter in read_notebook(path).parameters.items()}, text
 
 
 @pytest.mark.parametrize(("ranks", "adds"), [(2, False), (4, True)])

@@ -11,12 +11,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.suite.html import markdown_html, write_notebook_page
+from hilbert_lib.lab.suite.html import write_notebook_page
 from hilbert_lib.lab.suite.report import (
     copy_runs,
     find_runs,
     is_committed,
-    point_folders,
+    read_points,
     write_index,
     write_report,
     write_table,
@@ -46,7 +46,8 @@ def executed(tmp_path):
     ]
     state = {"abc": {"model_name": "IntSliderModel", "model_module": "@jupyter-widgets/controls", "state": {}}}
     widgets = {"application/vnd.jupyter.widget-state+json": {"state": state, "version_major": 2, "version_minor": 0}}
-    cells = [new_markdown_cell(PROSE), new_code_cell("1", outputs=outputs)]
+    attached = new_markdown_cell("![x](attachment:x.png)", attachments={"x.png": {"image/png": PIXEL}})
+    cells = [new_markdown_cell(PROSE), attached, new_code_cell("1", outputs=outputs)]
     path = tmp_path / "00_a.ipynb"
     nbformat.write(new_notebook(cells=cells, metadata={"widgets": widgets}), path)
     return path
@@ -77,11 +78,9 @@ def test_formulas_become_mathml_and_a_widget_its_picture(executed):
     assert "<mfrac>" in page
     assert "<code>$code$</code>" in page
     assert "\\frac" not in page
-    assert f"data:image/png;base64,{PIXEL}" in page
+    assert page.count(f"data:image/png;base64,{PIXEL}") == 2  # the widget's, and the one attached to a cell
     assert "widget-view+json" not in page
     assert "widget-state+json" not in page
-    attached = markdown_html("![x](attachment:x.png)", attachments={"x.png": {"image/png": PIXEL}})
-    assert f"data:image/png;base64,{PIXEL}" in attached
 
 
 def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(executed):
@@ -126,7 +125,7 @@ def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     assert "seq_len = 16" in page
     assert "The answer." in page
     assert "<mi>n</mi>" in page  # the question's formula
-    shown = re.findall(r'<img src="00_a/([^"]+)"', page)
+    shown = re.findall(r'<img [^>]*src="00_a/([^"]+)"', page)
     assert shown == ["y.png", "b.png", "answer.png"]  # drawn last
     assert {"00_a/00_a.html", "00_a/00_a.ipynb", "00_a/a_table.csv", "../index.html"} <= set(links_of(index))
     assert all((run_folder / link).exists() for link in links_of(index))
@@ -211,7 +210,7 @@ def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
     make_run(tmp_path, changes={"seq_len": 32}, error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(tmp_path, "01_b")
     table = pd.read_csv(write_table(tmp_path, "00_a"))
-    assert len(point_folders(tmp_path)) == 4
+    assert len(read_points(tmp_path)) == 4
     assert table.point.nunique() == 3
     assert sorted(table.status) == ["failed", *["ok"] * 4]
     assert set(map(tuple, table[["seq_len", "rates"]].values)) == {(16, "[1, 2]"), (8, "[1, 4]"), (32, "[1, 2]")}
