@@ -25,21 +25,7 @@ def text_tokens(length: int) -> Tensor:
 def text_qkv(
     length: int, heads: int, head_dim: int, *, kv_heads: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of real text: each byte embedded by a fixed random table, then projected at random.
-
-    Args:
-        length: tokens.
-        heads: query heads. kv_heads: heads of k and v; by default as many.
-        head_dim: size of one head.
-        seed: of the table and the projections.
-
-    Returns:
-        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), float32 on the CPU.
-
-    >>> q, k, v = text_qkv(8, heads=2, head_dim=4)
-    >>> q.shape
-    torch.Size([1, 8, 2, 4])
-    """
+    """q, k and v (1, length, heads, head_dim) of real text, float32: its bytes embedded and projected at random."""
     heads, head_dim = integer("heads", heads, least=1), integer("head_dim", head_dim, least=1)
     kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
     generator = torch.Generator("cpu").manual_seed(integer("seed", seed, least=0, most=2**63 - 1))
@@ -47,17 +33,13 @@ def text_qkv(
 
     def project(head_count: int) -> Tensor:
         weight = torch.randn(64, head_count * head_dim, generator=generator, device="cpu") / 8  # 8 = sqrt(64)
-        return (embedded @ weight).view(1, length, head_count, head_dim).float()
+        return (embedded @ weight).view(1, length, head_count, head_dim)
 
     return project(heads), project(kv_heads), project(kv_heads)
 
 
 def sample_image(rows: int, cols: int) -> np.ndarray:
-    """Matplotlib's portrait of Grace Hopper in grey, scaled to a grid by averaging: (rows, cols), 0 black to 1 white.
-
-    >>> sample_image(4, 3).shape
-    (4, 3)
-    """
+    """Matplotlib's portrait of Grace Hopper in grey, averaged to a grid: (rows, cols), 0 black to 1 white."""
     from matplotlib import cbook, image
 
     grid = integer("rows", rows, least=1), integer("cols", cols, least=1)
