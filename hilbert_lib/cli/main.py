@@ -97,9 +97,7 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
     with usage_errors():
         notebooks = find_notebooks(folder)
     if as_json:
-        shown = ({"name": each.name, "title": each.title, "question": each.question} for each in notebooks)
-        known = ([vars(parameter) for parameter in each.settable.values()] for each in notebooks)
-        print_json([{**told, "parameters": own} for told, own in zip(shown, known, strict=True)])
+        print_json([each.facts() for each in notebooks])
         return
     for notebook in notebooks:
         click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")

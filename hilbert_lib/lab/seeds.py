@@ -37,7 +37,7 @@ def seed_key_sets(length: int, segment_length: int, dilation_rate: int) -> tuple
 
     With h the 2-D snake, program row m of the standard kernel reads keys s + i r, i < w / r, with s = (m div w) w. Row
     m of the Hilbert kernel serves query h[m] and reads keys h[s + i r] with s = (h[m] div w) w. The length is a
-    multiple of the segment length w, which is at least the dilation rate r. Both sets are (length, length), query by key.
+    multiple of the segment length w, which is at least the dilation rate r. Sets are (length, length), query by key.
     """
     length = integer("length", length, least=1)
     segment_length = integer("segment_length", segment_length, least=1, most=length)

@@ -26,7 +26,9 @@ TEMPLATE = """
 main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
 .jp-RenderedHTMLCommon math[display="block"] { margin: 1em 0; font-size: 1.1em; }
 .jp-CodeMirrorEditor.jp-InputArea-editor { overflow-x: auto; }
-.failed { color: #d1242f; font-weight: 600; } img[loading] { width: 31%; } main pre { white-space: pre-wrap; }
+.failed { color: #d1242f; font-weight: 600; }
+img[loading] { width: 31%; vertical-align: top; }
+main pre { white-space: pre-wrap; }
 @media print { .highlight pre { white-space: pre-wrap; } }
 </style>
 {%- endblock -%}

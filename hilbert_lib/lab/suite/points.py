@@ -43,6 +43,11 @@ class Notebook:
         """The parameters but for the output folder."""
         return {name: parameter for name, parameter in self.parameters.items() if name != OUTPUT_DIR}
 
+    def facts(self) -> dict:
+        """What there is to know before it runs, for programs."""
+        parameters = [vars(parameter) for parameter in self.settable.values()]
+        return {"name": self.name, "title": self.title, "question": self.question, "parameters": parameters}
+
 
 @dataclass(frozen=True)
 class Point:

@@ -131,7 +131,7 @@ def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     assert all((run_folder / link).exists() for link in links_of(index))
 
 
-def test_notebooks_of_a_run_lead_to_each_other_whatever_their_parameters(tmp_path):
+def test_notebooks_of_a_run_lead_to_each_other_and_pages_are_written_again_on_request_alone(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
     first = make_run(run_folder, prose="# First?\n\nThen [the next](01_b.ipynb), not [this](02_c.ipynb).")
     second = make_run(run_folder, "01_b", changes={"seq_len": 16}, prose="# Next?\n\nAfter [it](00_a.ipynb).")
@@ -140,6 +140,11 @@ def test_notebooks_of_a_run_lead_to_each_other_whatever_their_parameters(tmp_pat
     links = {(page.parent / link).resolve() for page in pages for link in links_of(page)}
     assert {first / "00_a.html", second / "01_b.html", index} <= links
     assert all(link.exists() for link in links if "index" not in link.name)
+    pages[1].write_text("kept")
+    write_report(run_folder)
+    assert pages[1].read_text() == "kept"
+    write_report(run_folder, rebuild=True)
+    assert pages[1].read_text() != "kept"
 
 
 def test_the_index_of_all_runs_links_them_under_the_readme(tmp_path):
@@ -189,16 +194,6 @@ def test_files_that_were_cut_off_do_not_stop_the_report_of_the_others(tmp_path):
     assert "b_first.png" in page
     assert "gone.png" not in page
     assert not any("00_a/" in text for text in (page, (point / "01_b.html").read_text()))  # it has no page to lead to
-
-
-def test_pages_are_written_again_only_on_request(tmp_path):
-    run_folder = tmp_path / "local" / "cpu-1"
-    page = make_run(run_folder) / "00_a.html"
-    page.write_text("kept")
-    write_report(run_folder)
-    assert page.read_text() == "kept"
-    write_report(run_folder, rebuild=True)
-    assert "kept" not in page.read_text()
 
 
 def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
