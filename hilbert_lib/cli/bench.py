@@ -7,16 +7,11 @@ from pathlib import Path
 
 import click
 
-from hilbert_lib.cli.options import DTYPES, LOCAL, Numbers, option, usage_errors, work_options
+from hilbert_lib.cli.options import DTYPES, LOCAL, numbers, option, usage_errors, words, work_options
 
 LENGTHS = "Tokens: 1k:1m doubles, 1k,4k,3000."
 FILE = click.Path(dir_okay=False, path_type=Path)
 DTYPE = "Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
-
-
-def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
-    """A list that commas separate."""
-    return [name.strip() for name in value.split(",")]
 
 
 @click.group()
@@ -32,14 +27,14 @@ def bench() -> None:
 
 
 @bench.command()
-@option("--lengths", type=Numbers(), default="1k:16k", help=LENGTHS)
-@option("--backends", callback=names, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
+@option("--lengths", type=numbers, default="1k:16k", help=LENGTHS)
+@option("--backends", type=words, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
 @work_options(segments="2k:32k", rates="1:16", heads=8)
 @click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
-@click.option("--direction", "directions", callback=names, default="forward", help="forward,backward")
+@click.option("--direction", "directions", type=words, default="forward", help="forward,backward")
 @click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
 @click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
-@option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="File of the points, read again.")
+@option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="Keeps the points; is read again.")
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be tried, and what not and why.")
 def attention(path, memory_share, timeout, retry_failed, dry_run, backends, **asked) -> None:
@@ -94,7 +89,7 @@ def attention(path, memory_share, timeout, retry_failed, dry_run, backends, **as
 
 
 @bench.command("backends")
-@option("--lengths", type=Numbers(), default="4k", help=LENGTHS)
+@option("--lengths", type=numbers, default="4k", help=LENGTHS)
 @work_options(segments="1k:4k", rates="1:4", heads=8)
 @click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")

@@ -24,45 +24,40 @@ def together(*options: Callable) -> Callable:
     return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
 
 
-class Number(click.ParamType):
+def number(text: str) -> int:
     """A whole number, with or without its unit: `1g` is 1,073,741,824."""
-
-    name = "number"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Of a text; the defaults are texts too."""
-        digits, unit = (value[:-1], value[-1]) if value[-1:].lower() in UNITS else (value, "")
-        if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"{value!r} is no whole number above 0, such as 3000, 4k, 1m or 1g", param, ctx)
-        if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
-            self.fail(f"{value!r} is above {MOST // UNITS['g']}g", param, ctx)
-        return found
+    digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise click.BadParameter(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g")
+    if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
+        raise click.BadParameter(f"{text!r} is above {MOST // UNITS['g']}g")
+    return found
 
 
-class Numbers(click.ParamType):
+def numbers(text: str) -> list[int]:
     """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576, the end included; `1k,4k,3000` is a list."""
+    found = []
+    for part in text.split(","):
+        first, *last = map(number, part.split(":", 1))
+        if last and last[0] < first:
+            raise click.BadParameter(f"{part!r} ends below its start")
+        while last and first < last[0]:
+            found.append(first)
+            first = min(first * 2, last[0])  # the last step may be a shorter one: an end that is named is meant
+        found.append(first)
+    return found
 
-    name = "numbers"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Of a text; the defaults are texts too."""
-        numbers = []
-        for part in value.split(","):
-            first, *last = (Number().convert(text, param, ctx) for text in part.split(":", 1))
-            if last and last[0] < first:
-                self.fail(f"{part!r} ends below its start", param, ctx)
-            while last and first < last[0]:
-                numbers.append(first)
-                first = min(first * 2, last[0])  # the last step may be a shorter one: an end that is named is meant
-            numbers.append(first)
-        return numbers
+def words(text: str) -> list[str]:
+    """A list that commas separate."""
+    return [word.strip() for word in text.split(",")]
 
 
 def work_options(*, segments: str, rates: str, heads: int) -> Callable:
     """The options that say what dilated attention is asked for, with these defaults."""
     return together(
-        option("--segment-lengths", type=Numbers(), default=segments, help="w of each branch."),
-        option("--dilation-rates", type=Numbers(), default=rates, help="r of each branch."),
+        option("--segment-lengths", type=numbers, default=segments, help="w of each branch."),
+        option("--dilation-rates", type=numbers, default=rates, help="r of each branch."),
         option("--heads", type=click.IntRange(min=1), default=heads, help="Of q, in the whole batch."),
         option("--head-dim", type=click.IntRange(1, 256), default=64),
         click.option("--causal", is_flag=True, help="Exclude the keys after the query."),

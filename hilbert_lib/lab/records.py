@@ -164,20 +164,11 @@ def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks")
 def compare_runs(*folders: str | Path) -> pd.DataFrame:
     """Set the measurements of two or more runs side by side, each beside the first, which is A.
 
-    Every results.jsonl below a folder counts, but those of points that failed or have not ended. Times are compared on
-    the same hardware alone, and unpaired: whatever differed between two runs (clocks, neighbours) is in the ratio. Of
-    different hardware the ratios of pairs are compared, which were timed in turn.
-
-    Returns:
-        A row for each case and each later run. On one hardware `name`, `parameters`, `device`, `cache`, `run` ("B",
-        "C"), `found` ("both", "only in A", "only in B"), `median_a_ms`, `median_b_ms`, `ratio` (A over the other: above
-        1, the other is faster), its 95 % interval `low` to `high`, `error_a`, `error_b`. On different hardware a row a
-        pair: `a`, `b`, their parameters, `run`, `found`, `ratio_here` (of A), `ratio_there`, `ratio_of_ratios` (there
-        over here: above 1, b gains more there), `low`, `high`. What is missing is NaN.
-
-    Raises:
-        ValueError: for fewer than two runs; if one has no measurements, or of several hardwares; if runs of different
-            hardware have no pairs.
+    Every results.jsonl below a folder counts, but those of points that failed or have not ended. On one hardware a row
+    is a case, whose `ratio` of medians is A's time over the other's, unpaired: whatever differed between the runs is in
+    it. Times of different hardware are not compared: there a row is a pair that both runs timed in turn, and
+    `ratio_of_ratios` is above 1 where b gains more there than here, in A. Both have a 95 % interval, `low` to `high`;
+    what is missing is NaN. A ValueError names a run that cannot be compared.
     """
     if len(folders) < 2:
         raise ValueError(f"two runs or more are compared, got {len(folders)}")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from hilbert_lib.cli.main import main
-from hilbert_lib.cli.options import Numbers
+from hilbert_lib.cli.options import numbers
 from hilbert_lib.lab.guarded import runner
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
@@ -35,7 +35,7 @@ def bench(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
+    ("text", "expected"),
     [
         ("1k:1m", [2**n for n in range(10, 21)]),
         ("1k,4k,3000", [1024, 4096, 3000]),
@@ -43,8 +43,8 @@ def bench(tmp_path, monkeypatch):
         ("2K:2K", [2048]),
     ],
 )
-def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, numbers):
-    assert Numbers().convert(text, None, None) == numbers
+def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, expected):
+    assert numbers(text) == expected
 
 
 @pytest.mark.parametrize(

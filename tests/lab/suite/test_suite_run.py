@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
-import papermill
 import psutil
 import pytest
 from nbformat.v4 import new_output
@@ -124,22 +123,6 @@ def test_a_finished_run_after_failed_ones_holds_notebook_records_and_manifest(ba
     assert manifest["library_hash"] == manifest["environment"]["code_hash"]
     assert set(manifest["sm_clocks_mhz"]) == {"before", "after"}
     assert manifest["start"] < manifest["end"]
-
-
-def test_finished_points_are_reused_and_failed_ones_run_again(batch, facts, monkeypatch):
-    run_folder, points, _ = batch
-    before = snapshot(run_folder / "03_ok")
-    ran = []
-
-    def refuse(path, *_args, **_options):
-        ran.append(path)
-        raise RuntimeError("no second run")
-
-    monkeypatch.setattr(papermill, "execute_notebook", refuse)
-    outcomes = run_points(points[-2:], run_folder, facts)
-    assert outcomes == {"02_full_disk": "failed", "03_ok": "reused"}
-    assert len(ran) == 1
-    assert snapshot(run_folder / "03_ok") == before
 
 
 def test_a_failure_keeps_the_earlier_result_and_a_result_replaces_both(tmp_path, facts):
