@@ -223,6 +223,10 @@ def test_a_run_whose_process_was_killed_is_told_by_the_next_one(tmp_path, facts)
     assert read_manifest(run_folder / "00_a.failed")["status"] == "interrupted"
     assert not list(run_folder.glob(".*"))
     assert not list(run_folder.rglob(".reserve"))
+    work.mkdir()
+    (work / "manifest.json").write_text(json.dumps({**manifest, "start": "2000"}))
+    assert close_abandoned(run_folder) == ["00_a"]
+    assert read_manifest(run_folder / "00_a.failed")["start"] == manifest["start"]  # an older attempt replaces no later
 
 
 def test_jobs_that_finish_one_point_together_leave_one_result(tmp_path, monkeypatch):
