@@ -27,7 +27,7 @@ from hilbert_lib import DilatedPattern, dilated_attention, get_gpu_info
 from hilbert_lib.attention.triton import launch
 from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
 from hilbert_lib.attention.triton.hopper import launch as hopper
-from hilbert_lib.cli.options import Numbers, usage_errors
+from hilbert_lib.cli.options import numbers, usage_errors
 from hilbert_lib.lab.pairs import Side, run_sides
 from hilbert_lib.lab.sweeps.kernels import backends
 from hilbert_lib.lab.workload import Workload, grid
@@ -137,16 +137,16 @@ def _run_pair(folder: Path, shape: dict, number: int) -> None:
 
 @click.command(help=__doc__)
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--lengths", type=Numbers(), default="64k", show_default=True, help="Tokens: 64k,256k.")
+@click.option("--lengths", type=numbers, default="64k", show_default=True, help="Tokens: 64k,256k.")
 @click.option(
     "--dilation-rates",
-    type=Numbers(),
+    type=numbers,
     default="1,2,4,8,16",
     show_default=True,
     help="Of branches whose segments double from 2,048 on. The paper's are 1,2,4,6,12.",
 )
 @click.option("--heads", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--head-dims", type=Numbers(), default="64,128", show_default=True)
+@click.option("--head-dims", type=numbers, default="64,128", show_default=True)
 @click.option(
     "--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS, help="Repeatable."
 )

@@ -12,7 +12,7 @@ import pytest
 from own_scripts import load_script
 from tiny_notebooks import write_notebook
 
-from hilbert_lib.lab.suite.parameters import read_parameters
+from hilbert_lib.lab.suite.points import read_notebook
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -44,7 +44,7 @@ def test_it_opens_with_a_question_and_closes_with_an_answer_and_a_link(cells):
 
 
 def test_its_parameters_are_few_typed_explained_literals(path, cells):
-    parameters = list(read_parameters(path).values())  # refuses what has no type
+    parameters = list(read_notebook(path).parameters.values())  # refuses what has no type
     tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     assert len(tagged) == 1
     assert parameters[-1].name == "output_dir"

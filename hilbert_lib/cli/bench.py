@@ -7,12 +7,11 @@ from pathlib import Path
 
 import click
 
-from hilbert_lib.cli.options import DTYPES, LOCAL, Numbers, option, usage_errors, work_options
+from hilbert_lib.cli.options import DTYPES, LOCAL, numbers, option, usage_errors, words, work_options
 
-
-def names(_ctx: click.Context, _param: click.Parameter, value: str) -> list[str]:
-    """A list that commas separate."""
-    return [name.strip() for name in value.split(",")]
+LENGTHS = "Tokens: 1k:1m doubles, 1k,4k,3000."
+FILE = click.Path(dir_okay=False, path_type=Path)
+DTYPE = "Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
 
 
 @click.group()
@@ -28,25 +27,17 @@ def bench() -> None:
 
 
 @bench.command()
-@option("--lengths", type=Numbers(), default="1k:16k", help="Tokens: 1k:1m doubles, 1k,4k,3000.")
-@option("--backends", callback=names, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
+@option("--lengths", type=numbers, default="1k:16k", help=LENGTHS)
+@option("--backends", type=words, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
 @work_options(segments="2k:32k", rates="1:16", heads=8)
-@click.option("--dtype", help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU.")
-@option("--direction", "directions", callback=names, default="forward", help="forward,backward")
+@click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
+@click.option("--direction", "directions", type=words, default="forward", help="forward,backward")
 @click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
 @click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
-@option(
-    "--json",
-    "path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=LOCAL / "bench_attention.jsonl",
-    help="File that the points are added to, and found in again.",
-)
+@option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="Keeps the points; is read again.")
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be tried, and what not and why.")
-def attention(
-    path: Path, memory_share: float | None, timeout: float | None, retry_failed: bool, dry_run: bool, **asked
-):
+def attention(path, memory_share, timeout, retry_failed, dry_run, backends, **asked) -> None:
     """Time dilated attention by length, every backend in turn with the first.
 
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
@@ -62,15 +53,16 @@ def attention(
     One branch, no dilation:  hilbert bench attention --segment-lengths 4k --dilation-rates 1 --lengths 4k
     Half of the memory:       hilbert bench attention --lengths 1m --memory-share 0.5 --dry-run
     """
-    from hilbert_lib.lab.guarded.cases import outcome_table
+    from hilbert_lib.attention.backends.registry import BACKENDS
+    from hilbert_lib.lab.guarded.cases import attention_points, outcome_table
     from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner, is_failure
-    from hilbert_lib.lab.suite.run import Interrupted, interruptible
     from hilbert_lib.limits.config import SafetyConfig
 
     with usage_errors():
         config = SafetyConfig.load(max_memory_share=memory_share, max_seconds=timeout)
-        points = _points(**asked)
-        runner = SafeBenchmarkRunner(path, config=config, device=points[0]["device"])
+        work = _work(**asked)
+        points = attention_points(backends=list(BACKENDS) if backends == ["all"] else backends, **work)
+        runner = SafeBenchmarkRunner(path, config=config, device=work["device"])
     if dry_run:
         for point in points:
             refused, tried = runner.why_not(point), runner.would_try(point, retry_failed=retry_failed)
@@ -89,29 +81,19 @@ def attention(
         click.echo(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
 
     try:
-        with interruptible():
-            runner.run(points, retry_failed=retry_failed, on_point=show)
-    except Interrupted as stop:
-        is_kept = path.exists() and path.stat().st_size
-        told = f"what was measured stands in {path}" if is_kept else "nothing was measured"
-        click.echo(f"{stop}: {told}", err=True)
-        sys.exit(stop.exit_status)
-    except OSError as error:
+        runner.run(points, retry_failed=retry_failed, on_point=show)
+    finally:  # also where the results cannot be written, or it is stopped
         _show(outcome_table(lines))
-        raise click.ClickException(f"the results cannot be written: {error}") from error
-    _show(outcome_table(lines))
     click.echo(f"the records: {path}")
     sys.exit(any(is_failure(outcome) for line in lines for outcome in line["outcomes"].values()))
 
 
 @bench.command("backends")
-@option("--lengths", type=Numbers(), default="4k", help="Tokens: 1k:1m doubles, 1k,4k,3000.")
+@option("--lengths", type=numbers, default="4k", help=LENGTHS)
 @work_options(segments="1k:4k", rates="1:4", heads=8)
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
-)
+@click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
-def backends(lengths, dtype, segment_lengths, dilation_rates, causal, gradient, **sizes: int):
+def backends(lengths, gradient, **asked) -> None:
     """Time the backends that can serve, and remember their order: "auto" goes by it from then on.
 
     One measurement speaks for one shape class: lengths and heads up to the next power of two; pattern, head size,
@@ -127,12 +109,12 @@ def backends(lengths, dtype, segment_lengths, dilation_rates, causal, gradient, 
 
     with usage_errors():
         SafetyConfig.load()  # a variable that sets no limit is told before anything is measured
-        device, pattern, dtype = _asked(segment_lengths, dilation_rates, dtype)
+        shared = _work(**asked)
     for length in lengths:
-        work = Workload(pattern, length, device=device, is_causal=causal, dtype=dtype, **sizes)
+        work = Workload(length=length, **shared)
         try:
             times, medians = measured_times(work, gradient=gradient)
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             raise click.ClickException(str(error)) from error
         fastest = min(times.values())
         click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
@@ -143,8 +125,8 @@ def backends(lengths, dtype, segment_lengths, dilation_rates, causal, gradient, 
             raise click.ClickException(told) from error
 
 
-def _asked(segment_lengths: list[int], dilation_rates: list[int], dtype: str | None) -> tuple:
-    """The device, the pattern and the dtype that a command is asked for."""
+def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
+    """What a command is asked for: the pattern, the device, the dtype, and the sizes as they are given."""
     from hilbert_lib.limits.memory import device_or_default
     from hilbert_lib.machine import check_gpu
     from hilbert_lib.pattern import DilatedPattern
@@ -152,16 +134,8 @@ def _asked(segment_lengths: list[int], dilation_rates: list[int], dtype: str | N
     check_gpu()
     device = device_or_default(None)
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    return device, DilatedPattern(segment_lengths, dilation_rates), dtype
-
-
-def _points(backends, dtype, segment_lengths, dilation_rates, causal, **sizes) -> list[dict]:
-    from hilbert_lib.attention.backends.registry import BACKENDS
-    from hilbert_lib.lab.guarded.cases import attention_points
-
-    device, pattern, dtype = _asked(segment_lengths, dilation_rates, dtype)
-    backends = list(BACKENDS) if backends == ["all"] else backends
-    return attention_points(pattern, backends=backends, dtype=dtype, is_causal=causal, device=device, **sizes)
+    pattern = DilatedPattern(segment_lengths, dilation_rates)
+    return {"pattern": pattern, "device": device, "dtype": dtype, "is_causal": causal, **sizes}
 
 
 def _name(point: dict) -> str:

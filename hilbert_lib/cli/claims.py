@@ -5,20 +5,14 @@ from pathlib import Path
 
 import click
 
-from hilbert_lib.cli.options import json_option, out_option, print_json, print_table, usage_errors
+from hilbert_lib.cli.options import json_option, option, out_option, print_json, usage_errors
 
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--rerun", "again", multiple=True, metavar="ID", help="Measure this claim again; repeatable.")
-@click.option(
-    "--segment-length",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Tokens of a segment in K3 and K4; the documents do not say.",
-)
-@out_option(help="Folder of the runs that --rerun makes.")
+@option("--segment-length", type=click.IntRange(min=1), default=1024, help="Of K3 and K4; the documents do not say.")
+@out_option
 @json_option
 @click.option("--dry-run", is_flag=True, help="Only show what --rerun would run.")
 def claims(
@@ -45,28 +39,19 @@ def claims(
     for name in (*ids, *again):
         if name not in ledger:
             raise click.UsageError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")
-    answers = [] if again else [answer(ledger[name]) for name in ids or ledger]
-    for name in again:
-        try:
-            if dry_run:
-                click.echo("\n".join(dry_run_of(ledger[name], out=out, segment_length=segment_length)))
-            else:
-                answers.append(rerun(ledger[name], out=out, segment_length=segment_length))
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
+    how = {"out": out, "segment_length": segment_length}
+    with usage_errors():
+        if dry_run:
+            click.echo("\n".join(line for name in again for line in dry_run_of(ledger[name], **how)))
+            return
+        measured = [rerun(ledger[name], **how) for name in again]
+    answers = measured or [answer(ledger[name]) for name in ids or ledger]
     if as_json:
         print_json([_fields(each) for each in answers])
     elif ids or again:
         _print_entries(answers)
     else:
-        rows = [(each.claim.id, f"{each.verdict}{' *' * bool(each.claim.note)}", each.value) for each in answers]
-        texts = [each.claim.claim for each in answers]
-        print_table(
-            [("id", "verdict", "value", "claim"), *((*row, text) for row, text in zip(rows, texts, strict=True))]
-        )
-        click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
+        _print_overview(answers)
 
 
 def _fields(answer) -> dict:
@@ -78,6 +63,16 @@ def _fields(answer) -> dict:
     told |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
     told |= {"from": answer.evidence, "on": answer.hardware}
     return told | {"again": command(claim) if claim.measure or claim.tests else ""}
+
+
+def _print_overview(answers: Sequence) -> None:
+    rows = [("id", "verdict", "value", "claim")]
+    for each in answers:
+        rows.append((each.claim.id, each.verdict + " *" * bool(each.claim.note), each.value, each.claim.claim))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+    click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 
 def _print_entries(answers: Sequence) -> None:

@@ -4,54 +4,43 @@
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import reduce
 from pathlib import Path
 
 import click
 
 from hilbert_lib.cli.bench import bench
 from hilbert_lib.cli.claims import claims
-from hilbert_lib.cli.options import LOCAL, disk_errors, json_option, option, out_option, print_json, usage_errors
+from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, together, usage_errors
 from hilbert_lib.cli.plan import plan
+from hilbert_lib.cli.stop import Interrupted, interruptible
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_PATH = click.Path(exists=True, path_type=Path)
 PAGES = Path("build/pages")  # of committed runs, beside which git would see them
-
-
-def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    for name, times in Counter(name for name, _ in pairs).items():
-        if "=" in name:
-            raise click.UsageError(f"-p takes two words, as -p {name.replace('=', ' ', 1)}; got {name!r}")
-        if times > 1:
-            raise click.UsageError(f"-p {name} is given more than once; several values: hilbert sweep -p {name} A,B")
-    return dict(pairs)
-
-
 SET = (
     "Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
     "'1,2;1,2,4'."
 )
 FILE = "Flat YAML file of parameters, or a folder with NAME.yaml for the notebook of that name; -p goes before it."
-notebooks_option = click.option("--notebooks", "folder", type=EXISTING_FOLDER, help="Folder of the notebooks.")
-RUNNING = [
-    click.option("-p", "texts", nargs=2, multiple=True, callback=_texts, metavar="NAME VALUE", help=SET),
-    click.option("-f", "source", type=EXISTING_PATH, help=FILE),
-    out_option(help="Folder of the runs."),
-    notebooks_option,
-    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
-    click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
-    click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
-]
 
 
-def running_options(command: Callable) -> Callable:
-    """The options that `run` and `sweep` share."""
-    return reduce(lambda command, each: each(command), reversed(RUNNING), command)
+class Commands(click.Group):
+    """Tells a stop, and what the disk refuses, in one line, whichever command they end."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command that was asked for."""
+        try:
+            with interruptible():
+                return super().invoke(ctx)
+        except Interrupted as stop:
+            click.echo(f"{stop}: what has ended is kept, and the same command goes on from there", err=True)
+            ctx.exit(stop.exit_status)
+        except BrokenPipeError:  # click's own: whoever read the output has gone
+            raise
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hilbert-lib")
 def main() -> None:
     """Run the notebooks, build their reports, compare their records, look at this machine.
@@ -67,9 +56,29 @@ def main() -> None:
     warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 
-main.add_command(bench)
-main.add_command(claims)
-main.add_command(plan)
+for command in (bench, claims, plan):
+    main.add_command(command)
+
+
+def _texts(_context: click.Context, _option: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    for name, times in Counter(name for name, _ in pairs).items():
+        if "=" in name:
+            raise click.UsageError(f"-p takes two words, as -p {name.replace('=', ' ', 1)}; got {name!r}")
+        if times > 1:
+            raise click.UsageError(f"-p {name} is given more than once; several values: hilbert sweep -p {name} A,B")
+    return dict(pairs)
+
+
+notebooks_option = click.option("--notebooks", "folder", type=EXISTING_FOLDER, help="Folder of the notebooks.")
+running_options = together(
+    click.option("-p", "texts", nargs=2, multiple=True, callback=_texts, metavar="NAME VALUE", help=SET),
+    click.option("-f", "source", type=click.Path(exists=True, path_type=Path), help=FILE),
+    out_option,
+    notebooks_option,
+    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
+    click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
+    click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
+)
 
 
 @main.command("list")
@@ -83,28 +92,19 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
     \b
     Example: hilbert list
     """
-    from hilbert_lib.lab.suite.points import OUTPUT_DIR
+    from hilbert_lib.lab.suite.points import find_notebooks
 
-    notebooks = [(each, [p for p in each.parameters.values() if p.name != OUTPUT_DIR]) for each in _notebooks(folder)]
+    with usage_errors():
+        notebooks = find_notebooks(folder)
     if as_json:
-        print_json(
-            [
-                {
-                    "name": each.name,
-                    "title": each.title,
-                    "question": each.question,
-                    "parameters": list(map(vars, known)),
-                }
-                for each, known in notebooks
-            ]
-        )
+        print_json([each.facts() for each in notebooks])
         return
-    for notebook, settable in notebooks:
+    for notebook in notebooks:
         click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
-        declared = [f"{each.name}: {each.annotation} = {each.default!r}" for each in settable]
-        width = max(map(len, declared), default=0)
-        for text, each in zip(declared, settable, strict=True):
-            click.echo(f"    {text:<{width}}  {each.meaning}".rstrip())
+        meanings = {f"{p.name}: {p.annotation} = {p.default!r}": p.meaning for p in notebook.settable.values()}
+        width = max(map(len, meanings), default=0)
+        for declared, meaning in meanings.items():
+            click.echo(f"    {declared:<{width}}  {meaning}".rstrip())
 
 
 @main.command()
@@ -121,19 +121,16 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
     Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
     Example: hilbert run -f notebooks/configs/h200 --out reports/h200
     """
-    from hilbert_lib.lab.suite.points import make_points
+    from hilbert_lib.lab.suite.points import find_notebooks, make_points
 
-    notebooks = _notebooks(folder, names)
     with usage_errors():
-        points = make_points(notebooks, texts, *_values(source, folder))
+        points = [each for notebook in find_notebooks(folder, names) for each in make_points(notebook, texts, source)]
     run_folder, status = _run_points(points, len(points), **how)
-    if run_folder:
-        from hilbert_lib.lab.suite.report import write_index, write_report
+    from hilbert_lib.lab.suite.report import write_index, write_report
 
-        with disk_errors():
-            index = write_report(run_folder)
-            write_index(run_folder.parent)
-        click.echo(str(index))
+    index = write_report(run_folder)
+    write_index(run_folder.parent)
+    click.echo(str(index))
     sys.exit(status)
 
 
@@ -150,28 +147,48 @@ def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, fol
     \b
     Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
     """
-    from hilbert_lib.lab.suite.points import make_grid, take_shard
+    from hilbert_lib.lab.suite.points import find_notebooks, make_points, take_shard
 
-    (notebook,) = _notebooks(folder, [name])
     with usage_errors():
-        values, own = _values(source, folder)
-        points = make_grid(notebook, texts, values | own.get(notebook.name, {}))
+        (notebook,) = find_notebooks(folder, [name])
+        points = make_points(notebook, texts, source, is_sweep=True)
         share = take_shard(points, shard)
     run_folder, status = _run_points(share, len(points), **how)
-    if run_folder:
-        from hilbert_lib.lab.suite.report import write_table
+    from hilbert_lib.lab.suite.report import write_table
 
-        with disk_errors():
-            click.echo(f"the table: {write_table(run_folder, notebook.name)}")
-        click.echo(f"the pages: hilbert report {run_folder}")
+    click.echo(f"the table: {write_table(run_folder, notebook.name)}")
+    click.echo(f"the pages: hilbert report {run_folder}")
     sys.exit(status)
+
+
+def _run_points(points: list, of: int, *, out: Path, dry_run: bool, **how) -> tuple[Path, int]:
+    """Run the points: the run's folder and the exit status. A dry run lists them and ends the command."""
+    if dry_run:
+        for point in points:
+            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
+            click.echo(f"{point.name}  {changes or 'with its defaults'}")
+        click.echo(f"{len(points)} of {of} to run")
+        sys.exit(0)
+    from hilbert_lib.lab.environment import environment
+    from hilbert_lib.lab.suite.manifest import run_id
+    from hilbert_lib.lab.suite.run import run_points
+    from hilbert_lib.machine import prepare_kernels
+
+    with usage_errors():
+        prepare_kernels()
+        facts = environment()
+    run_folder = out / run_id(facts)
+    outcomes = run_points(points, run_folder, facts, **how)
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes.values()).items())
+    click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return run_folder, 1 if failed else 0
 
 
 @main.command()
 @click.argument("folder", type=EXISTING_FOLDER, default=LOCAL)
-@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Copy the runs there, and build it there.")
 @click.option("--redraw", is_flag=True, help="Draw the figures again from their tables.")
-def report(folder: Path, to: Path | None, redraw: bool) -> None:
+def report(folder: Path, redraw: bool) -> None:
     """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
 
     HTML, figures and their tables (PNG, CSV) lie beside the runs; those of committed runs (reports) in build/pages,
@@ -186,19 +203,17 @@ def report(folder: Path, to: Path | None, redraw: bool) -> None:
 
     with usage_errors():
         runs = find_runs(folder)
-        to = to or (PAGES if is_committed(folder) else None)
-    with disk_errors():
-        root = folder.parent if folder in runs else folder
-        if to:
-            copy_runs(root, runs, to)
-            runs, root = [to / run.relative_to(root) for run in runs], to
-        if redraw or to:
-            from hilbert_lib.lab.figures import redraw as redraw_figures
+    root = folder.parent if folder in runs else folder
+    if is_committed(folder):
+        copy_runs(root, runs, PAGES)
+        runs, root, redraw = [PAGES / run.relative_to(root) for run in runs], PAGES, True
+    if redraw:
+        from hilbert_lib.lab.figures import redraw as redraw_figures
 
-            click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
-        for each in runs:
-            click.echo(str(write_report(each, root, rebuild=True)))
-        click.echo(str(write_index(root)))
+        click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
+    for each in runs:
+        click.echo(str(write_report(each, root, rebuild=True)))
+    click.echo(str(write_index(root)))
 
 
 @main.command()
@@ -226,7 +241,7 @@ def compare(folders: tuple[Path, ...]) -> None:
 
 
 @main.command()
-@out_option(help="Folder of the runs.")
+@out_option
 def doctor(out: Path) -> None:
     """Look whether this machine can run the suite, and say in one line what mends what is broken.
 
@@ -245,52 +260,3 @@ def doctor(out: Path) -> None:
         if finding.fix:
             click.echo(f"{'':<17} fix: {finding.fix}")
     sys.exit(any(finding.fix for finding in findings))
-
-
-def _notebooks(folder: Path | None, names: Iterable[str] = ()) -> list:
-    from hilbert_lib.lab.suite.points import find_notebooks, notebooks_folder
-
-    with usage_errors():
-        return find_notebooks(folder or notebooks_folder(), names)
-
-
-def _values(source: Path | None, folder: Path | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """The values for every notebook of the call, and those for one notebook alone."""
-    from hilbert_lib.lab.suite.parameters import read_parameter_file
-    from hilbert_lib.lab.suite.points import notebooks_folder, read_parameter_folder
-
-    if source is None:
-        return {}, {}
-    if source.is_dir():
-        return {}, read_parameter_folder(source, folder or notebooks_folder())
-    return read_parameter_file(source), {}
-
-
-def _run_points(points: list, of: int, *, out: Path, dry_run: bool, **how) -> tuple[Path | None, int]:
-    """Run the points, or only list them; the run's folder (None for a list) and the exit status."""
-    if dry_run:
-        for point in points:
-            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
-            click.echo(f"{point.name}  {changes or 'with its defaults'}")
-        click.echo(f"{len(points)} of {of} to run")
-        return None, 0
-    from hilbert_lib.lab.environment import environment
-    from hilbert_lib.lab.suite.manifest import run_id
-    from hilbert_lib.lab.suite.run import Interrupted, run_points
-    from hilbert_lib.machine import prepare_kernels
-
-    with usage_errors():
-        prepare_kernels()
-        facts = environment()
-    run_folder = out / run_id(facts)
-    try:
-        with disk_errors():
-            outcomes = run_points(points, run_folder, facts, **how)
-    except Interrupted as stop:
-        click.echo(f"{stop}: what is finished stands in {run_folder}", err=True)
-        sys.exit(stop.exit_status)
-    counts = Counter(outcomes.values())
-    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
-    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    click.echo(f"{len(points)} runs: {summary}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return run_folder, 1 if failed else 0

@@ -1,4 +1,4 @@
-"""What the subcommands of `hilbert` share: options, tables, and errors that are told without a traceback."""
+"""What the subcommands of `hilbert` share: options, numbers with units, and errors told without a traceback."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -10,72 +10,63 @@ import click
 
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 MOST = 2**40  # more tokens than a machine holds; torch and Python count what has them in 64 bits
-LOCAL = Path("reports/local")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 option = partial(click.option, show_default=True)
-out_option = partial(option, "--out", type=click.Path(file_okay=False, path_type=Path), default=LOCAL)
+LOCAL = Path("reports/local")
+OUT = click.Path(file_okay=False, path_type=Path)
+out_option = option("--out", type=OUT, default=LOCAL, help="Folder of the runs.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print a list of objects, for programs.")
 
 
-class Number(click.ParamType):
+def together(*options: Callable) -> Callable:
+    """Several options as one decorator, shown in this order."""
+    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
+
+
+def number(text: str) -> int:
     """A whole number, with or without its unit: `1g` is 1,073,741,824."""
-
-    name = "number"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Of a text; the defaults are texts too."""
-        digits, unit = (value[:-1], value[-1]) if value[-1:].lower() in UNITS else (value, "")
-        if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"{value!r} is no whole number above 0, such as 3000, 4k, 1m or 1g", param, ctx)
-        if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
-            self.fail(f"{value!r} is above {MOST // UNITS['g']}g", param, ctx)
-        return found
+    digits, unit = (text[:-1], text[-1]) if text[-1:].lower() in UNITS else (text, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise click.BadParameter(f"{text!r} is no whole number above 0, such as 3000, 4k, 1m or 1g")
+    if (found := int(digits) * UNITS.get(unit.lower(), 1)) > MOST:
+        raise click.BadParameter(f"{text!r} is above {MOST // UNITS['g']}g")
+    return found
 
 
-class Numbers(click.ParamType):
+def numbers(text: str) -> list[int]:
     """Whole numbers: `1k:1m` doubles from 1,024 to 1,048,576, the end included; `1k,4k,3000` is a list."""
+    found = []
+    for part in text.split(","):
+        first, *last = map(number, part.split(":", 1))
+        if last and last[0] < first:
+            raise click.BadParameter(f"{part!r} ends below its start")
+        while last and first < last[0]:
+            found.append(first)
+            first = min(first * 2, last[0])  # the last step may be a shorter one: an end that is named is meant
+        found.append(first)
+    return found
 
-    name = "numbers"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Of a text; the defaults are texts too."""
-        numbers = []
-        for part in value.split(","):
-            first, *last = (Number().convert(text, param, ctx) for text in part.split(":", 1))
-            if last and last[0] < first:
-                self.fail(f"{part!r} ends below its start", param, ctx)
-            numbers.append(first)
-            while last and numbers[-1] * 2 <= last[0]:
-                numbers.append(numbers[-1] * 2)
-            if last and numbers[-1] < last[0]:  # the last step may be a shorter one: an end that is named is meant
-                numbers.append(last[0])
-        return numbers
+def words(text: str) -> list[str]:
+    """A list that commas separate."""
+    return [word.strip() for word in text.split(",")]
 
 
 def work_options(*, segments: str, rates: str, heads: int) -> Callable:
     """The options that say what dilated attention is asked for, with these defaults."""
-    options = [
-        option("--segment-lengths", type=Numbers(), default=segments, help="w of each branch."),
-        option("--dilation-rates", type=Numbers(), default=rates, help="r of each branch."),
+    return together(
+        option("--segment-lengths", type=numbers, default=segments, help="w of each branch."),
+        option("--dilation-rates", type=numbers, default=rates, help="r of each branch."),
         option("--heads", type=click.IntRange(min=1), default=heads, help="Of q, in the whole batch."),
         option("--head-dim", type=click.IntRange(1, 256), default=64),
         click.option("--causal", is_flag=True, help="Exclude the keys after the query."),
-    ]
-
-    return lambda command: reduce(lambda command, each: each(command), reversed(options), command)
+    )
 
 
 def print_json(objects: Sequence[dict]) -> None:
     """A list of objects on stdout."""
     click.echo(json.dumps(objects, indent=1, default=str))
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Plain text in columns, the first row their names."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 @contextmanager
@@ -87,12 +78,3 @@ def usage_errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-
-
-@contextmanager
-def disk_errors() -> Iterator[None]:
-    """A full or read-only disk is told without a traceback."""
-    try:
-        yield
-    except OSError as error:
-        raise click.ClickException(f"the results cannot be written: {error}") from error

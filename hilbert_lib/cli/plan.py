@@ -2,42 +2,30 @@
 
 import click
 
-from hilbert_lib.cli.options import DTYPES, Number, option, usage_errors, work_options
+from hilbert_lib.cli.options import DTYPES, number, option, usage_errors, work_options
 
 
-def _speeds(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[float] | None:
+def speeds(text: str) -> list[float]:
+    """Numbers that commas separate."""
     try:
-        return None if value is None else [float(part) for part in value.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of numbers such as 2,1,1") from None
-
-
-def _bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
-    try:
-        return None if value is None else int(value * 1e9)
-    except (OverflowError, ValueError):
-        raise click.BadParameter(f"{value!r} is no finite number of GB") from None
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1") from None
 
 
 @click.command()
-@click.option("--tokens", type=Number(), required=True, help="In the whole sequence: 3000, 64k, 16m, 1g.")
+@click.option("--tokens", type=number, required=True, help="In the whole sequence: 3000, 64k, 16m, 1g.")
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="That share the sequence.")
 @work_options(segments="2k:32k", rates="1:16", heads=16)
 @option("--batch", type=click.IntRange(min=1), default=1)
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Of k and v.  [default: as q]")
 @option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of q, k and v.")
 @option("--transport", default="auto", help="auto, ring, all_gather or all_to_all.")
-@click.option(
-    "--memory-gb",
-    "memory_limit",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=_bytes,
-    help="What the call may take on one rank.",
-)
-@click.option("--weights", callback=_speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
-@option("--multiple", type=Number(), default="1", help="Shards begin at multiples of this.")
+@click.option("--memory-gb", type=click.FloatRange(0, 1e9, min_open=True), help="What the call may take on one rank.")
+@click.option("--weights", type=speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
+@option("--multiple", type=number, default="1", help="Shards begin at multiples of this.")
 def plan(
-    tokens, ranks, segment_lengths, dilation_rates, heads, kv_heads, dtype, causal, weights, multiple, **how
+    tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal, weights, multiple, memory_gb, **how
 ) -> None:
     """Show what dilated attention over several ranks will send, hold and compute, before anything runs.
 
@@ -63,8 +51,9 @@ def plan(
 
     with usage_errors():
         pattern = DilatedPattern(segment_lengths, dilation_rates)
-        how |= {"kv_heads": kv_heads or heads, "is_causal": causal}
+        how |= {"kv_heads": kv_heads or how["heads"], "is_causal": causal}
         work = {"pattern": pattern, "kv_heads": how["kv_heads"], "is_causal": causal} if weights else {}
         shards = shard_lengths_for(tokens, ranks, weights=weights, multiple=multiple, **work)
-        dtype = getattr(torch, dtype)
-        click.echo(str(plan_ring(pattern, shards, heads=heads, dtype=dtype, weights=weights, **how)))
+        memory = None if memory_gb is None else int(memory_gb * 1e9)
+        how |= {"dtype": getattr(torch, dtype), "weights": weights, "memory_limit": memory}
+        click.echo(str(plan_ring(pattern, shards, **how)))

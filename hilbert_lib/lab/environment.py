@@ -13,21 +13,20 @@ import pynvml
 from hilbert_lib import machine
 
 # What a measurement depends on, of the facts of `environment`: where one differs, it is measured again.
-MACHINE = (
-    *("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode"),
-    "packages",
-)
+MACHINE = ("hardware", "torch", "triton", "cuda", "cudnn", "driver", "code_hash", "torch_threads", "kernel_mode")
+MACHINE += ("packages",)
+KERNELS = {
+    "compiled": "compiled for the GPU",
+    "interpreted": "Triton kernels, where used, are interpreted: right results, meaningless times",
+    "absent": "absent: no GPU, or no triton for this platform",
+}
 
 
 def environment() -> dict:
     """Facts about this process that JSON can hold: code, versions, hardware, and the GPUs' clocks now.
 
-    No host names, user names or paths are among them. Outside a git checkout the variables HILBERT_COMMIT and
-    HILBERT_DIRTY (0 or 1) say which code runs; what nobody knows is None. A RuntimeError says that there is a GPU which
-    torch cannot use.
-
-    >>> environment().keys() >= set(MACHINE) == machine.machine_facts().keys()
-    True
+    No host names, user names or paths are among them; what nobody knows is None. A RuntimeError says that there is a
+    GPU which torch cannot use.
     """
     facts = machine.machine_facts()
     commit, dirty = code_version()
@@ -40,18 +39,19 @@ def environment() -> dict:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": machine.cpu_model(),
         "cpu_cores": machine.cpu_cores(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": [
-            {
-                "name": gpu.name,
-                "capability": f"{gpu.major}.{gpu.minor}",
-                "memory_gib": round(gpu.total_memory / 2**30, 1),
-                "sm_clock_mhz": clock,
-            }
-            for gpu, clock in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)
-        ],
+        "memory_gib": _gib(psutil.virtual_memory().total),
+        "gpus": [_gpu_facts(*each) for each in zip(machine.gpu_properties(), sm_clocks_mhz(), strict=True)],
         **facts,
     }
+
+
+def _gpu_facts(gpu, clock: int | None) -> dict:
+    capability = f"{gpu.major}.{gpu.minor}"
+    return {"name": gpu.name, "capability": capability, "memory_gib": _gib(gpu.total_memory), "sm_clock_mhz": clock}
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 1)
 
 
 def say_hardware(facts: dict) -> str:
@@ -61,20 +61,12 @@ def say_hardware(facts: dict) -> str:
 
 
 def describe_environment(facts: dict | None = None) -> str:
-    """The facts of `environment`, by default those of now, as a short table: a line each, its name and its value.
-
-    >>> print(describe_environment().splitlines()[0].split()[0])
-    hardware
-    """
+    """The facts of `environment`, by default those of now, as a short table: a line each, its name and its value."""
     facts = facts or environment()
     code = "unknown" if facts["commit"] is None else facts["commit"][:12]
     rows = {
         "hardware": facts["hardware"],
-        "kernels": {
-            "compiled": "compiled for the GPU",
-            "interpreted": "Triton kernels, where used, are interpreted: right results, meaningless times",
-            "absent": "absent: no GPU, or no triton for this platform",
-        }[facts["kernel_mode"]],
+        "kernels": KERNELS[facts["kernel_mode"]],
         "code": f"{code}{' with local changes' if facts['dirty'] else ''}, library {facts['code_hash']}",
         "software": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy")),
         "platform": f"{facts['platform']}, {facts['torch_threads']} torch threads, {facts['memory_gib']} GiB",

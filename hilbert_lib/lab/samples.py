@@ -25,42 +25,22 @@ def text_tokens(length: int) -> Tensor:
 def text_qkv(
     length: int, heads: int, head_dim: int, *, kv_heads: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of real text: each byte embedded by a fixed random table, then projected at random.
-
-    Args:
-        length: tokens.
-        heads: query heads. kv_heads: heads of k and v; by default as many.
-        head_dim: size of one head.
-        seed: of the table and the projections.
-
-    Returns:
-        q (1, length, heads, head_dim), k and v (1, length, kv_heads, head_dim), float32 on the CPU.
-
-    >>> q, k, v = text_qkv(8, heads=2, head_dim=4)
-    >>> q.shape
-    torch.Size([1, 8, 2, 4])
-    """
-    heads, head_dim = integer("heads", heads, least=1), integer("head_dim", head_dim, least=1)
-    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
-    generator = torch.Generator("cpu").manual_seed(integer("seed", seed, least=0, most=2**63 - 1))
+    """q, k and v (1, length, heads, head_dim) of real text, float32: its bytes embedded and projected at random."""
+    generator = torch.Generator("cpu").manual_seed(seed)
     embedded = torch.randn(256, 64, generator=generator, device="cpu")[text_tokens(length)]
 
     def project(head_count: int) -> Tensor:
         weight = torch.randn(64, head_count * head_dim, generator=generator, device="cpu") / 8  # 8 = sqrt(64)
         return (embedded @ weight).view(1, length, head_count, head_dim).float()
 
-    return project(heads), project(kv_heads), project(kv_heads)
+    return project(heads), project(kv_heads or heads), project(kv_heads or heads)
 
 
 def sample_image(rows: int, cols: int) -> np.ndarray:
-    """Matplotlib's portrait of Grace Hopper in grey, scaled to a grid by averaging: (rows, cols), 0 black to 1 white.
-
-    >>> sample_image(4, 3).shape
-    (4, 3)
-    """
+    """Matplotlib's portrait of Grace Hopper in grey, averaged to a grid: (rows, cols), 0 black to 1 white."""
     from matplotlib import cbook, image
 
-    grid = integer("rows", rows, least=1), integer("cols", cols, least=1)
     with cbook.get_sample_data("grace_hopper.jpg") as file:
         grey = image.imread(file, format="jpg")[..., :3].mean(axis=-1) / 255
-    return torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(grey)[None, None], grid)[0, 0].numpy()
+    pictures = torch.from_numpy(grey)[None, None]
+    return torch.nn.functional.adaptive_avg_pool2d(pictures, (int(rows), int(cols)))[0, 0].numpy()

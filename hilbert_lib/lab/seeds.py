@@ -36,19 +36,8 @@ def seed_key_sets(length: int, segment_length: int, dilation_rate: int) -> tuple
     """Which keys the documents' two kernels select for every query: the "standard" one and the "Hilbert" one.
 
     With h the 2-D snake, program row m of the standard kernel reads keys s + i r, i < w / r, with s = (m div w) w. Row
-    m of the Hilbert kernel serves query h[m] and reads keys h[s + i r] with s = (h[m] div w) w.
-
-    Args:
-        length: tokens, a multiple of segment_length.
-        segment_length: w [tokens].
-        dilation_rate: r [tokens], at most w.
-
-    Returns:
-        Two (length, length) bool tensors, query by key.
-
-    >>> standard, hilbert = seed_key_sets(16, 8, 2)
-    >>> (standard & hilbert).sum().item(), standard.sum().item()
-    (32, 64)
+    m of the Hilbert kernel serves query h[m] and reads keys h[s + i r] with s = (h[m] div w) w. The length is a
+    multiple of the segment length w, which is at least the dilation rate r. Sets are (length, length), query by key.
     """
     length = integer("length", length, least=1)
     segment_length = integer("segment_length", segment_length, least=1, most=length)

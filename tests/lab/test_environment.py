@@ -210,54 +210,36 @@ def test_code_hash_follows_names_and_contents_and_nothing_else(tmp_path):
     assert re.fullmatch("[0-9a-f]{12}", code_hash())
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A copy of the library in a git repository of its own."""
-
+def test_commit_and_dirt_come_from_our_own_repository_else_from_variables(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    (tmp_path / "hilbert_lib").mkdir()
-    (tmp_path / "hilbert_lib" / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr(module, "PACKAGE", tmp_path / "hilbert_lib")
+    def version(package):
+        monkeypatch.setattr(module, "PACKAGE", package)
+        return code_version.__wrapped__()
+
+    ours, enclosed = tmp_path / "hilbert_lib", tmp_path / "site-packages" / "hilbert_lib"
+    for folder in (ours, enclosed, tmp_path / "reports"):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text("x = 1\n")
+    for words in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        git(*words)
     for variable in ("HILBERT_COMMIT", "HILBERT_DIRTY"):
         monkeypatch.delenv(variable, raising=False)
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "one")
-    return tmp_path, git("rev-parse", "HEAD")
-
-
-def test_commit_and_dirt_come_from_git(checkout, monkeypatch):
-    folder, commit = checkout
-    monkeypatch.setenv("HILBERT_COMMIT", "not asked")
-    assert code_version.__wrapped__() == (commit, False)
-    (folder / "reports").mkdir()
-    (folder / "reports" / "results.jsonl").touch()  # of the run before
-    assert code_version.__wrapped__() == (commit, False)
-    (folder / "hilbert_lib" / "a.py").write_text("x = 2\n")
-    assert code_version.__wrapped__() == (commit, True)
-
-
-def test_without_a_repository_the_variables_say_the_commit(checkout, monkeypatch):
-    folder, _ = checkout
-    shutil.rmtree(folder / ".git")
-    assert code_version.__wrapped__() == (None, None)
+    assert version(enclosed) == (None, None)  # the enclosing repository's commit is not its own
     monkeypatch.setenv("HILBERT_COMMIT", "abc")
     monkeypatch.setenv("HILBERT_DIRTY", "1")
-    assert code_version.__wrapped__() == ("abc", True)
+    assert version(enclosed) == ("abc", True)
+    (tmp_path / "reports" / "results.jsonl").touch()  # of the run before
+    assert version(ours) == (git("rev-parse", "HEAD"), False)
+    (ours / "a.py").write_text("x = 2\n")
+    assert version(ours) == (git("rev-parse", "HEAD"), True)
+    shutil.rmtree(tmp_path / ".git")
     monkeypatch.setenv("HILBERT_DIRTY", "perhaps")
     with pytest.raises(ValueError, match="HILBERT_DIRTY must be 0 or 1, got 'perhaps'"):
-        code_version.__wrapped__()
-
-
-def test_the_commit_of_an_enclosing_repository_is_not_ours(checkout, monkeypatch):
-    folder, _ = checkout
-    (folder / "site-packages" / "hilbert_lib").mkdir(parents=True)
-    monkeypatch.setattr(module, "PACKAGE", folder / "site-packages" / "hilbert_lib")
-    assert code_version.__wrapped__() == (None, None)
+        version(ours)
 
 
 # On a GPU

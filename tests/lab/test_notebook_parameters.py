@@ -7,7 +7,8 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file, read_parameters
+from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file
+from hilbert_lib.lab.suite.points import read_notebook
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -55,7 +56,7 @@ CASES = {
 @pytest.mark.parametrize(("notebook", "changes"), CASES.values(), ids=CASES)
 def test_a_notebook_holds_at_other_parameters(tmp_path, notebook, changes):
     path = NOTEBOOKS / f"{notebook}.ipynb"
-    known = read_parameters(path)
+    known = read_notebook(path).parameters
     for name, value in changes.items():  # papermill would pass over a name that is gone
         check_value(name, value, known[name].annotation)
     changes = changes | {"output_dir": str(tmp_path)}
@@ -86,7 +87,7 @@ WRONG = {
 @cache
 def opened(notebook):
     """The parameters of a notebook, what its cells before the checks define, and its checks up to the next text."""
-    known, values, checks = read_parameters(NOTEBOOKS / f"{notebook}.ipynb"), {}, []
+    known, values, checks = read_notebook(NOTEBOOKS / f"{notebook}.ipynb").parameters, {}, []
     for cell in nbformat.read(NOTEBOOKS / f"{notebook}.ipynb", as_version=4).cells:
         if checks and cell.cell_type == "markdown":
             break

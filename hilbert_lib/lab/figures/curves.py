@@ -20,25 +20,18 @@ AXES = {2: ["row", "col"], 3: ["a", "b", "c"]}
 
 
 def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataFrame:
-    """The table that `draw_paths` and `draw_volumes` take, a row for each cell of each path.
+    """What `draw_paths` and `draw_volumes` take, a row for each cell of each path.
 
-    Args:
-        panels: for each panel's title, (cells, 2) or (cells, 3) coordinates in the order of the path, and the sides of
-            the grid under it [cells].
-
-    >>> import torch
-    >>> path_table({"a row": (torch.tensor([[0, 0], [0, 1]]), (1, 2))})
-       panel  row  col  rows  cols
-    0  a row    0    0     1     2
-    1  a row    0    1     1     2
+    `panels` holds by title the (cells, 2) or (cells, 3) coordinates in the order of the path, and the grid's sides.
     """
     tables = []
     for panel, (cells, shape) in panels.items():
         if len(cells) < 2 or len(shape) not in AXES:
             raise ValueError(f"a path must have 2 cells or more, in 2 or 3 dimensions, got {panel!r}")
-        table = pd.DataFrame(cells.cpu().numpy(), columns=AXES[len(shape)])
-        table.insert(0, "panel", panel)
-        tables.append(table.assign(**{f"{axis}s": side for axis, side in zip(AXES[len(shape)], shape, strict=True)}))
+        axes = AXES[len(shape)]
+        coordinates = dict(zip(axes, cells.cpu().numpy().T, strict=True))
+        sides = {f"{axis}s": side for axis, side in zip(axes, shape, strict=True)}
+        tables.append(pd.DataFrame({"panel": panel, **coordinates, **sides}))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -46,12 +39,8 @@ def draw_paths(data: pd.DataFrame, *, title: str, walked: int = 100) -> Figure:
     """Paths through grids, side by side: dark at the start, bright at the end.
 
     A step to a cell that does not touch the last one is dotted, a cell never visited a cross, and a visit outside of
-    the grid a triangle. Behind the path lies a picture, where the table has a column grey (0 black to 1 white).
-
-    Args:
-        data: of `path_table`, in 2-D.
-        title: what is to be seen.
-        walked: how far [% of the cells]; the rest of the path is grey.
+    the grid a triangle. Behind the path lies a picture, where the table has a column grey (0 black to 1 white). What
+    comes after `walked` % of the cells is grey.
     """
     panels = list(data.groupby("panel", sort=False))
     rows, cols = panels[0][1][["rows", "cols"]].iloc[0]
@@ -92,12 +81,7 @@ def _draw_path(axis: Axes, path: pd.DataFrame, walked: int) -> None:
 
 
 def draw_volumes(data: pd.DataFrame, *, title: str) -> Figure:
-    """Paths through boxes, side by side: dark at the start, bright at the end.
-
-    Args:
-        data: of `path_table`, in 3-D.
-        title: what is to be seen.
-    """
+    """Paths through boxes, side by side: dark at the start, bright at the end."""
     panels = list(data.groupby("panel", sort=False))
     figure, axes = panel_grid(len(panels), 3, (3.3, 3.4), (1, 0.4), subplot_kw={"projection": "3d"})
     for axis, (panel, path) in zip(axes, panels, strict=True):

@@ -15,12 +15,10 @@ DRAWING = "drawing …"
 
 
 def explore(draw: Callable[..., Figure], **controls: ValueWidget) -> None:
-    """Show a figure under widgets that change it; while a new one is drawn, a line beside them says so.
+    """Show a figure under widgets that change it: `draw` takes their values by name.
 
-    Args:
-        draw: a pure function from the widgets' values, by name, to a figure. Where it refuses some of them, the figure
-            stays and its message is shown.
-        **controls: a widget for each name, set to where it starts; without a description it is labelled by its name.
+    While a figure is drawn, a line beside the widgets says so; where `draw` refuses, the last one stays and the line
+    says why. A widget without a description is labelled by its name.
     """
     for name, control in controls.items():
         control.description = control.description or name.replace("_", " ")

@@ -16,19 +16,12 @@ from hilbert_lib.pattern import DilatedPattern
 
 
 def cell_table(grids: Mapping[str, Tensor]) -> pd.DataFrame:
-    """The table that `draw_cells` takes: panel, row, column and value of every cell that is not 0.
-
-    Args:
-        grids: for each panel's title, (rows, columns) integers.
-
-    >>> cell_table({"one": torch.tensor([[0, 2]])}).values.tolist()
-    [['one', 0, 1, 2]]
-    """
+    """What `draw_cells` takes of (rows, columns) integers by title: panel, row, column and value of what is not 0."""
     tables = []
     for panel, grid in grids.items():
-        row, column = grid.nonzero(as_tuple=True)
-        cells = {"panel": panel, "row": row, "column": column, "value": grid[row, column].long()}
-        tables.append(pd.DataFrame({name: each if name == "panel" else each.numpy() for name, each in cells.items()}))
+        values = grid.long().numpy()
+        row, column = values.nonzero()
+        tables.append(pd.DataFrame({"panel": panel, "row": row, "column": column, "value": values[row, column]}))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -43,14 +36,7 @@ def draw_cells(
     ylabel: str,
     names: Sequence[str] = (),
 ) -> Figure:
-    """Grids side by side, each cell in the shade of its value.
-
-    Args:
-        data: of `cell_table`. shape: rows and columns of a grid.
-        panels: titles, in order; one without cells is drawn empty.
-        shades: a colour for each value from 0. names: what they mean, told in a legend.
-        title: the finding. xlabel, ylabel: what columns and rows are.
-    """
+    """Grids of a `shape` side by side, by title, each cell in the shade of its value; a legend tells their `names`."""
     figure, axes = panel_grid(len(panels), 4, (2.6, 2.9), (1.4 if names else 0, 0.6))
     for axis, panel in zip(axes, panels, strict=True):
         grid, own = np.zeros(shape), data[data.panel == panel]
@@ -68,14 +54,7 @@ def draw_cells(
 def draw_query(
     pattern: DilatedPattern, *, length: int, kv_heads: int, is_causal: bool, branch: int, head: int, position: int
 ) -> Figure:
-    """What one query of one head sees through one branch, in the grid of all queries and beside the other branches.
-
-    Args:
-        pattern: the pattern. length: tokens. kv_heads: heads of k and v.
-        is_causal: whether keys after the query are excluded.
-        branch: the branch that is drawn in colour. head: the KV head.
-        position: of the query.
-    """
+    """What one query of one KV head sees through one branch, in the grid of all queries and beside other branches."""
     every = torch.arange(length)
     heads = {"kv_head": head, "kv_heads": kv_heads, "is_causal": is_causal}
     masks = torch.stack([pattern.mask(i, every, every, **heads) for i in range(len(pattern.branches))]).numpy()

@@ -25,36 +25,22 @@ FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn fr
 ROOM = "hilbert_lib.lab.figures"
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
-COLOURS = defaultdict(lambda: "#666666")  # an order or another's way that is not named yet
-COLOURS |= {
-    "hilbert": "#D55E00",
-    "morton": "#E69F00",
-    "snake": "#009E73",
-    "raster": "#56B4E9",
-    "linear": "#56B4E9",
-    "tile": "#CC79A7",
-    "residue": "#0072B2",
-    "random": "#000000",
-    "hilbert per segment": "#882255",
-    "no table": "#999999",
-    "torchscale": "#CC79A7",
-    "fkodom": "#000000",
+LOOKS = {
+    "hilbert": ("#D55E00", "o"),
+    "morton": ("#E69F00", "s"),
+    "snake": ("#009E73", "^"),
+    "raster": ("#56B4E9", "v"),
+    "linear": ("#56B4E9", "v"),
+    "tile": ("#CC79A7", "D"),
+    "residue": ("#0072B2", "P"),
+    "random": ("#000000", "x"),
+    "hilbert per segment": ("#882255", "h"),
+    "no table": ("#999999", "*"),
+    "torchscale": ("#CC79A7", "D"),
+    "fkodom": ("#000000", "x"),
 }
-MARKERS = defaultdict(lambda: "*")
-MARKERS |= {
-    "hilbert": "o",
-    "morton": "s",
-    "snake": "^",
-    "raster": "v",
-    "linear": "v",
-    "tile": "D",
-    "residue": "P",
-    "random": "x",
-    "hilbert per segment": "h",
-    "no table": "*",
-    "torchscale": "D",
-    "fkodom": "x",
-}
+COLOURS = defaultdict(lambda: "#666666", {name: colour for name, (colour, _) in LOOKS.items()})
+MARKERS = defaultdict(lambda: "*", {name: marker for name, (_, marker) in LOOKS.items()})
 
 STYLE = {
     "figure.dpi": 90,  # in a notebook, which stays small; the files beside it are finer
@@ -68,40 +54,43 @@ STYLE = {
 
 
 def show(draw: Callable[..., Figure], data: pd.DataFrame, *, output_dir: str = "", name: str = "", **options) -> Figure:
-    """Draw a table and, where a folder is given, keep figure and table.
+    """Draw a table and, where a folder is given, keep there NAME.png, NAME.csv and what `redraw` needs.
 
-    Args:
-        draw: a function of `hilbert_lib.lab.figures` that takes the table and the options.
-        data: the table; its columns are those that `draw` names.
-        output_dir: folder for NAME.png, NAME.csv and an entry of figures.json.gz, which is what `redraw` needs; empty
-            writes nothing.
-        name: file name without ending; by default the name of `draw`.
-        **options: passed to `draw`; plain values that JSON can hold.
-
-    Returns:
-        The figure, which a notebook shows as the value of its cell.
-
-    Raises:
-        ValueError: if `draw` does not live in `hilbert_lib.lab.figures` (it could not be found again).
+    `draw` is a function of `hilbert_lib.lab.figures` (else a ValueError: it could not be found again), whose name is
+    the figure's by default; `options` go to it, and are values that JSON can hold.
     """
     source = f"{draw.__module__}:{draw.__name__}"
     _check_source(source)
-    # Before any file is written.
-    figure_of = {"draw": source, "options": options, "table": _columns(data)}
-    figure_of = json.loads(
-        json.dumps(figure_of, default=lambda x: x.item())
-    )  # a number of numpy or torch becomes Python's
-    with matplotlib.rc_context(STYLE):
-        figure = _laid_out(draw(data, **options))
-        if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
-            shell.display_formatter.formatters["image/png"].for_type(Figure, _shown)
-        if output_dir:
-            folder, name = Path(output_dir), name or draw.__name__
-            folder.mkdir(parents=True, exist_ok=True)
-            write_figures(folder, {**read_figures(folder), name: figure_of})
-            data.to_csv(folder / f"{name}.csv", index=False)
-            _save(figure, folder / name)
+    entry = {"draw": source, "options": options, "table": _columns(data)}
+    entry = json.loads(json.dumps(entry, default=lambda x: x.item()))  # a number of numpy or torch becomes Python's
+    if shell := get_ipython():  # without pyplot nobody else tells the notebook how to show a figure
+        shell.display_formatter.formatters["image/png"].for_type(Figure, _shown)
+    if not output_dir:
+        return _drawn(draw, data, options)
+    folder, name = Path(output_dir), name or draw.__name__
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = _drawn(draw, data, options, folder / name)
+    write_figures(folder, {**read_figures(folder), name: entry})
     return figure
+
+
+def redraw(folder: str | Path) -> list[Path]:
+    """Draw every figure below a folder again, PNG and CSV, without running a notebook; gives the PNG files.
+
+    A figure that cannot be drawn is named in a warning, and the others are drawn.
+    """
+    written = []
+    for path in sorted(Path(folder).rglob(FIGURES)):
+        for name, figure in read_figures(path.parent).items():
+            try:
+                _check_source(figure["draw"])
+                module, function = figure["draw"].split(":")
+                draw = getattr(importlib.import_module(module), function)
+                _drawn(draw, _table(figure["table"]), figure["options"], path.with_name(name))
+                written.append(path.with_name(f"{name}.png"))
+            except Exception as error:
+                warnings.warn(f"{name} of {path} was not redrawn: {error!r}", stacklevel=2)
+    return written
 
 
 def write_figures(folder: Path, figures: dict[str, dict]) -> None:
@@ -115,11 +104,7 @@ def write_figures(folder: Path, figures: dict[str, dict]) -> None:
 
 
 def read_figures(folder: str | Path) -> dict[str, dict]:
-    """What the figures of a folder are drawn from: name to `draw`, `options` and `table`, its columns by name.
-
-    >>> read_figures("a folder without figures")
-    {}
-    """
+    """What the figures of a folder are drawn from: name to `draw`, `options` and `table`, its columns by name."""
     path = Path(folder) / FIGURES
     figures = json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
     for figure in figures.values():
@@ -142,6 +127,16 @@ def _check_source(source: str) -> None:
         raise ValueError(f"draw must be a function of {ROOM}, got {source}")
 
 
+def _drawn(draw: Callable[..., Figure], table: pd.DataFrame, options: dict, stem: Path | None = None) -> Figure:
+    """The figure, laid out; with a stem, its picture and its table are written there."""
+    with matplotlib.rc_context(STYLE):
+        figure = _laid_out(draw(table, **options))
+        if stem:
+            _save(figure, stem)
+            table.to_csv(stem.parent / f"{stem.name}.csv", index=False)
+    return figure
+
+
 def _laid_out(figure: Figure) -> Figure:
     # Once, instead of anew for each of the pictures made of it.
     if engine := figure.get_layout_engine():
@@ -159,59 +154,16 @@ def _shown(figure: Figure) -> str:
     return b64encode(in_256_colours(print_figure(figure, "png", bbox_inches=_box(figure)))).decode()
 
 
-def in_256_colours(png: bytes) -> bytes:
-    """A figure's PNG in 256 colours: a third of the bytes, each colour off by some 20 of 255 at most.
-
-    Args:
-        png: what a PNG file holds, without transparency.
-
-    Returns:
-        Likewise.
-
-    >>> red = BytesIO()
-    >>> Image.new("RGB", (2, 2), "red").save(red, "PNG")
-    >>> Image.open(BytesIO(in_256_colours(red.getvalue()))).mode
-    'P'
-    """
-    with Image.open(BytesIO(png)) as image, BytesIO() as small:
-        # Others spend the colours on the shades that are the most frequent, and miss those of thin lines.
-        few = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        few.save(small, "PNG", optimize=True)
-        return small.getvalue()
-
-
 def _save(figure: Figure, stem: Path) -> None:
     with BytesIO() as png:
         figure.savefig(png, format="png", bbox_inches=_box(figure))
         stem.with_name(f"{stem.name}.png").write_bytes(in_256_colours(png.getvalue()))
 
 
-def redraw(folder: str | Path) -> list[Path]:
-    """Draw every figure below a folder again, PNG and CSV, from its figures.json.gz, without running a notebook.
-
-    A figure that cannot be drawn is named in a warning, and the others are drawn.
-
-    Args:
-        folder: a report's folder.
-
-    Returns:
-        The PNG files that were written anew.
-    """
-    written = []
-    for path in sorted(Path(folder).rglob(FIGURES)):
-        for name, figure in read_figures(path.parent).items():
-            try:
-                _redraw(figure, path.with_name(name))
-                written.append(path.with_name(f"{name}.png"))
-            except Exception as error:
-                warnings.warn(f"{name} of {path} was not redrawn: {error!r}", stacklevel=2)
-    return written
-
-
-def _redraw(figure: dict, stem: Path) -> None:
-    _check_source(figure["draw"])
-    module, function = figure["draw"].split(":")
-    draw, table = getattr(importlib.import_module(module), function), _table(figure["table"])
-    with matplotlib.rc_context(STYLE):
-        _save(_laid_out(draw(table, **figure["options"])), stem)
-    table.to_csv(stem.parent / f"{stem.name}.csv", index=False)
+def in_256_colours(png: bytes) -> bytes:
+    """A PNG without transparency in 256 colours: a third of the bytes, each colour off by some 20 of 255 at most."""
+    with Image.open(BytesIO(png)) as image, BytesIO() as small:
+        # Others spend the colours on the shades that are the most frequent, and miss those of thin lines.
+        few = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(small, "PNG", optimize=True)
+        return small.getvalue()

@@ -37,7 +37,6 @@ def examine(out: Path) -> Iterator[Finding]:
     """Look at everything that a run needs, one after another; reports are to be written to `out`."""
     yield Finding("python", platform.python_version())
     yield _packages()
-    yield _pins()
     yield (gpu := _gpu())
     if not gpu.fix and kernel_mode() != "absent":
         yield _kernels()
@@ -46,31 +45,24 @@ def examine(out: Path) -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
+    """What is required, and the pins of the tested set: others than these may serve, and are not called broken."""
     try:
         required = map(Requirement, importlib.metadata.requires("hilbert-lib") or [])
     except importlib.metadata.PackageNotFoundError:
         return Finding("packages", "not known: the library runs from its folder and is not installed")
-    needed = [each for each in required if not each.marker or each.marker.evaluate({"extra": "suite"})]
-    wrong = [f"{each.name} is missing" for each, version in _installed(needed) if version is None]
-    wrong += [f"{each.name} {version} is not {each.specifier}" for each, version in _unlike(needed)]
-    return Finding("packages", "; ".join(wrong) or "all there", REINSTALL if wrong else "")
-
-
-def _pins() -> Finding:
-    """Other versions than the pinned ones may serve: they are told and not called broken."""
-    lines = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
-    other = [f"{each.name} {version}" for each, version in _unlike([Requirement(x) for x in lines if "==" in x])]
-    return Finding("pins", f"differ from the tested set: {', '.join(other)}" if other else "the tested set")
-
-
-def _installed(requirements: list[Requirement]) -> list[tuple[Requirement, str | None]]:
     versions = {canonicalize_name(each.name): each.version for each in importlib.metadata.distributions()}
-    return [(each, versions.get(canonicalize_name(each.name))) for each in requirements]
+    needed = [each for each in required if not each.marker or each.marker.evaluate({"extra": "suite"})]
+    wrong = [f"{each.name} is missing" for each in needed if canonicalize_name(each.name) not in versions]
+    if wrong := wrong + _unlike(needed, versions):
+        return Finding("packages", "; ".join(wrong), REINSTALL)
+    lines = CONSTRAINTS.read_text().splitlines() if CONSTRAINTS.exists() else []
+    other = _unlike([Requirement(line) for line in lines if "==" in line], versions)
+    return Finding("packages", f"all there; unlike the tested set: {'; '.join(other)}" if other else "the tested set")
 
 
-def _unlike(requirements: list[Requirement]) -> list[tuple[Requirement, str]]:
-    found = _installed(requirements)
-    return [(each, v) for each, v in found if v and not each.specifier.contains(v, prereleases=True)]
+def _unlike(requirements: list[Requirement], versions: dict[str, str]) -> list[str]:
+    found = [(each, versions.get(canonicalize_name(each.name))) for each in requirements]
+    return [f"{each} does not allow {v}" for each, v in found if v and not each.specifier.contains(v, prereleases=True)]
 
 
 def _gpu() -> Finding:

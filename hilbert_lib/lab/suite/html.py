@@ -14,21 +14,6 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.suite.manifest import error_line
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; font: 16px/1.55 system-ui, sans-serif; }
-h2 { border-top: 1px solid #8884; padding-top: 1.2rem; } img { max-width: 100%; background: #fff; vertical-align: top; }
-img[loading] { width: 31%; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top; }
-blockquote { margin: .6rem 0; padding-left: .8rem; border-left: 3px solid #1a7f37; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; } .failed { color: #d1242f; font-weight: 600; }
-"""
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head><body>
-{body}
-</body></html>
-"""
 # nbconvert's own page asks other hosts for require.js, MathJax, mermaid and the widgets' manager.
 TEMPLATE = """
 {%- extends "lab/index.html.j2" -%}
@@ -41,6 +26,9 @@ TEMPLATE = """
 main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
 .jp-RenderedHTMLCommon math[display="block"] { margin: 1em 0; font-size: 1.1em; }
 .jp-CodeMirrorEditor.jp-InputArea-editor { overflow-x: auto; }
+.failed { color: #d1242f; font-weight: 600; }
+img[loading] { width: 31%; vertical-align: top; }
+main pre { white-space: pre-wrap; }
 @media print { .highlight pre { white-space: pre-wrap; } }
 </style>
 {%- endblock -%}
@@ -84,42 +72,34 @@ class _OfflineExporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context, source: str) -> str:
         attachments = context.get("cell", {}).get("attachments", {})
-        return markdown_html(source, self.page_of, attachments)
+        renderer = _Renderer(self.page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
+        return MarkdownWithMath(renderer=renderer).render(source)
 
 
-def markdown_html(source: str, page_of: PageOf = lambda _path: None, attachments: dict | None = None) -> str:
-    """Markdown as HTML that loads nothing, its formulas as MathML; a link to a notebook without a page is plain text.
-
-    >>> markdown_html("of $n$").count("<mi>n</mi>")
-    1
-    """
-    renderer = _Renderer(page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
-    return MarkdownWithMath(renderer=renderer).render(source)
-
-
-def write_page(path: Path, title: str, markdown: str, page_of: PageOf) -> Path:
-    """Write a page of Markdown."""
-    return write_whole(path, PAGE.format(title=escape(title), style=STYLE, body=markdown_html(markdown, page_of)))
+def write_page(path: Path, title: str, markdown: str, page_of: PageOf, notebook: nbformat.NotebookNode | None = None):
+    """Write a page of Markdown, above a notebook where there is one; gives its path."""
+    notebook = notebook or nbformat.v4.new_notebook()
+    notebook.metadata.title = title
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(markdown))
+    exporter = _OfflineExporter(raw_template=TEMPLATE)
+    exporter.page_of = page_of
+    page, _resources = exporter.from_notebook_node(notebook)
+    return write_whole(path, page)
 
 
 def write_notebook_page(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
     """Write the HTML of an executed notebook beside it; how a run ended that did not finish stands at its top.
 
-    Raises:
-        nbformat.reader.NotJSONError: if the notebook's file was cut off.
+    A NotJSONError says that the notebook's file was cut off.
     """
     notebook = nbformat.read(notebook_file, as_version=4)
     notebook.metadata.pop("widgets", None)  # the page shows each widget's picture instead
     changes = ", ".join(f"{name} = {value}" for name, value in manifest["changes"].items())
-    notebook.metadata.title = manifest["title"] + (f" ({changes})" if changes else "")
     top = "[All notebooks of this run](../index.html)" + (f": this one with `{changes}`" if changes else "")
     if manifest["status"] != "ok":
         top += f"\n\n**This run did not finish: {manifest['status']}.**\n\n{literally(error_line(manifest))}"
-    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(top))
-    exporter = _OfflineExporter(raw_template=TEMPLATE)
-    exporter.page_of = page_of
-    page, _resources = exporter.from_notebook_node(notebook)
-    return write_whole(notebook_file.with_suffix(".html"), page)
+    title = manifest["title"] + (f" ({changes})" if changes else "")
+    return write_page(notebook_file.with_suffix(".html"), title, top, page_of, notebook)
 
 
 def literally(text: str) -> str:

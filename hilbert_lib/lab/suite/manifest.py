@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -24,21 +23,24 @@ from hilbert_lib.machine import code_hash
 MANIFEST = "manifest.json"
 RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
 RESERVE_BYTES = 256 * 1024
-WORK_NAME = re.compile(r"\..+\.[0-9a-f]{8}")  # of the hidden folder in which a point runs
-ABANDONED_AFTER = 3600  # seconds; a folder gets its manifest in far less after it was made
 
 
 def run_id(facts: dict) -> str:
     """The folder of every run of this code on this hardware with these versions, as `cpu-torch2.13.0-0a1b2c3d`.
 
-    It follows from the facts alone, so that a second call finds what the first one finished, and the jobs of an array
-    share one folder. The commit is no part of it: one that leaves the library alone would run everything again.
+    A second call finds what the first one finished, and the jobs of an array share one folder. The commit is no part
+    of it: one that leaves the library alone would run everything again.
     """
-    deciding = (*MACHINE, "python", "numpy")
-    digest = hashlib.sha256(json.dumps([facts[name] for name in deciding]).encode()).hexdigest()[:8]
+    deciding = json.dumps([facts[name] for name in (*MACHINE, "python", "numpy")])
+    digest = hashlib.sha256(deciding.encode()).hexdigest()[:8]
     device = facts["hardware"] if facts["gpus"] else "cpu"
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return f"{slug}-torch{facts['torch'].split('+')[0]}-{digest}"
+
+
+def new_work_folder(run_folder: Path, name: str) -> Path:
+    """Where a point runs: hidden, so that its folder appears whole, by renaming."""
+    return run_folder / f".{name}.{uuid.uuid4().hex[:8]}"
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
@@ -127,12 +129,23 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
 
 
 def close_abandoned(run_folder: Path) -> list[str]:
-    """Tidy what dead processes of this machine left, and name the points that were running: these get their manifest,
-    ended ones their place, and old folders without a manifest go."""
+    """Put in place what dead processes of this machine left, and name the points that were running."""
     closed = []
     for work in sorted(run_folder.glob(".*/")):
+        manifest = read_manifest(work)
+        if manifest is None or _may_live(manifest["process"]):
+            continue
         with suppress(FileNotFoundError):  # another job has taken it
-            closed += _close(work, run_folder)
+            work = work.rename(new_work_folder(run_folder, manifest["name"]))
+            if manifest["status"] == "running":
+                message = f"process {manifest['process']['pid']} ended without a word: killed, or power lost"
+                end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
+                closed.append(manifest["name"])
+            later = read_manifest(final_folder(run_folder, manifest))
+            if later and later["start"] > manifest["start"]:
+                shutil.rmtree(work, ignore_errors=True)
+            else:
+                put_in_place(work, run_folder, manifest)
     return closed
 
 
@@ -145,27 +158,6 @@ def error_line(manifest: dict) -> str:
     error = manifest["error"]
     place = f" (cell In [{error['cell']}])" if error["cell"] else ""
     return f"{error['type']}: {error['message']}{place}"
-
-
-def _close(work: Path, run_folder: Path) -> list[str]:
-    if (manifest := read_manifest(work)) is None:
-        if WORK_NAME.fullmatch(work.name) and time.time() - work.stat().st_mtime > ABANDONED_AFTER:
-            shutil.rmtree(work, ignore_errors=True)
-        return []
-    if _may_live(manifest["process"]):
-        return []
-    # Whoever renames it has it, and says so in it.
-    work = work.rename(work.with_name(f".{manifest['name']}.{uuid.uuid4().hex[:8]}"))
-    died, manifest["process"] = manifest["process"], _this_process()
-    if was_running := manifest["status"] == "running":
-        message = f"process {died['pid']} ended without a word: killed, or power lost"
-        end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
-    others = (read_manifest(run_folder / f"{manifest['name']}{suffix}") for suffix in ("", FAILED))
-    if any(other and other["start"] > manifest["start"] for other in others):
-        shutil.rmtree(work, ignore_errors=True)
-    else:
-        put_in_place(work, run_folder, manifest)
-    return [manifest["name"]] * was_running
 
 
 def _write_manifest(folder: Path, manifest: dict) -> None:

@@ -3,8 +3,8 @@
 import ast
 import difflib
 import io
-import json
 import tokenize
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import yaml
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 ANNOTATIONS = {**SCALARS, **{f"list[{name}]": scalar for name, scalar in SCALARS.items()}}
-ALLOWED = "int, float, bool, str or a list of one of them, as list[int]"
 
 Value = int | float | bool | str | list
 
@@ -27,15 +26,8 @@ class Parameter:
     meaning: str
 
 
-def read_cells(path: Path) -> list[tuple[str, str, list[str]]]:
-    """The cells of a notebook: type, source and tags."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return [(cell["cell_type"], "".join(cell["source"]), cell["metadata"].get("tags", [])) for cell in cells]
-
-
-def read_parameters(path: Path) -> dict[str, Parameter]:
-    """The parameters of a notebook by name, in the order of its cell tagged `parameters`; empty without one."""
-    source = next((source for _, source, tags in read_cells(path) if "parameters" in tags), "")
+def parse_parameters(source: str) -> dict[str, Parameter]:
+    """The parameters that the code of a cell declares, by name and in order; a ValueError says what is none."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
     parameters = {}
@@ -45,7 +37,7 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
             raise ValueError(f"a parameters cell holds `name: type = literal` only, got `{text}`")
         name, annotation = ast.unparse(line.target), ast.unparse(line.annotation)
         if annotation not in ANNOTATIONS:
-            raise ValueError(f"the type of a parameter must be {ALLOWED}, got `{text}`")
+            raise ValueError(f"the type of a parameter must be one of {', '.join(ANNOTATIONS)}, got `{text}`")
         try:
             default = check_value(name, ast.literal_eval(line.value), annotation)
         except (ValueError, TypeError) as error:
@@ -56,12 +48,12 @@ def read_parameters(path: Path) -> dict[str, Parameter]:
 
 def check_value(name: str, value: object, annotation: str) -> Value:
     """The value if it is of the annotated type, else a TypeError; an int serves as a float, nothing else is bent."""
-    scalar = ANNOTATIONS[annotation]
-    items = value if annotation.startswith("list") else [value]
+    scalar, is_list = ANNOTATIONS[annotation], annotation.startswith("list")
+    items = value if is_list else [value]
     if isinstance(items, list):
         items = [float(item) if scalar is float and type(item) is int else item for item in items]
         if all(type(item) is scalar for item in items):
-            return items if annotation.startswith("list") else items[0]
+            return items if is_list else items[0]
     raise TypeError(f"{name} must be {annotation}, got {value!r}")
 
 
@@ -80,9 +72,9 @@ def parse_value(name: str, text: str, annotation: str) -> Value:
         raise TypeError(f"{name} must be {annotation}, got {text!r}") from error
 
 
-def check_name(name: str, known: list[str], what: str) -> None:
+def check_name(name: str, known: Iterable[str], what: str) -> None:
     """Refuse an unknown name with a ValueError that tells the nearest known one, or all where none is near."""
-    if name not in known:
+    if name not in (known := list(known)):
         near = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
         raise ValueError(f"no {what} is named {name!r}; {advice}")
@@ -94,9 +86,6 @@ def read_parameter_file(path: Path) -> dict[str, object]:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold lines `name: value`, got {type(values).__name__}")
-    sections = [name for name, value in values.items() if isinstance(value, dict)]
-    if sections:
-        raise ValueError(f"{path} must be flat (`name: value`), got sections: {', '.join(map(str, sections))}")
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"{path} must be flat, lines `name: value`, got {values!r}")
     return {str(name): value for name, value in values.items()}

@@ -4,12 +4,19 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hilbert_lib.lab.suite import parameters as given
-from hilbert_lib.lab.suite.parameters import Parameter, Value, check_name, parse_value
+from hilbert_lib.lab.suite.parameters import (
+    Parameter,
+    Value,
+    check_name,
+    check_value,
+    parse_parameters,
+    parse_value,
+    read_parameter_file,
+)
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
 LONGEST_NAME = 80  # of the parameters in a folder's name; those that do not fit are left to the hash
@@ -31,6 +38,16 @@ class Notebook:
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def settable(self) -> dict[str, Parameter]:
+        """The parameters but for the output folder."""
+        return {name: parameter for name, parameter in self.parameters.items() if name != OUTPUT_DIR}
+
+    def facts(self) -> dict:
+        """What there is to know before it runs, for programs."""
+        parameters = [vars(parameter) for parameter in self.settable.values()]
+        return {"name": self.name, "title": self.title, "question": self.question, "parameters": parameters}
+
 
 @dataclass(frozen=True)
 class Point:
@@ -42,8 +59,7 @@ class Point:
     @property
     def parameters(self) -> dict[str, Value]:
         """All parameters with their values, but for the output folder."""
-        defaults = {name: parameter.default for name, parameter in self.notebook.parameters.items()}
-        return {name: self.changes.get(name, value) for name, value in defaults.items() if name != OUTPUT_DIR}
+        return {name: self.changes.get(name, known.default) for name, known in self.notebook.settable.items()}
 
     @property
     def name(self) -> str:
@@ -52,13 +68,13 @@ class Point:
         >>> Point(Notebook(Path("00_a.ipynb"), "", "", "", {}, ""), {"rates": [1, 2], "causal": True}).name
         '00_a-rates=1+2-causal=true-d07a2231'
         """
-        words, room = [self.notebook.name], LONGEST_NAME
+        words = []
         for name, value in self.changes.items():
-            word = f"{name}={say_value(value)}"
-            if (room := room - len(word)) < 0:
-                break
-            words.append(word)
-        return "-".join([*words, _digest(self.changes)]) if self.changes else self.notebook.name
+            text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"{name}=" + re.sub(r"[^\w.+]+", "_", text.lower() if isinstance(value, bool) else text))
+        room = itertools.accumulate(map(len, words))
+        words = [word for word, used in zip(words, room, strict=True) if used <= LONGEST_NAME]
+        return "-".join([self.notebook.name, *words, *([_digest(self.changes)] if self.changes else [])])
 
     @property
     def key(self) -> str:
@@ -68,17 +84,11 @@ class Point:
         return _digest([self.notebook.name, self.notebook.code_hash, code_hash(), self.parameters])
 
 
-def say_value(value: Value) -> str:
-    """A value as a folder's name can hold it."""
-    text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
-    return re.sub(r"[^\w.+]+", "_", text.lower() if isinstance(value, bool) else text)
-
-
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def notebooks_folder() -> Path:
+def _notebooks_folder() -> Path:
     """The notebooks of the checkout that this library belongs to, else those of the current folder."""
     candidates = [Path(__file__).parents[3] / "notebooks", Path.cwd() / "notebooks"]
     for folder in candidates:
@@ -90,30 +100,32 @@ def notebooks_folder() -> Path:
     )
 
 
-def find_notebooks(folder: Path, names: Iterable[str] = ()) -> list[Notebook]:
+def find_notebooks(folder: Path | None = None, names: Iterable[str] = ()) -> list[Notebook]:
     """The notebooks of a folder that are named, or all; only these are read, so that a broken one stops no other."""
-    paths = {path.stem: path for path in folder.glob("*.ipynb")}
+    folder = folder or _notebooks_folder()
+    paths = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not paths:
         raise ValueError(f"{folder} holds no notebooks (*.ipynb)")
     wanted = sorted({Path(name).name.removesuffix(".ipynb") for name in names} or paths)
     for name in wanted:
-        check_name(name, sorted(paths), "notebook")
+        check_name(name, paths, "notebook")
     return [read_notebook(paths[name]) for name in wanted]
 
 
 def read_notebook(path: Path) -> Notebook:
     """What the suite needs to know of one notebook; a ValueError names one that cannot be read."""
     try:
-        cells = given.read_cells(path)
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        cells = [(cell["cell_type"], "".join(cell["source"]), cell["metadata"].get("tags", [])) for cell in cells]
         prose = "\n\n".join(source for kind, source, _ in cells if kind == "markdown")
         title, question = _first_section(prose, r"#+ +(.+)")
         _, answer = _first_section(prose, r"#+ +(Answer.*)")
+        parameters = parse_parameters(next((source for _, source, tags in cells if "parameters" in tags), ""))
         # The hash is of what runs and what is read, not of outputs and counts, which an editor changes.
-        return Notebook(path, title or path.stem, question, answer, given.read_parameters(path), _digest(cells))
+        return Notebook(path, title or path.stem, question, answer, parameters, _digest(cells))
     except (ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        raise ValueError(
-            f"{path.name}: {error!r}" if isinstance(error, LookupError) else f"{path.name}: {error}"
-        ) from error
+        told = repr(error) if isinstance(error, LookupError) else error
+        raise ValueError(f"{path.name}: {told}") from error
 
 
 def _first_section(prose: str, heading: str) -> tuple[str, str]:
@@ -122,58 +134,44 @@ def _first_section(prose: str, heading: str) -> tuple[str, str]:
     return (match[1].strip(), " ".join(match[2].split())) if match else ("", "")
 
 
-def read_parameter_folder(folder: Path, notebooks: Path) -> dict[str, dict[str, object]]:
-    """The values of every notebook's own file, NAME.yaml, by the notebook's name."""
-    files = sorted(folder.glob("*.y*ml"))
-    if not files:
-        raise ValueError(f"{folder} holds no parameters (NAME.yaml, as the notebook is named)")
-    for file in files:
-        check_name(file.stem, sorted(path.stem for path in notebooks.glob("*.ipynb")), "notebook")
-        if len(same := [other.name for other in files if other.stem == file.stem]) > 1:
-            raise ValueError(f"{file.stem} must have one file of parameters, got {' and '.join(same)}")
-    return {file.stem: given.read_parameter_file(file) for file in files}
-
-
 def make_points(
-    notebooks: list[Notebook],
-    texts: dict[str, str],
-    values: dict[str, object],
-    own: Mapping[str, dict[str, object]] | None = None,
+    notebook: Notebook, texts: dict[str, str], source: Path | None = None, *, is_sweep: bool = False
 ) -> list[Point]:
-    """Each notebook once: with the command line's words (`texts`), before a file's values for all, before its `own`.
+    """A notebook with the values of a file or folder (`source`) and, before these, the command line's words (`texts`).
 
-    ValueError for a name that not every notebook has, TypeError for a value of another type.
+    In a sweep each word is all values of its parameter, as `1,2,4` or of lists `1,2;1,2,4`: there is a point for every
+    combination, the last name turning fastest. ValueError for an unknown name, TypeError for a value of another type.
     """
-    for name in [*values, *texts]:
-        lacking = [notebook.name for notebook in notebooks if name not in notebook.parameters]
-        if 0 < len(lacking) < len(notebooks):
-            raise ValueError(
-                f"{name} is no parameter of {', '.join(lacking)}; every notebook of the call must have it, "
-                "so name only those that do"
-            )
-    return [_make_point(notebook, texts, values | (own or {}).get(notebook.name, {})) for notebook in notebooks]
-
-
-def make_grid(notebook: Notebook, texts: dict[str, str], values: dict[str, object]) -> list[Point]:
-    """One point for every combination of the values in `texts` (`1,2,4`, of lists `1,2;1,2,4`), the last name turning
-    fastest, with a file's `values` for all. ValueError for an unknown name or no value, TypeError for another type."""
-    _check_names(notebook, texts)
+    values, known = _values(source, notebook), notebook.settable
+    for name in [*texts, *values]:
+        if name == OUTPUT_DIR:
+            raise ValueError(f"{OUTPUT_DIR} is set for every run to its own folder; choose where with --out")
+        check_name(name, known, f"parameter of {notebook.name}")
+    fixed = {name: check_value(name, value, known[name].annotation) for name, value in values.items()}
     axes = {}
     for name, text in texts.items():
-        annotation = notebook.parameters[name].annotation
-        if not text:
-            raise ValueError(f"{name} must have at least one value, got {text!r}")
-        if annotation.startswith("list"):
-            axes[name] = [parse_value(name, part, annotation) for part in text.split(";")]
-            continue
-        try:
-            axes[name] = parse_value(name, text, f"list[{annotation}]")
-        except TypeError as error:
-            raise TypeError(f"each value of {name} must be {annotation}, got {text!r}") from error
-    choices = (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values()))
-    # What turns comes first, also in the folder's name.
-    points = [_make_point(notebook, {}, choice | {**values, **choice}) for choice in choices]
-    return list({point.name: point for point in points}.values())
+        annotation = known[name].annotation
+        parts = text.split(";" if annotation.startswith("list") else ",") if is_sweep else [text]
+        axes[name] = [parse_value(name, part, annotation) for part in parts]
+    points = {}
+    for choice in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, choice, strict=True))  # what turns comes first, also in the folder's name
+        chosen |= {name: value for name, value in fixed.items() if name not in axes}
+        point = Point(notebook, {name: value for name, value in chosen.items() if value != known[name].default})
+        points[point.name] = point
+    return list(points.values())
+
+
+def _values(source: Path | None, notebook: Notebook) -> dict[str, object]:
+    """What a file sets for the notebook, or its own file NAME.yaml in a folder."""
+    if source is None or source.is_file():
+        return read_parameter_file(source) if source else {}
+    if not (files := [path.name for path in source.glob("*.y*ml")]):
+        raise ValueError(f"{source} holds no parameters (NAME.yaml, as the notebook is named)")
+    for name in files:
+        check_name(name, (f"{path.stem}.yaml" for path in notebook.path.parent.glob("*.ipynb")), "notebook's file")
+    own = source / f"{notebook.name}.yaml"
+    return read_parameter_file(own) if own.exists() else {}
 
 
 def take_shard(points: list[Point], shard: str) -> list[Point]:
@@ -186,19 +184,3 @@ def take_shard(points: list[Point], shard: str) -> list[Point]:
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"shard must be i/n with i from 1 to n, as 1/4, got {shard!r}")
     return points[int(match[1]) - 1 :: int(match[2])]
-
-
-def _make_point(notebook: Notebook, texts: dict[str, str], values: dict[str, object]) -> Point:
-    _check_names(notebook, [*values, *texts])
-    known = notebook.parameters
-    chosen = {name: given.check_value(name, value, known[name].annotation) for name, value in values.items()}
-    chosen |= {name: parse_value(name, text, known[name].annotation) for name, text in texts.items()}
-    return Point(notebook, {name: value for name, value in chosen.items() if value != known[name].default})
-
-
-def _check_names(notebook: Notebook, names: Iterable[str]) -> None:
-    settable = [name for name in notebook.parameters if name != OUTPUT_DIR]
-    for name in names:
-        if name == OUTPUT_DIR:
-            raise ValueError(f"{OUTPUT_DIR} is set for every run to its own folder; choose where with --out")
-        check_name(name, settable, f"parameter of {notebook.name}")

@@ -21,10 +21,17 @@ SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook en
 
 def find_runs(folder: Path) -> list[Path]:
     """The runs in a folder, at any depth: those folders whose own folders hold manifests. ValueError without any."""
-    runs = sorted({manifest.parent.parent for manifest in folder.rglob(MANIFEST) if _is_shown(manifest.parent)})
+    runs = sorted({file.parent.parent for file in folder.rglob(MANIFEST) if read_points(file.parent.parent)})
     if not runs:
         raise ValueError(f"no runs in {folder}: no folder there holds a {MANIFEST} that can be read")
     return runs
+
+
+def read_points(run_folder: Path) -> list[tuple[Path, dict]]:
+    """The folders of a run's points that have ended, sorted, with their manifests. Hidden ones are still running; what
+    a loss of power left of a manifest tells nothing."""
+    folders = sorted(path.parent for path in run_folder.glob(f"[!.]*/{MANIFEST}"))
+    return [(folder, manifest) for folder in folders if (manifest := read_manifest(folder))]
 
 
 def is_committed(folder: Path) -> bool:
@@ -42,68 +49,99 @@ def copy_runs(root: Path, runs: list[Path], to: Path) -> None:
 
 
 def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = False) -> Path:
-    """Write a run's pages: the HTML of its notebooks where it is missing, and its index, whose path is returned.
+    """Write a run's index, which leads back to that of `root` (by default the folder above), and gives its path.
 
-    Args:
-        run_folder: folder of the run-id.
-        root: folder of all runs, to whose index the run's leads; by default the one above.
-        rebuild: write the HTML of the notebooks again even where it stands.
+    The HTML of its notebooks is written where it is missing; with `rebuild` all of it.
     """
     from hilbert_lib.lab.suite.html import write_page  # with nbconvert, which takes a second
 
-    points = [(read_manifest(folder), folder) for folder in point_folders(run_folder)]
+    points = read_points(run_folder)
     # What did not finish comes first; below a notebook's defaults, its other points in the order of their run.
-    points.sort(key=lambda p: (p[0]["status"] == "ok", p[0]["notebook"], p[0]["changes"] != {}, p[0]["start"]))
-    finished = sum(manifest["status"] == "ok" for manifest, _ in points)
-    latest = max((manifest for manifest, _ in points), key=lambda manifest: manifest["end"])
+    points.sort(key=lambda p: (p[1]["status"] == "ok", p[1]["notebook"], p[1]["changes"] != {}, p[1]["start"]))
+    finished = sum(manifest["status"] == "ok" for _, manifest in points)
+    latest = max((manifest for _, manifest in points), key=lambda manifest: manifest["end"])
     back = os.path.relpath(root or run_folder.parent, run_folder)
     tables = " ".join(f"[{path.name}]({path.name})" for path in sorted(run_folder.glob("*.csv")))
     lines = [
         f"[All runs]({back}/{INDEX})",
         f"# {TITLE}",
         f"On {say_hardware(latest['environment'])}: {finished} of {len(points)} finished, the last on "
-        f"{say_moment(latest['end'])}.",
+        f"{_say_moment(latest['end'])}.",
         *([f"Tables of sweeps: {tables}"] if tables else []),
-        *(line for manifest, folder in points for line in _card(manifest, folder, rebuild)),
+        *(line for folder, manifest in points for line in _card(folder, manifest, rebuild)),
         f"## Where it ran\n\n<pre>{describe_environment(latest['environment'])}</pre>",
     ]
-    page_of = partial(_page_of, run_folder, "")
-    return write_page(run_folder / INDEX, TITLE, "\n\n".join(lines), page_of)
+    return write_page(run_folder / INDEX, TITLE, "\n\n".join(lines), partial(_page_of, run_folder, ""))
+
+
+def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
+    """What the index says of a point, in Markdown; writes its HTML where it is missing."""
+    from nbformat.reader import NotJSONError
+
+    from hilbert_lib.lab.suite.html import literally, write_notebook_page
+
+    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
+    page, note = notebook.with_suffix(".html"), ""
+    if notebook.exists() and (rebuild or not page.exists()):
+        try:
+            write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
+        except NotJSONError:
+            note = "The notebook's file was cut off while it was written, and cannot be shown."
+    yield f"## [{manifest['title']}]({at}/{page.name})" if page.exists() else f"## {manifest['title']}"
+    changes = ", ".join(f"`{name} = {value}`" for name, value in manifest["changes"].items())
+    status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
+    yield f"{manifest['notebook']}: {status}, {_seconds(manifest):.1f} s" + (f", with {changes}" if changes else "")
+    yield manifest["question"]
+    yield f"> {manifest['answer']}" if is_ok else literally(error_line(manifest))
+    if not is_ok and (folder.parent / manifest["name"]).exists():
+        note += " An earlier attempt finished; its result stands below."
+    yield note
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
+    yield " ".join(f'<a href="{path}"><img src="{path}" alt="{path}" loading="lazy"></a>' for path in shown)
+    links = " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
+    yield f"<details><summary>{len(files)} files</summary>{links}</details>"
+
+
+def _page_of(run_folder: Path, base: str, path: str) -> str | None:
+    """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
+    name = Path(path).stem
+    points = [folder.name for folder, manifest in read_points(run_folder) if manifest["notebook"] == name]
+    points = [each for each in points if not each.endswith(FAILED)]
+    return f"{base}{_url(min(points, key=len))}/{name}.html" if points else None
 
 
 def write_index(root: Path) -> Path:
     """Write the page that leads to every run below a folder, under the text of its README where there is one."""
     from hilbert_lib.lab.suite.html import write_page
 
-    text = (root / README).read_text(encoding="utf-8") if (root / README).exists() else f"# {TITLE}"
     rows = []
     for run in find_runs(root):
-        manifests = [read_manifest(folder) for folder in point_folders(run)]
+        manifests = [manifest for _, manifest in read_points(run)]
         unfinished = sum(manifest["status"] != "ok" for manifest in manifests)
         told = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
-        end = max(manifest["end"] for manifest in manifests)
-        at = run.relative_to(root).as_posix()
+        end, at = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
         hardware = say_hardware(manifests[0]["environment"])
-        rows.append((end, f"| [{at}]({at}/{INDEX}) | {hardware} | {say_moment(end)} | {told} |"))
-    table = [row for _, row in sorted(rows, reverse=True)]
+        rows.append((end, f"| [{at}]({at}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
+    text = (root / README).read_text(encoding="utf-8") if (root / README).exists() else f"# {TITLE}"
     head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
+    table = "\n".join(row for _, row in sorted(rows, reverse=True))
 
     def page_of(path: str) -> str | None:
         page = Path(path).with_suffix(".html")
         return page.as_posix() if (root / page).exists() else None
 
-    return write_page(root / INDEX, TITLE, f"{text}\n\n{head}" + "\n".join(table), page_of)
+    return write_page(root / INDEX, TITLE, f"{text}\n\n{head}{table}", page_of)
 
 
 def write_table(run_folder: Path, notebook: str) -> Path:
     """Write NOTEBOOK.csv: each point's parameters, how it ended, and a row for each of its measurements and pairs."""
     import pandas as pd
 
-    points = [(read_manifest(folder), folder) for folder in point_folders(run_folder)]
-    points = [(manifest, folder) for manifest, folder in points if manifest["notebook"] == notebook]
-    turned = list(dict.fromkeys(name for manifest, _ in points for name in manifest["changes"]))
+    points = [(folder, manifest) for folder, manifest in read_points(run_folder) if manifest["notebook"] == notebook]
+    turned = dict.fromkeys(name for _, manifest in points for name in manifest["changes"])
     rows = []
-    for manifest, folder in points:
+    for folder, manifest in points:
         point = {"point": folder.name, "status": manifest["status"], "seconds": _seconds(manifest)}
         point |= {name: manifest["parameters"].get(name) for name in turned}
         records = read_records(folder / RESULTS) if has_records(folder / RESULTS) else []
@@ -122,65 +160,9 @@ def _row(record: dict) -> dict:
     return {}
 
 
-def point_folders(run_folder: Path) -> list[Path]:
-    """The folders of a run's points that have ended, sorted."""
-    return sorted(path.parent for path in run_folder.glob(f"*/{MANIFEST}") if _is_shown(path.parent))
-
-
-def say_moment(time: str) -> str:
-    """A moment of a manifest, to the minute.
-
-    >>> say_moment("2026-01-02T03:04:05.678+00:00")
-    '2026-01-02 03:04 UTC'
-    """
+def _say_moment(time: str) -> str:
     return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M} UTC"
 
 
-def _is_shown(folder: Path) -> bool:
-    # Hidden ones are still running; what a loss of power left of a manifest tells nothing.
-    return not folder.name.startswith(".") and read_manifest(folder) is not None
-
-
-def _page_of(run_folder: Path, base: str, path: str) -> str | None:
-    """Where the page of a notebook of the same run lies, seen from `base`; its defaults before other points."""
-    name = Path(path).stem
-    points = [each for each in point_folders(run_folder) if read_manifest(each)["notebook"] == name]
-    points = sorted((each for each in points if not each.name.endswith(FAILED)), key=lambda each: each.name != name)
-    return f"{base}{_url(points[0].name)}/{name}.html" if points else None
-
-
-def _card(manifest: dict, folder: Path, rebuild: bool) -> Iterator[str]:
-    """What the index says of a point, in Markdown; writes its HTML where it is missing."""
-    from nbformat.reader import NotJSONError
-
-    from hilbert_lib.lab.suite.html import literally, write_notebook_page
-
-    notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
-    page, note = notebook.with_suffix(".html"), ""
-    if notebook.exists() and (rebuild or not page.exists()):
-        try:
-            write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
-        except NotJSONError:
-            note = "The notebook's file was cut off while it was written, and cannot be shown."
-    yield f"## [{manifest['title']}]({at}/{page.name})" if page.exists() else f"## {manifest['title']}"
-    changes = ", ".join(f"`{name} = {value}`" for name, value in manifest["changes"].items())
-    status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
-    yield f"{manifest['notebook']}: {status}, {_seconds(manifest):.1f} s" + (f", with {changes}" if changes else "")
-    yield manifest["question"]
-    if is_ok:
-        yield f"> {manifest['answer']}"
-    else:
-        yield literally(error_line(manifest))
-        if (folder.parent / manifest["name"]).exists():
-            note += " An earlier attempt finished; its result stands below."
-    yield note
-    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
-    yield " ".join(f'<a href="{path}"><img src="{path}" alt="" loading="lazy"></a>' for path in shown)
-    links = " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
-    yield f"<details><summary>{len(files)} files</summary>{links}</details>"
-
-
 def _seconds(manifest: dict) -> float:
-    span = datetime.fromisoformat(manifest["end"]) - datetime.fromisoformat(manifest["start"])
-    return span.total_seconds()
+    return (datetime.fromisoformat(manifest["end"]) - datetime.fromisoformat(manifest["start"])).total_seconds()

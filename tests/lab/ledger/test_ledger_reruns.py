@@ -18,7 +18,6 @@ from hilbert_lib.lab.ledger import rerun
 from hilbert_lib.lab.ledger.claim import ROOT, answers, read_ledger
 from hilbert_lib.lab.ledger.rerun import command
 from hilbert_lib.lab.records import newest_run
-from hilbert_lib.lab.suite.parameters import read_parameter_file
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
 
 
@@ -52,8 +51,8 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
             assert claim.record in there, name
             texts = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-p"}
             assert set(texts) == set(claim.only), name
-            values = read_parameter_file(ROOT / words[words.index("-f") + 1]) if "-f" in words else {}
-            (point,) = make_points(find_notebooks(folder, [claim.record]), texts, values)
+            source = ROOT / words[words.index("-f") + 1] if "-f" in words else None
+            (point,) = make_points(*find_notebooks(folder, [claim.record]), texts, source)
             assert point.parameters.items() >= claim.only.items(), name
 
 

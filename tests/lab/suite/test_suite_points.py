@@ -4,7 +4,7 @@ import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
 from hilbert_lib.lab.suite.parameters import check_value, parse_value, read_parameter_file
-from hilbert_lib.lab.suite.points import find_notebooks, make_grid, make_points, read_notebook, take_shard
+from hilbert_lib.lab.suite.points import find_notebooks, make_points, read_notebook, take_shard
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,7 @@ def test_a_value_of_a_file_is_not_bent_to_its_type(value, annotation):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("sizes:\n  seq_len: 8\n", "sections: sizes"), ("- 1\n", "name: value"), ("a: [1", "is not YAML")],
+    ("text", "message"), [("sizes: {seq_len: 8}", "must be flat"), ("- 1", "name: value"), ("a: [1", "is not YAML")]
 )
 def test_a_file_that_is_not_flat_is_refused(tmp_path, text, message):
     path = tmp_path / "sizes.yaml"
@@ -88,8 +87,13 @@ def test_a_file_that_is_not_flat_is_refused(tmp_path, text, message):
         read_parameter_file(path)
 
 
-def test_the_command_line_goes_before_the_file(notebook):
-    (point,) = make_points([notebook], {"seq_len": "32"}, {"seq_len": 64, "rates": [4], "scale": 1})
+def file_of(folder, text):
+    (folder / "sizes.yaml").write_text(text)
+    return folder / "sizes.yaml"
+
+
+def test_the_command_line_goes_before_the_file(notebook, tmp_path):
+    (point,) = make_points(notebook, {"seq_len": "32"}, file_of(tmp_path, "{seq_len: 64, rates: [4], scale: 1}"))
     assert point.changes == {"seq_len": 32, "rates": [4], "scale": 1.0}
     assert point.parameters["order"] == "hilbert"
 
@@ -97,21 +101,10 @@ def test_the_command_line_goes_before_the_file(notebook):
 @pytest.mark.parametrize(
     ("name", "message"), [("sed", "did you mean 'seed'"), ("zzz", "there are: seq_len"), ("output_dir", "--out")]
 )
-def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, name, message):
-    for make in (
-        lambda: make_points([notebook], {name: "1"}, {}),
-        lambda: make_points([notebook], {}, {name: 1}),
-        lambda: make_grid(notebook, {name: "1,2"}, {}),
-    ):
+def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, tmp_path, name, message):
+    for how in (({name: "1"},), ({}, file_of(tmp_path, f"{name}: 1"))):
         with pytest.raises(ValueError, match=message):
-            make()
-
-
-def test_a_parameter_must_fit_every_notebook_of_the_call(tmp_path):
-    write_notebook(tmp_path, "00_with")
-    write_notebook(tmp_path, "01_without", parameters="side: int = 4  # cells")
-    with pytest.raises(ValueError, match="seq_len is no parameter of 01_without"):
-        make_points(find_notebooks(tmp_path), {"seq_len": "8"}, {})
+            make_points(notebook, *how)
 
 
 def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
@@ -137,7 +130,7 @@ def test_a_broken_notebook_is_named_and_stops_no_call_for_another(tmp_path, text
 def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
     def point(code="print(1)", parameters=PARAMETERS, **texts):
         notebook = read_notebook(write_notebook(tmp_path, "00_a", code, parameters=parameters))
-        return make_points([notebook], texts, {})[0]
+        return make_points(notebook, texts)[0]
 
     default, same, other = point(), point(seq_len="08"), point(seq_len="9")
     assert (default.name, default.key) == (same.name, same.key)
@@ -149,32 +142,30 @@ def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
         assert changed.key != default.key
 
 
-def test_the_name_of_a_point_shows_what_turns_as_far_as_it_fits(notebook):
-    grid = make_grid(notebook, {"rates": "1,2;[4]", "causal": "true"}, {"order": "a b/c"})
+def test_the_name_of_a_point_shows_what_turns_as_far_as_it_fits(notebook, tmp_path):
+    source = file_of(tmp_path, "order: a b/c")
+    grid = make_points(notebook, {"rates": "1,2;[4]", "causal": "true"}, source, is_sweep=True)
     assert [point.name[:-8] for point in grid] == [
         "00_tiny-causal=true-order=a_b_c-",
         "00_tiny-rates=4-causal=true-order=a_b_c-",
     ]
-    (long,) = make_points([notebook], {"seq_len": "9", "rates": ",".join("1" * 50)}, {})
+    (long,) = make_points(notebook, {"seq_len": "9", "rates": ",".join("1" * 50)})
     assert long.name[:-8] == "00_tiny-seq_len=9-"
 
 
-def test_a_grid_holds_every_combination_once(notebook):
-    grid = make_grid(notebook, {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}, {"scale": 2})
+def test_a_sweep_holds_every_combination_once(notebook, tmp_path):
+    texts = {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}
+    grid = make_points(notebook, texts, file_of(tmp_path, "scale: 2"), is_sweep=True)
     found = [(point.parameters["rates"], point.parameters["seed"]) for point in grid]
     assert found == [([1], 0), ([1], 1), ([1, 2], 0), ([1, 2], 1), ([4], 0), ([4], 1)]
     assert all(point.parameters["order"] == "snake" and point.parameters["scale"] == 2.0 for point in grid)
     assert len({point.name for point in grid}) == len(grid)
 
 
-@pytest.mark.parametrize("jobs", [1, 3, 7])
-def test_shards_share_out_every_point_once(jobs):
-    points = list(range(6))
-    shares = [take_shard(points, f"{job}/{jobs}") for job in range(1, jobs + 1)]
-    assert sorted(point for share in shares for point in share) == points
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "-1/2"])
-def test_a_shard_outside_of_the_jobs_is_refused(shard):
-    with pytest.raises(ValueError, match="shard must be i/n"):
-        take_shard([1, 2], shard)
+def test_shards_share_out_every_point_once_and_others_are_refused():
+    for jobs in (1, 3, 7):
+        shares = [take_shard(list(range(6)), f"{job}/{jobs}") for job in range(1, jobs + 1)]
+        assert sorted(point for share in shares for point in share) == list(range(6))
+    for shard in ("0/2", "3/2", "1", "a/b", "-1/2"):
+        with pytest.raises(ValueError, match="shard must be i/n"):
+            take_shard([1, 2], shard)
