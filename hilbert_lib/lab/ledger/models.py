@@ -26,14 +26,8 @@ def units_saved(
 ) -> pd.DataFrame:
     """The share of units that storage along the Hilbert curve saves against linear storage.
 
-    Args:
-        unit: "sector", "fetch" or "line".
-        counts: "touched", different units; or "requested", summed over a kernel's tiles.
-        key_order: as in `cache.branch_rows`.
-        least_dilation: the smallest r.
-
-    Returns:
-        layout, row_bytes, dilation and the value.
+    unit: "sector", "fetch" or "line"; counts: "touched", or "requested" over a kernel's tiles; key_order: of
+    `branch_rows`.
     """
     savings = sweeps.saving_against_linear(_counts(key_order, None), counts)
     shown = savings[(savings.ordering == "hilbert") & (savings.unit == unit) & (savings.dilation >= least_dilation)]
@@ -96,14 +90,7 @@ def plain_kernel_on_reordered_keys() -> pd.DataFrame:
 
 
 def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[str]) -> pd.DataFrame:
-    """GiB at the highest point of a forward in float32, inputs included, and one segment's over that of many.
-
-    Args:
-        length: tokens. segment_length: of the many. backends: names.
-
-    Returns:
-        what ("GiB" or "one segment over many"), backend and the value.
-    """
+    """GiB at the peak of a forward in float32, inputs included; and one segment's peak over that of many."""
     how = {"length": length, "heads": 8, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
     cases = []
     for backend in backends:

@@ -1,11 +1,17 @@
-"""The numbers that README, reports/README.md and notebooks tell: each has a name, and comes from the newest records."""
+"""The numbers that README, reports/README.md and notebooks tell: each has a name, and comes from the newest records.
 
-from collections.abc import Iterator
+`<!--name-->0.98<!--/-->` in a sentence written by hand is the slot of the number of that name.
+`python -m hilbert_lib.lab.ledger.numbers` writes them all anew.
+"""
+
+import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
+from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
@@ -16,6 +22,8 @@ from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.pattern import DilatedPattern
 
+SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
+TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
 CHOICE, KERNELS = "05_backend_selection", "06_kernel_benchmarks"
 RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
 FASTER = 1.01  # an order counts as faster from one per cent on
@@ -25,30 +33,40 @@ LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
 
 @cache
 def numbers() -> dict[str, str]:
-    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s.
-
-    >>> numbers()["printed"]
-    '7.95'
-    """
-    records = {name: _of(newest_run(name)) for name in (CHOICE, KERNELS, RING, GRIDS)}
-    elsewhere = {name: newest_run(name, machines=sorted(REPORTS.glob("h100*"))) for name in (KERNELS, RING)}
-    told = {**_orders(records[KERNELS]), **_grids(records[GRIDS]), **_ring(records[RING])}
-    told |= {**_speeds(records[KERNELS]), **_long(records[KERNELS]), **_choice(records[CHOICE], records[KERNELS])}
-    told |= {**_saved(), **_claims(), "runs": _runs()}
-    told |= {f"{name[:2]}_run": _link(newest_run(name)) for name in records}
-    for name, of in ((KERNELS, (_orders, _speeds)), (RING, (_ring,))):
-        held = _of(elsewhere[name])
-        told |= {f"h100_{slot}": value for each in of for slot, value in each(held).items()}
-        told[f"h100_{name[:2]}_run"] = _link(elsewhere[name])
+    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s."""
+    runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
+    h100 = sorted(REPORTS.glob("h100*"))
+    runs |= {f"h100_{name[:2]}": newest_run(name, machines=h100) for name in (KERNELS, RING)}
+    choices, fused, ring, grids, h100_fused, h100_ring = (read_records(run / RESULTS) for run in runs.values())
+    told = {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
+    told |= {**_choice(choices, fused), **_saved(), **_claims(), "runs": _runs()}
+    elsewhere = {**_orders(h100_fused), **_speeds(h100_fused), **_ring(h100_ring)}
+    told |= {f"h100_{name}": value for name, value in elsewhere.items()}
+    for name, run in runs.items():
+        told[f"{name}_run"] = f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
     return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
 
 
-def _of(run: Path) -> list[dict]:
-    return read_records(run / RESULTS)
+def fill(text: str, numbers: Mapping[str, str]) -> str:
+    """A text with the numbers of its slots. ValueError: for a slot of an unknown name.
+
+    >>> fill("ran at <!--best-->?<!--/--> times the speed", {"best": "4.97"})
+    'ran at <!--best-->4.97<!--/--> times the speed'
+    """
+    if unknown := [slot[1] for slot in SLOT.finditer(text) if slot[1] not in numbers]:
+        raise ValueError(f"a slot must have the name of a number of ledger/numbers.py, got {unknown[0]!r}")
+    return SLOT.sub(lambda slot: f"<!--{slot[1]}-->{numbers[slot[1]]}<!--/-->", text)
 
 
-def _link(run: Path) -> str:
-    return f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
+def filled_texts(root: Path = ROOT) -> dict[Path, str]:
+    """Every text of the checkout that has slots, with the numbers of the newest records. Links lead from the file."""
+    texts = {}
+    for path in (path for pattern in TEXTS for path in sorted(root.glob(pattern))):
+        text = path.read_text(encoding="utf-8")
+        if SLOT.search(text):
+            below = f"{path.relative_to(root).parent.as_posix()}/"  # of the folder that the links lie in already
+            texts[path] = fill(text, {name: value.replace(f"]({below}", "](") for name, value in numbers().items()})
+    return texts
 
 
 def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
@@ -162,17 +180,16 @@ def _claims() -> dict:
 def _runs() -> str:
     """A table of the notebooks' newest finished runs on each kind of machine."""
     rows = ["| notebook | ran on | when | |", "| --- | --- | --- | --- |"]
-    newest = {}
-    for manifest, folder in sorted(_finished(), key=lambda run: run[0]["end"]):
-        newest[manifest["notebook"], folder.parents[1].name] = manifest, folder
-    for (name, _), (manifest, folder) in sorted(newest.items(), key=lambda run: run[0]):
+    runs = [(read_manifest(path.parent), path.parent) for path in REPORTS.glob(f"{MACHINES}/*/*/{MANIFEST}")]
+    finished = [run for run in runs if run[0] and run[0]["status"] == "ok"]
+    newest = {(run[0]["notebook"], run[1].parents[1].name): run for run in sorted(finished, key=lambda r: r[0]["end"])}
+    for (name, _), (manifest, folder) in sorted(newest.items()):
         at = folder.relative_to(ROOT).as_posix()
         where = f"{say_hardware(manifest['environment'])} | {manifest['end'][:10]}"
         rows.append(f"| [{name}]({at}/{name}.ipynb) | {where} | [its records]({at}) |")
     return "\n".join(["", *rows, ""])
 
 
-def _finished() -> Iterator[tuple[dict, Path]]:
-    for path in REPORTS.glob(f"{MACHINES}/*/*/{MANIFEST}"):
-        if (manifest := read_manifest(path.parent)) and manifest["status"] == "ok":
-            yield manifest, path.parent
+if __name__ == "__main__":
+    for path, text in filled_texts().items():
+        print(write_whole(path, text))

@@ -117,12 +117,13 @@ def layouts(attend: Callable[..., Tensor], **sizes) -> Pairs:
         about["sweep"] = "decoding" if about["queries"] else "layouts"
         (segment,) = work.pattern.segment_lengths
         orders = compared_orderings(work.length, about["dilation"], segment=segment)
-        linear = _stored_side(work, "linear", orders.pop("linear"), attend, about)
+        linear = stored_side(work, "linear", orders.pop("linear"), attend, about)
         for name, ordering in ({NO_TABLE: None} | orders).items():
-            yield linear, _stored_side(work, name, ordering, attend, about)
+            yield linear, stored_side(work, name, ordering, attend, about)
 
 
-def _stored_side(work: Workload, name: str, ordering: Ordering | None, attend: Callable, about: dict) -> Side:
+def stored_side(work: Workload, name: str, ordering: Ordering | None, attend: Callable, about: dict) -> Side:
+    """A call that finds k and v stored in an ordering."""
     stored = cache(lambda: work.tensors[1:3] if ordering is None else work.stored(ordering))
     return work.side(name, lambda q, k, v, work: attend(q, *stored(), work, ordering), **about)
 

@@ -20,7 +20,7 @@ from hilbert_lib.lab.cache.cache import (
     tile_requests,
     units_touched,
 )
-from hilbert_lib.lab.cache.lru import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
+from hilbert_lib.lab.cache.l2 import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -169,17 +169,10 @@ LINEAR = Ordering.linear(8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Storage(LINEAR, 0), "row_bytes must be .* at least 1, got 0"),
         (lambda: Storage(LINEAR, 16, layout="sbhd"), "layout must be one of .*'bhsd'.*got 'sbhd'"),
-        (lambda: Storage(LINEAR, 16, heads=2).addresses(torch.arange(2), 2), "head must be .* from 0 to 1, got 2"),
-        (lambda: row_units(torch.arange(2), 16, 0), "unit_bytes must be .* at least 1, got 0"),
         (
             lambda: branch_rows(Storage(LINEAR, 16), DilatedPattern((8,), (2,)), key_order="random"),
             "key_order must be one of .*'storage'.*got 'random'",
-        ),
-        (
-            lambda: kernel_trace(Storage(LINEAR, 16), DilatedPattern((8,), (2,)), concurrent=0),
-            "concurrent must be .* at least 1, got 0",
         ),
         (
             lambda: lru_hit_rates(Trace(torch.arange(2), torch.ones(2), LINE_BYTES), [SECTOR_BYTES]),

@@ -189,7 +189,7 @@ def test_each_case_is_judged_by_the_range_that_speaks_of_it():
     ("changes", "words"),
     [
         ({"colour": "red"}, "X must have fields of .*, got .'colour'."),
-        ({"question": ""}, "X must have question"),
+        ({"question": ""}, "X must have a claim, its source and a question"),
         ({"measure": ""}, "X must be answered by measure or by tests"),
         ({"tests": ["tests/test_x.py::test_y"]}, "one of the two"),
         ({"claimed": []}, "X must say what range is claimed"),

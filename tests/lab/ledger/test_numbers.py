@@ -7,8 +7,7 @@ import statistics
 import pytest
 
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
-from hilbert_lib.lab.ledger.numbers import numbers
-from hilbert_lib.lab.ledger.slots import SLOT, fill, filled_texts
+from hilbert_lib.lab.ledger.numbers import SLOT, fill, filled_texts, numbers
 from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records
 
 
