@@ -27,11 +27,8 @@ DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 
 class Baseline(NamedTuple):
-    """One way to compute dilated attention without this library's kernels.
-
-    Attributes:
-        refusal: the reason why it cannot serve q and a call, or "" where it can.
-        run: the output (batch, seq, heads, head_dim) of q, k, v and a call; differentiable.
+    """Dilated attention without this library's kernels: why it cannot serve q and a call ("" if it can), and its
+    output.
     """
 
     refusal: Callable[[Tensor, Call], str]

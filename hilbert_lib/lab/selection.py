@@ -42,19 +42,10 @@ def chosen(work: Workload, *, gradient: bool) -> str:
 
 
 def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
-    """Each candidate beside what "auto" takes, on the same work: the forward, then forward and backward as one.
+    """Each candidate (or backend of `names` that serves) beside what "auto" takes: the forward, then both directions as
+    one.
 
-    Args:
-        works: of `workload.grid`.
-        attend: the output of (backend, q, k, v, work).
-        names: what to compare with; by default all of `candidates`. Those that cannot serve are left out.
-
-    Yields:
-        (candidate, automatic choice).
-
-    Raises:
-        ValueError: for a name that no backend has.
-    """
+    works: of `workload.grid`. attend: the output of (backend, q, k, v, work)."""
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {unknown[0]!r}")
     for label, work in works:  # not `product`, which would keep the tensors of all works
@@ -74,12 +65,7 @@ def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **siz
     """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
 
     The first partner stores k and v itself, in its time; the second finds them stored, as later calls on one cache do.
-
-    Args:
-        attend: the output of (q, k, v, work, ordering), k and v stored in the ordering.
-        length: keys. queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys.
-        **sizes: dilations, row_bytes, heads and device of `single_branches`.
-    """
+    queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys."""
     keys = length if queries else 2048
     for work, about in single_branches(lengths=[length], queries=queries, keys=keys, **sizes):
         about["sweep"], order = ORDERING_SWEEP, Ordering.residue(length, about["dilation"])
@@ -94,19 +80,11 @@ def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **siz
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
-    """What the automatic choice was worth, work by work, in calls that follow each other.
+    """What the automatic choice was worth, work by work: over_best and over_worst are ratios of times, and each
+    backend's column its time over the choice's (NaN where it cannot serve).
 
-    Such a call takes the device's time or the host's to queue it, whichever is longer.
-
-    Args:
-        records: of `run_sides` on `pairs`.
-        on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
-
-    Returns:
-        The parameters of a work, automatic (its choice), best, worst, over_best (its time over the best one's),
-        over_worst (the worst one's time over its own), and for each backend its time over the choice's (NaN where it
-        cannot serve).
-    """
+    Calls follow each other, and so take the device's time or the host's to queue them, whichever is longer; with
+    on_device, as in a CUDA graph, and in records without the host's, the device's alone."""
     ratios = ratio_table(records, SWEEP)
     ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
     work = ["pattern", "branches", "length", "heads", "head_dim", "is_causal", "dtype", "direction"]
@@ -123,13 +101,7 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
 def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
     """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
 
-    Args:
-        choices: of `choice_table`.
-
-    Returns:
-        A row a backend: served (works), fastest (in how many), slower (geometric mean of its time over the choice's),
-        worst (the largest of these ratios).
-    """
+    slower: the geometric mean of its time over the choice's. worst: the largest of these ratios."""
     times = choices[[name for name in BACKENDS if name in choices]].astype(float)
     table = {
         "served": times.notna().sum(),
@@ -141,15 +113,9 @@ def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
 
 
 def ordering_table(records: list[dict]) -> pd.DataFrame:
-    """After how many calls on the same k and v the copy that stores them in another order is repaid.
+    """After how many calls on the same k and v the copy that stores them in another order is repaid (inf: never).
 
-    Args:
-        records: of `run_sides` on `orderings`.
-
-    Returns:
-        length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
-        (over that of a call that finds them stored), repaid (calls; inf where reading is no faster).
-    """
+    one_call: time in sequence order over that of a call that stores. later: over that of one that finds them stored."""
     rows = ["length", "dilation", "row_bytes", "queries"]
     table = ratio_table(records, ORDERING_SWEEP).pivot(index=rows, columns="b", values="ratio").reset_index()
     table = table.rename_axis(columns=None).rename(columns={"stored by the call": "one_call", "stored before": "later"})
@@ -161,12 +127,7 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
 def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Time all candidates that fit into memory, as `estimate_memory` predicts it.
 
-    Returns:
-        Each candidate's time over that of the automatic choice, the fastest first; and the milliseconds of a call.
-
-    Raises:
-        RuntimeError: if nothing could be timed.
-    """
+    Each candidate's time over that of the automatic choice, the fastest first; and the milliseconds of a call."""
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     base = chosen(work, gradient=gradient)
     # Where the choice itself does not fit, nothing can stand beside it.

@@ -136,7 +136,7 @@ def saved_by_cache(records: Records) -> pd.DataFrame:
 
 def pool_fragmentation(records: Records) -> pd.DataFrame:
     """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
-    pools = pool_table(records, "pools")
+    pools = pool_table(records)
     mixed = pools[pools.lengths.str.contains(" ")]
     base = mixed[mixed.strategy == "caching"].set_index("direction").fragmented_bytes
     others = mixed[mixed.strategy != "caching"]

@@ -39,14 +39,8 @@ FORWARD_TABLES, PAIR_BYTES = 4, 12
 
 @dataclass(frozen=True)
 class Work:
-    """One call of one kernel on k and v stored heads first in one order, in bfloat16.
-
-    Attributes:
-        kernel: "forward", "decoding" or "gather".
-        layout, ordering: the order's name, and the order.
-        length, heads: of k and v.
-        dilation: r of the one branch, offset 0. keys: that a query sees at most.
-        row_bytes: of one head's row.
+    """One call of one kernel on k and v stored heads first in one order, in bfloat16; one branch of offset 0. keys:
+    that a query sees at most.
     """
 
     kernel: str
@@ -113,22 +107,11 @@ class Work:
 
 
 def works(
-    kernel: str,
-    *,
-    lengths: Sequence[int],
-    heads: int,
-    dilations: Sequence[int],
-    row_bytes: Sequence[int],
-    keys: int,
+    kernel: str, *, lengths: list[int], heads: int, dilations: list[int], row_bytes: list[int], keys: int
 ) -> Iterator[Work]:
-    """The works of one kernel: every length, dilation and row size, in every order of `compared_orderings`.
+    """The works of one kernel: every length, dilation and row size [bytes], in every order of `compared_orderings`.
 
-    Args:
-        kernel: one of `KERNELS`.
-        lengths: tokens. heads: heads.
-        dilations: r of the one branch, offset 0. row_bytes: of one head's row, multiples of a sector.
-        keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
-    """
+    keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if lengths and not (dilations and row_bytes):
@@ -148,19 +131,10 @@ def calls(**options) -> Iterator[Callable[[], Tensor]]:
 
 
 def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
-    """Count every work of a kernel, with empty caches, beside what the model predicts for this GPU.
+    """Count every work of a kernel in one run of `ncu`, with empty caches, beside what the model predicts for this GPU.
 
-    One run of `ncu` counts all of them. What the folder's results.jsonl holds from this code on this hardware is not
-    counted again.
-
-    Args:
-        kernel: one of `KERNELS`.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        **options: of `works`.
-
-    Returns:
-        A record a work, of kind "counters"; what this GPU does not count is None.
-    """
+    What the folder's results.jsonl holds from this code on this hardware is not counted again; an empty name keeps
+    nothing. A record a work; what this GPU does not count is None."""
     todo = list(works(kernel, **options))
     kept = Kept(output_dir, _key)
     if any(_key(work.record) not in kept.known for work in todo):
@@ -182,11 +156,8 @@ def _key(record: dict) -> tuple | None:
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:
-    """Counted beside predicted, the last record of each work; records of other kinds are left out.
-
-    Returns:
-        kernel, layout, length, heads, dilation, keys, row_bytes, the counted `METRICS`, l2_found_percent, and each
-        quantity of `Predicted` with the prefix predicted_; empty where nothing was counted.
+    """Counted `METRICS` beside what was predicted (predicted_), the last record of each work; other records are left
+    out.
     """
     rows = {}
     for record in records:
