@@ -23,7 +23,8 @@ class Workload:
     """The inputs of one call, drawn when first used, and its float64 rows. One sequence, as many KV heads as heads.
 
     queries: (start, count) of q in the sequence, or None for all positions. heads_first: whether k and v are stored
-    (heads, seq, head_dim), where the rows of a head lie side by side."""
+    (heads, seq, head_dim), where the rows of a head lie side by side.
+    """
 
     pattern: DilatedPattern
     length: int
@@ -85,7 +86,8 @@ class Workload:
         """A call on these inputs, to be timed by `run_sides`: the output of `attend`, or its gradients, or both as one.
 
         direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a sweep that has no other. parameters:
-        what else distinguishes the record, as sweep="backends"."""
+        what else distinguishes the record, as sweep="backends".
+        """
         out = cache(lambda: attend(*self.leaves, self))
 
         def forward() -> Results:

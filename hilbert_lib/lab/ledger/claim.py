@@ -156,7 +156,8 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None =
     """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 
     "holds" where every case does, and "does not hold" where none does, or some do without a condition. A condition
-    counts where most cases under it hold and most others do not."""
+    counts where most cases under it hold and most others do not.
+    """
     parts = []
     for band in claimed:
         part = cases.query(band.where) if band.where else cases

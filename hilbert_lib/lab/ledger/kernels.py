@@ -81,12 +81,11 @@ def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
     times as fast it is as `other`, the backend nearest to it.
     """
     work, case = f"pattern == 'reference' and not is_causal and length == {length}", ["direction", "head_dim"]
-    speeds = side_table(records, "backends").query(work).set_index([*case, "name"])
+    speeds = side_table(records, "backends").query(work)[[*case, "name", "tflop_per_s", "error"]]
     pairs = ratios(records, sweep="backends", where=f"rival == 'triton' and {work}").sort_values("value")
-    nearest = pairs.drop_duplicates(case).set_index(case)[["base", *INTERVAL]].rename(columns={"base": "other"})
-    own = speeds.xs("triton", level="name")[["tflop_per_s", "error"]].join(nearest)
-    others = [speeds.tflop_per_s[(*at, name)] for at, name in own.other.items()]
-    return own.assign(other_tflop_per_s=others)
+    nearest = pairs.drop_duplicates(case)[[*case, "base", "value"]].rename(columns={"base": "other"})
+    own = speeds[speeds.name == "triton"].merge(nearest, on=case)
+    return own.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
 
 
 def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:

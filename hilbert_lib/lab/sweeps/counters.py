@@ -5,7 +5,7 @@ the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -27,11 +27,7 @@ from hilbert_lib.pattern import DilatedPattern
 
 SWEEP = "counters"
 # The launch of a call that is counted. A gather has torch's name for it, which differs between versions.
-KERNELS = {
-    "forward": "regex:^forward_kernel",
-    "decoding": "regex:^decode_kernel",
-    "gather": "regex:gather|[iI]ndex",
-}
+KERNELS = {"forward": "regex:^forward_kernel", "decoding": "regex:^decode_kernel", "gather": "regex:gather|[iI]ndex"}
 # Sectors that each program reads to know its work. Forward: branches, offsets, a tile and its class, one each.
 # Decoding: three int32 a KV head.
 FORWARD_TABLES, PAIR_BYTES = 4, 12
@@ -111,11 +107,10 @@ def works(
 ) -> Iterator[Work]:
     """The works of one kernel: every length, dilation and row size [bytes], in every order of `compared_orderings`.
 
-    keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch."""
+    keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    if lengths and not (dilations and row_bytes):
-        raise ValueError(f"dilations and row_bytes must not be empty, got {dilations} and {row_bytes}")
     for length, rate, size in product(lengths, dilations, row_bytes):
         if size % SECTOR_BYTES:
             raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
@@ -134,7 +129,8 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     """Count every work of a kernel in one run of `ncu`, with empty caches, beside what the model predicts for this GPU.
 
     What the folder's results.jsonl holds from this code on this hardware is not counted again; an empty name keeps
-    nothing. A record a work; what this GPU does not count is None."""
+    nothing. A record a work; what this GPU does not count is None.
+    """
     todo = list(works(kernel, **options))
     kept = Kept(output_dir, _key)
     if any(_key(work.record) not in kept.known for work in todo):
@@ -145,9 +141,8 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
             raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
         for work, row in zip(todo, table.to_dict("records"), strict=True):
             counted = {name: None if pd.isna(value) else value for name, value in row.items()}
-            kept.add(
-                {**work.record, "counted": counted, "predicted": asdict(work.predicted(gpu)), "model": asdict(gpu)}
-            )
+            model = {"predicted": vars(work.predicted(gpu)), "model": vars(gpu)}
+            kept.add({**work.record, "counted": counted, **model})
     return [kept.known[_key(work.record)] for work in todo]
 
 

@@ -27,7 +27,8 @@ NO_TABLE = "no table"
 def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str], *, ours: str = "triton") -> Pairs:
     """Each opponent beside `ours` on each work, forward and backward; one that cannot serve is left out and says why.
 
-    attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`."""
+    attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
+    """
     known, told = {**BACKENDS, **BASELINES}, set()
     if unknown := [name for name in opponents if name not in known]:
         raise ValueError(f"opponents must be of {', '.join(known)}; got {unknown[0]!r}")
@@ -72,7 +73,8 @@ def single_branches(
     """Works of one branch, offset 0, whose k and v lie heads first, and what distinguishes their records.
 
     keys: that a query sees at most. row_bytes: of one head's row, in bfloat16. queries: 0 for all of the sequence;
-    otherwise so many, decoding, near its end."""
+    otherwise so many, decoding, near its end.
+    """
     for length, rate, size in product(lengths, dilations, row_bytes):
         asked = ((length - queries) // rate * rate, queries) if queries else None
         pattern = DilatedPattern((min(length, keys * rate),), (rate,), offsets="zero")
@@ -84,7 +86,8 @@ def layouts(attend: Callable[..., Tensor], **sizes) -> Pairs:
     """One kernel on k and v stored in every order, beside linear storage read through the same kind of table.
 
     attend: the output of (q, k, v, work, ordering). The layout "no table" is linear storage read without a table, its
-    ordering None."""
+    ordering None.
+    """
     for work, about in single_branches(**sizes):
         about["sweep"] = "decoding" if about["queries"] else "layouts"
         (segment,) = work.pattern.segment_lengths
