@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from itertools import product
 
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -146,12 +145,6 @@ def test_counts_are_those_of_every_key(key_order, residue_rate):
         assert row.rows == sum(keys for keys, _ in found)
         assert row.fewest == -(-row.rows * row.row_bytes // row.unit_bytes)
         assert (row.touched, row.requested) == (len(set().union(*tiles)), sum(map(len, tiles)))
-
-
-def test_savings_are_shares_of_the_linear_count():
-    table = pd.DataFrame({"dilation": [4, 4, 8, 8], "ordering": ["linear", "hilbert"] * 2})
-    table = table.assign(layout="bhsd", row_bytes=16, unit="line", touched=[8, 6, 10, 12])
-    assert sweeps.saving_against_linear(table).saving.tolist() == pytest.approx([0.25, -0.2])
 
 
 def test_hit_rates_are_those_of_each_ordering_and_size():
