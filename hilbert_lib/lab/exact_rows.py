@@ -1,7 +1,7 @@
-"""A few rows of dilated attention and of its gradients in float64: the reference where a whole one has no room.
+"""A few rows of attention and of its gradients in float64: the reference where a whole one has no room.
 
-Each row is one softmax over all its keys, a key seen through c branches weighted c times. Only the first sequence of a
-batch is looked at.
+Each row is one softmax over all its keys, a key seen through c branches weighted c times. Tensors are (batch, seq,
+heads, head_dim), of which the first sequence counts.
 """
 
 import torch

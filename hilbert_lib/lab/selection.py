@@ -42,8 +42,7 @@ def chosen(work: Workload, *, gradient: bool) -> str:
 
 
 def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
-    """Each candidate (or name of `names` that serves) beside what "auto" takes: the forward, then both directions as
-    one.
+    """Each candidate, or backend of `names` that serves, beside what "auto" takes: forward, then both directions as one.
 
     works: of `workload.grid`. attend: the output of (backend, q, k, v, work).
     """
@@ -82,8 +81,7 @@ def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **siz
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
-    """What the automatic choice was worth, work by work: over_best and over_worst are ratios of times, and each
-    backend's column its time over the choice's (NaN where it cannot serve).
+    """What the automatic choice was worth, work by work; each backend's column is its time over the choice's.
 
     Calls follow each other, and so take the device's time or the host's to queue them, whichever is longer; with
     on_device, as in a CUDA graph, and in records without the host's, the device's alone.

@@ -100,11 +100,11 @@ class Workload:
         def both() -> Results:
             return torch.autograd.grad(attend(*self.leaves, self), self.leaves, self.tensors[3])
 
-        flop_forward, bytes_forward, flop_backward, bytes_backward = self.flop_and_bytes
-        run, flop, moved = {
-            "forward": (forward, flop_forward, bytes_forward),
-            "backward": (backward, flop_backward, bytes_backward),
-            BOTH: (both, flop_forward + flop_backward, bytes_forward + bytes_backward),
+        of_forward, of_backward = self.flop_and_bytes[:2], self.flop_and_bytes[2:]
+        run, (flop, moved) = {
+            "forward": (forward, of_forward),
+            "backward": (backward, of_backward),
+            BOTH: (both, map(sum, zip(of_forward, of_backward, strict=True))),
         }[direction or "forward"]
         parameters |= self.parameters | ({"direction": direction} if direction else {})
         return Side(name, parameters, run, self.error, flop, moved)
@@ -140,28 +140,26 @@ class Workload:
     @cached_property
     def _exact_out(self) -> list[Tensor]:
         q, k, v, _ = self.tensors
-        return [exact_out(q, k, v, self.call, head=g, queries=rows) for g, rows in enumerate(self._samples)]
+        rows = [exact_out(q, k, v, self.call, head=g, queries=queries) for g, queries in enumerate(self._samples)]
+        return [torch.cat(rows)]
 
     @cached_property
-    def _exact_gradients(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [
-            exact_gradients(*self.tensors, self.call, kv_head=g, queries=rows, keys=rows[:SAMPLED_KEYS])
-            for g, rows in enumerate(self._samples)
+    def _exact_gradients(self) -> list[Tensor]:
+        rows = [
+            exact_gradients(*self.tensors, self.call, kv_head=g, queries=queries, keys=queries[:SAMPLED_KEYS])
+            for g, queries in enumerate(self._samples)
         ]
+        return [torch.cat(of_heads) for of_heads in zip(*rows, strict=True)]
 
     def error(self, results: Results) -> float:
         """Relative difference of the output, or of the largest of dq, dk and dv, from float64 on the sampled rows."""
-        start = self.call.first_query
-        at = [rows.to(self.device) - start for rows in self._samples]
-        if len(results) == 1:
-            exact = [torch.cat(self._exact_out)]
-            parts = [[results[0][0, rows, g] for g, rows in enumerate(at)]]
-        else:
-            exact = [torch.cat(each) for each in zip(*self._exact_gradients, strict=True)]
-            dq, dk, dv = results
-            parts = [[dq[0, rows, g] for g, rows in enumerate(at)]]
-            parts += [[x[0, rows[:SAMPLED_KEYS], g] for g, rows in enumerate(at)] for x in (dk, dv)]
-        return relative_difference([torch.cat(part) for part in parts], exact)
+        queries = [rows.to(self.device) - self.call.first_query for rows in self._samples]
+        keys = [rows[:SAMPLED_KEYS] for rows in queries]
+        sampled = [
+            torch.cat([x[0, rows, g] for g, rows in enumerate(of_heads)])
+            for x, of_heads in zip(results, (queries, keys, keys), strict=False)
+        ]
+        return relative_difference(sampled, self._exact_out if len(results) == 1 else self._exact_gradients)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]

@@ -21,10 +21,9 @@ from hilbert_lib.pattern import DilatedPattern
 def compared_orderings(
     length: int, rate: int, *, chunk: int | None = None, segment: int | None = None
 ) -> dict[str, Ordering]:
-    """Every ordering that is compared; residue-major is made for the given rate.
+    """Every ordering that is compared; residue-major is made for the given rate, and restarts every `chunk` as curves do.
 
-    It and the curves restart every `chunk` tokens, if given. A segment shorter than length gets a Hilbert curve of its
-    own.
+    A segment shorter than length gets a Hilbert curve of its own.
 
     >>> list(compared_orderings(16, rate=2, segment=8))
     ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'hilbert per segment', 'random']
@@ -82,22 +81,8 @@ def count_units(
 
 
 def saving_against_linear(counts: pd.DataFrame, column: str = "touched") -> pd.DataFrame:
-    """Of `count_units` the orderings but linear, with `saving`: the share of linear's count that is avoided."""
+    """Of `count_units` all orderings but linear, with `saving`: the share of linear's count that is avoided."""
     case = ["layout", "row_bytes", "dilation", "unit"]
     linear = counts[counts.ordering == "linear"].set_index(case)[column].rename("linear")
     others = counts[counts.ordering != "linear"].join(linear, on=case)
     return others.assign(saving=1 - others[column] / others.linear).drop(columns="linear")
-
-
-def walk_regularity(orderings: dict[str, Ordering], pattern: DilatedPattern, row_bytes: int) -> pd.DataFrame:
-    """How predictable the walk over a branch's rows is, when the keys are read in the sequence's order.
-
-    different_steps: distances from a row to the next that occur; commonest_share: the share of the commonest.
-    """
-    cases = []
-    for name, ordering in orderings.items():
-        storage = Storage(ordering, row_bytes)
-        rows = branch_rows(storage, pattern, key_order="position")
-        counts = storage.addresses(rows.positions, head=0).diff().unique(return_counts=True)[1]
-        cases.append((name, len(counts), float(counts.max() / counts.sum())))
-    return pd.DataFrame(cases, columns=["ordering", "different_steps", "commonest_share"])

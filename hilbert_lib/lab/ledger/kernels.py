@@ -24,9 +24,7 @@ CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
 def ratios(records: Records, *, sweep: str, columns: Sequence[str] = (), where: str = "") -> pd.DataFrame:
-    """The pairs of a sweep that `where` picks, a query: time of `base` over that of `rival`; of a pair `columns`, or
-    all.
-    """
+    """The pairs of a sweep that the query `where` picks: time of `base` over that of `rival`; all columns, or those asked."""
     table = ratio_table(records, sweep).rename(columns={"ratio": "value", "a": "base", "b": "rival"})
     table = table.query(where) if where else table
     return table[[*columns, *INTERVAL]] if columns else table
@@ -77,9 +75,7 @@ def grid_gains(records: Records) -> pd.DataFrame:
 
 
 def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
-    """Of the fused kernel on the reference work, not causal, by direction and head_dim: speed, error, and how many
-    times as fast it is as `other`, the backend nearest to it.
-    """
+    """The fused kernel on the reference work, not causal, and `other`, the backend nearest to it."""
     work, case = f"pattern == 'reference' and not is_causal and length == {length}", ["direction", "head_dim"]
     speeds = side_table(records, "backends").query(work)[[*case, "name", "tflop_per_s", "error"]]
     pairs = ratios(records, sweep="backends", where=f"rival == 'triton' and {work}").sort_values("value")

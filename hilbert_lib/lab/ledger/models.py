@@ -58,9 +58,12 @@ def stride_regularity() -> pd.DataFrame:
     """The share of the commonest distance from a row to the next, Hilbert over linear, keys read in sequence order."""
     cases = []
     for rate in DILATIONS:
-        orderings = {kind: Ordering(kind, LENGTH) for kind in ("linear", "hilbert")}
-        table = sweeps.walk_regularity(orderings, DilatedPattern((SEGMENT,), (rate,)), row_bytes=LINE_BYTES)
-        shares = table.set_index("ordering").commonest_share
+        pattern, shares = DilatedPattern((SEGMENT,), (rate,)), {}
+        for kind in ("linear", "hilbert"):
+            storage = Storage(Ordering(kind, LENGTH), LINE_BYTES)
+            rows = branch_rows(storage, pattern, key_order="position")
+            steps = storage.addresses(rows.positions, head=0).diff().unique(return_counts=True)[1]
+            shares[kind] = float(steps.max() / steps.sum())
         cases.append({"dilation": rate, "value": shares["hilbert"] / shares["linear"]})
     return counted(pd.DataFrame(cases))
 

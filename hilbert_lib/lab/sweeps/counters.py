@@ -35,9 +35,7 @@ FORWARD_TABLES, PAIR_BYTES = 4, 12
 
 @dataclass(frozen=True)
 class Work:
-    """One call of one kernel on k and v stored heads first in one order, in bfloat16; one branch of offset 0. keys:
-    that a query sees at most.
-    """
+    """One call of one kernel on k and v stored heads first in one order, in bfloat16: one branch, of offset 0."""
 
     kernel: str
     layout: str
@@ -151,9 +149,7 @@ def _key(record: dict) -> tuple | None:
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:
-    """Counted `METRICS` beside what was predicted (predicted_), the last record of each work; other records are left
-    out.
-    """
+    """Counted `METRICS` beside what was predicted (predicted_), the last record of each work; others are left out."""
     rows = {}
     for record in records:
         if record.get("kind") == SWEEP:

@@ -24,8 +24,8 @@ Named = Iterable[tuple[str, Workload]]  # of `workload.grid`
 NO_TABLE = "no table"
 
 
-def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str], *, ours: str = "triton") -> Pairs:
-    """Each opponent beside `ours` on each work, forward and backward; one that cannot serve is left out and says why.
+def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str]) -> Pairs:
+    """Each opponent beside the fused kernel on each work, forward and backward; one that cannot serve says why.
 
     attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
     """
@@ -34,7 +34,7 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
         raise ValueError(f"opponents must be of {', '.join(known)}; got {unknown[0]!r}")
     for label, work in works:
         about = {"sweep": "backends", "pattern": label}
-        base = {each: work.side(ours, partial(attend, ours), each, **about) for each in ("forward", "backward")}
+        base = {each: work.side("triton", partial(attend, "triton"), each, **about) for each in ("forward", "backward")}
         for name, direction in product(opponents, base):
             reason = known[name].refusal(work.stand_in(gradient=direction == "backward"), work.call)
             if not reason:
