@@ -42,7 +42,7 @@ def chosen(work: Workload, *, gradient: bool) -> str:
 
 
 def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
-    """Each candidate, or backend of `names` that serves, beside what "auto" takes: forward, then both directions as one.
+    """Each candidate, or backend of `names` that serves, beside what "auto" takes: forward; both directions.
 
     works: of `workload.grid`. attend: the output of (backend, q, k, v, work).
     """

@@ -21,7 +21,7 @@ from hilbert_lib.pattern import DilatedPattern
 def compared_orderings(
     length: int, rate: int, *, chunk: int | None = None, segment: int | None = None
 ) -> dict[str, Ordering]:
-    """Every ordering that is compared; residue-major is made for the given rate, and restarts every `chunk` as curves do.
+    """Every ordering that is compared; residue-major for the given rate; it and curves restart every `chunk`.
 
     A segment shorter than length gets a Hilbert curve of its own.
 

@@ -24,7 +24,7 @@ CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
 def ratios(records: Records, *, sweep: str, columns: Sequence[str] = (), where: str = "") -> pd.DataFrame:
-    """The pairs of a sweep that the query `where` picks: time of `base` over that of `rival`; all columns, or those asked."""
+    """The pairs of a sweep that the query `where` picks: time of `base` over that of `rival`; `columns`, or all."""
     table = ratio_table(records, sweep).rename(columns={"ratio": "value", "a": "base", "b": "rival"})
     table = table.query(where) if where else table
     return table[[*columns, *INTERVAL]] if columns else table
