@@ -23,8 +23,8 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
 from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES
 from hilbert_lib.lab.pairs import of_sweep, ratio_table
+from hilbert_lib.lab.records import committed_records
 from hilbert_lib.lab.selection import choice_table, shape_class
-from hilbert_lib.lab.sweeps.kernels import committed_records
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES
 

@@ -18,7 +18,6 @@ from hilbert_lib.pattern import DilatedPattern
 LENGTH, SEGMENT, HEADS = 4096, 1024, 8
 DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
 CACHE_KIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-PAGE_BYTES = 4096
 
 
 def units_saved(
@@ -107,7 +106,7 @@ def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[s
 
 @cache
 def _counts(key_order: str, chunk: int | None) -> pd.DataFrame:
-    sizes = {"length": LENGTH, "segment_length": SEGMENT, "page_bytes": PAGE_BYTES, "heads": HEADS}
+    sizes = {"length": LENGTH, "segment_length": SEGMENT, "heads": HEADS}
     cases = {"dilation_rates": DILATIONS, "row_bytes": ROW_BYTES}
     return sweeps.count_units(**sizes, **cases, key_order=key_order, chunk=chunk)
 

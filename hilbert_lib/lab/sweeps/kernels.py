@@ -13,7 +13,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.pairs import Results, Side, relative_difference
-from hilbert_lib.lab.records import committed_records, records_to_draw  # noqa: F401  notebooks 07 to 09 ask here
+from hilbert_lib.lab.records import records_to_draw  # noqa: F401  notebooks 07 and 08 ask here
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern

@@ -10,9 +10,8 @@ import torch
 from hilbert_lib.lab.cache.counters import METRICS
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import QUANTITIES
-from hilbert_lib.lab.records import read_records
+from hilbert_lib.lab.records import committed_records, read_records
 from hilbert_lib.lab.sweeps import counters as benchmarks
-from hilbert_lib.lab.sweeps.kernels import committed_records
 from hilbert_lib.machine import NO_GPU
 
 CPU, GPU = torch.device("cpu"), Gpu("small", 2**16, 4)
