@@ -28,7 +28,7 @@ pages: setup  ## the committed reports as pages for a browser, which need no net
 	@$(BIN)/hilbert report reports
 
 numbers: setup  ## write the numbers of the newest records into README, reports/README and the notebooks
-	@$(BIN)/python -m hilbert_lib.lab.ledger.slots
+	@$(BIN)/python -m hilbert_lib.lab.ledger.numbers
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
 	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser" \

@@ -27,11 +27,8 @@ DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 
 class Baseline(NamedTuple):
-    """One way to compute dilated attention without this library's kernels.
-
-    Attributes:
-        refusal: the reason why it cannot serve q and a call, or "" where it can.
-        run: the output (batch, seq, heads, head_dim) of q, k, v and a call; differentiable.
+    """Dilated attention without this library's kernels: why it cannot serve q and a call ("" if it can), and its
+    output.
     """
 
     refusal: Callable[[Tensor, Call], str]
@@ -50,15 +47,14 @@ class _Torchscale(torch.autograd.Function):
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=working_dtype(q.dtype), device=q.device)
             for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
-                qs, ks, vs = rows.of_queries(q), rows.of_keys(k), rows.of_keys(v)
-                part, part_lse = kernel.forward(qs, ks, vs, Problem(call.scale, call.is_causal))
+                qkv = *rows.gathered(rows.queries, q), *rows.gathered(rows.keys, k, v)
+                part, part_lse = kernel.forward(*qkv, Problem(call.scale, call.is_causal))
                 out.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part))
                 lse.flatten(1, 2).index_copy_(1, rows.queries, rows.flat(part_lse))
             outs.append(out)
             lses.append(lse)
         stacked = torch.stack(lses)
-        lse = stacked.logsumexp(0)
-        weights = torch.where(stacked == -torch.inf, 0.0, (stacked - lse).exp())
+        lse, weights = stacked.logsumexp(0), stacked.softmax(0).nan_to_num()  # 0 where no branch has a row
         out = sum(part * weight.to(part.dtype)[..., None] for part, weight in zip(outs, weights, strict=True))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.kernel = call, kernel
@@ -71,9 +67,9 @@ class _Torchscale(torch.autograd.Function):
         totals = [torch.zeros(x.shape, dtype=working_dtype(x.dtype), device=x.device) for x in (q, k, v)]
         for branch in range(len(call.pattern.branches)):
             for rows in _gathers(call.pattern, branch, q.shape[1], q.shape[2], k.shape[2], q.device):
-                qs, ks, vs, dos = rows.of_queries(q), rows.of_keys(k), rows.of_keys(v), rows.of_queries(dout)
-                results = rows.of_queries(out), rows.of_queries(lse)
-                parts = ctx.kernel.backward(dos, qs, ks, vs, *results, Problem(call.scale, call.is_causal))
+                dos, qs, outs, lses = rows.gathered(rows.queries, dout, q, out, lse)
+                kvs = rows.gathered(rows.keys, k, v)
+                parts = ctx.kernel.backward(dos, qs, *kvs, outs, lses, Problem(call.scale, call.is_causal))
                 indices = rows.queries, rows.keys, rows.keys
                 for total, index, part in zip(totals, indices, parts, strict=True):
                     total.flatten(1, 2).index_add_(1, index, rows.flat(part).to(total.dtype))
@@ -88,16 +84,10 @@ class _Rows:
     queries: Tensor
     keys: Tensor
 
-    def of_queries(self, x: Tensor) -> Tensor:
-        """(batch, seq, heads, ...) -> a copy of its rows, (batch * segments, heads, rows, ...)."""
-        return self._gathered(x, self.queries)
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        return self._gathered(x, self.keys)
-
-    def _gathered(self, x: Tensor, index: Tensor) -> Tensor:
-        rows = x.flatten(1, 2).index_select(1, index).unflatten(1, self.shape)
-        return rows.flatten(0, 1).transpose(1, 2)
+    def gathered(self, index: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """(batch, seq, heads, ...) -> a copy of the rows of an index, (batch * segments, heads, rows, ...)."""
+        rows = [x.flatten(1, 2).index_select(1, index).unflatten(1, self.shape) for x in tensors]
+        return [x.flatten(0, 1).transpose(1, 2) for x in rows]
 
     def flat(self, part: Tensor) -> Tensor:
         """(batch * segments, heads, rows, ...) -> (batch, rows of the indices, ...)."""
@@ -173,10 +163,6 @@ def _fkodom_refusal(q: Tensor, call: Call) -> str:
     return _eager_refusal(q, call)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    return flex.attend(q, k, v, call)[0]
-
-
 def _flex_refusal(q: Tensor, call: Call) -> str:
     if not q.is_cuda and q.requires_grad and torch.is_grad_enabled():
         return f"FlexAttention has no backward on {q.device.type}"
@@ -184,7 +170,8 @@ def _flex_refusal(q: Tensor, call: Call) -> str:
 
 
 BASELINES = {
-    "flex": Baseline(_flex_refusal, _flex),  # under autograd: unlike the backend, its backward runs no second forward
+    # Under autograd: unlike the backend, its backward runs no second forward.
+    "flex": Baseline(_flex_refusal, lambda q, k, v, call: flex.attend(q, k, v, call)[0]),
     "torchscale": Baseline(_eager_refusal, _Torchscale.apply),
     "fkodom": Baseline(_fkodom_refusal, _fkodom),
 }

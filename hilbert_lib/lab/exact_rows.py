@@ -1,7 +1,7 @@
-"""A few rows of dilated attention and of its gradients in float64: the reference where a whole one has no room.
+"""A few rows of attention and of its gradients in float64: the reference where a whole one has no room.
 
-Each row is one softmax over all its keys, a key seen through c branches weighted c times. Only the first sequence of a
-batch is looked at.
+Each row is one softmax over all its keys, a key seen through c branches weighted c times. Tensors are (batch, seq,
+heads, head_dim), of which the first sequence counts.
 """
 
 import torch
@@ -11,6 +11,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.pattern import DilatedPattern
 
+Parts = list[tuple[Tensor, Tensor, Tensor]]
 QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 
 
@@ -37,14 +38,9 @@ def sampled_positions(
 
 
 def exact_out(q: Tensor, k: Tensor, v: Tensor, call: Call, *, head: int, queries: Tensor) -> Tensor:
-    """Rows of the output at some positions of a query head, (rows, head_dim) float64; padding and dropout do not count.
-
-    q, k and v are (batch, seq, heads, head_dim) in sequence order; `queries` are sorted.
-    """
-    out = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)
-    for rows, keys, weights in _weights(q, k, call, head, queries.to(q.device)):
-        out[rows] += weights @ v[0, keys, _kv_head(q, k, head)].double()
-    return out
+    """Rows of the output at some (sorted) positions of a query head, (rows, head_dim) float64, without dropout."""
+    parts = _weights(q, k, call, head, queries.to(q.device))
+    return _weighted(parts, v[0, :, _kv_head(q, k, head)], len(queries))
 
 
 def exact_gradients(
@@ -52,38 +48,77 @@ def exact_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of dq, of the first query head of a KV head, at `queries`, and of dk and dv at `keys`; as in `exact_out`."""
     group = q.shape[2] // k.shape[2]
-    queries = queries.to(q.device)
-    dq = torch.zeros(len(queries), q.shape[3], dtype=torch.float64, device=q.device)
-    for rows, seen, _, dscores in _row_gradients(q, k, v, dout, call, kv_head * group, queries):
-        dq[rows] += dscores @ k[0, seen, kv_head].double() * call.scale
+
+    def rows_of(head: int, positions: Tensor) -> tuple[Tensor, Tensor, Parts, Parts]:
+        q_rows, dout_rows = (x[0, positions - call.first_query, head] for x in (q, dout))
+        parts = _weights(q, k, call, head, positions)
+        return q_rows, dout_rows, parts, _score_gradients(parts, v[0, :, kv_head], dout_rows)
+
+    *_, dscores = rows_of(kv_head * group, queries.to(q.device))
+    dq = _weighted(dscores, k[0, :, kv_head], len(queries))
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
         for some in _attending(q, k, call, kv_head, key).split(QUERIES_AT_ONCE):
             for head in range(kv_head * group, (kv_head + 1) * group):
-                for rows, seen, weights, dscores in _row_gradients(q, k, v, dout, call, head, some):
-                    here = seen == key
-                    at = some[rows] - call.first_query
-                    dk[n] += (dscores[:, here].T @ q[0, at, head].double()).sum(0) * call.scale
-                    dv[n] += (weights[:, here].T @ dout[0, at, head].double()).sum(0)
-    return dq, dk, dv
+                q_rows, dout_rows, parts, dscores = rows_of(head, some)
+                dk[n] += _of_key(dscores, key, q_rows)
+                dv[n] += _of_key(parts, key, dout_rows)
+    return dq * call.scale, dk * call.scale, dv
 
 
-def _row_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call, head: int, queries: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    # What `_weights` gives, and the gradients of the scores.
-    delta = torch.zeros(len(queries), dtype=torch.float64, device=q.device)  # = rowsum(dout * out)
-    parts = []
-    for rows, keys, weights in _weights(q, k, call, head, queries):
-        dout_rows = dout[0, queries[rows] - call.first_query, head].double()
-        dweights = dout_rows @ v[0, keys, _kv_head(q, k, head)].double().T
-        delta[rows] += (weights * dweights).sum(-1)
-        parts.append((rows, keys, weights, dweights))
-    return [(rows, keys, weights, weights * (dweights - delta[rows, None])) for rows, keys, weights, dweights in parts]
+def exact_grid_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
+    """One row of the output, (head_dim,) float64, from its own keys alone. Tensors are in raster order."""
+    parts = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device))
+    return _weighted(parts, v[0, :, head], 1)[0]
 
 
-def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    # Segment by segment of each branch: which of the queries are in it, its keys, and the softmax weights of the pairs.
+def exact_grid_dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int
+) -> Tensor:
+    """One row of dq, likewise."""
+    parts = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device))
+    dscores = _score_gradients(parts, v[0, :, head], dout[0, [query], head])
+    return _weighted(dscores, k[0, :, head], 1)[0] * q.shape[3] ** -0.5
+
+
+def exact_grid_dk_dv(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, key: int
+) -> tuple[Tensor, Tensor]:
+    """One row of dk and one of dv, from the queries that attend to the key. Memory grows with window to the fourth."""
+    queries = neighbourhood.queries(key).to(q.device)
+    parts = _grid_weights(q, k, neighbourhood, head, queries)
+    dscores = _score_gradients(parts, v[0, :, head], dout[0, queries, head])
+    dk = _of_key(dscores, key, q[0, queries, head]) * q.shape[3] ** -0.5
+    return dk, _of_key(parts, key, dout[0, queries, head])
+
+
+# Below, parts are blocks of pairs: which rows among the queries, which keys, and a value of each pair.
+
+
+def _weighted(parts: Parts, x: Tensor, count: int) -> Tensor:
+    # Of each of so many rows, the sum over its keys of value times x's row.
+    out = torch.zeros(count, x.shape[1], dtype=torch.float64, device=x.device)
+    for rows, keys, values in parts:
+        out[rows] += values @ x[keys].double()
+    return out
+
+
+def _of_key(parts: Parts, key: int, x: Tensor) -> Tensor:
+    # Of one key, the sum over its rows of value times x's row.
+    return sum((values[:, keys == key].T @ x[rows].double()).sum(0) for rows, keys, values in parts)
+
+
+def _score_gradients(weights: Parts, v: Tensor, dout: Tensor) -> Parts:
+    # Of the softmax weights, the gradients of the scores.
+    delta = torch.zeros(len(dout), dtype=torch.float64, device=dout.device)  # = rowsum(dout * out)
+    parts = [(rows, keys, each, dout[rows].double() @ v[keys].double().T) for rows, keys, each in weights]
+    for rows, _, each, dweights in parts:
+        delta[rows] += (each * dweights).sum(-1)
+    return [(rows, keys, each * (dweights - delta[rows, None])) for rows, keys, each, dweights in parts]
+
+
+def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> Parts:
+    # Softmax weights, segment by segment of each branch.
     g = _kv_head(q, k, head)
     parts = []
     for i in call.pattern.head_branches(g, k.shape[2]):
@@ -105,6 +140,14 @@ def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> li
     return [(rows, keys, (scores - lse[rows, None]).exp()) for rows, keys, scores in parts]
 
 
+def _grid_weights(q: Tensor, k: Tensor, neighbourhood: Neighbourhood, head: int, queries: Tensor) -> Parts:
+    # One part: each query beside the keys of all.
+    keys = torch.cat([neighbourhood.keys(query) for query in queries.tolist()]).unique().to(q.device)
+    scores = q[0, queries, head].double() @ k[0, keys, head].double().T * q.shape[3] ** -0.5
+    scores.masked_fill_(~neighbourhood.attends(queries[:, None], keys), -torch.inf)
+    return [(torch.arange(len(queries), device=q.device), keys, scores.softmax(-1))]
+
+
 def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: int) -> Tensor:
     # Positions of the queries that see a key.
     found = [torch.empty(0, dtype=torch.int64, device=q.device)]
@@ -121,57 +164,3 @@ def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: int) -> Tens
 
 def _kv_head(q: Tensor, k: Tensor, head: int) -> int:
     return head // (q.shape[2] // k.shape[2])
-
-
-def exact_grid_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
-    """One row of the output, (head_dim,) float64, from its own keys alone.
-
-    Tensors here are (batch, seq, heads, head_dim) in raster order; the first sequence of the batch counts.
-    """
-    keys = neighbourhood.keys(query).to(q.device)
-    weights = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device), keys)
-    return (weights @ v[0, keys, head].double())[0]
-
-
-def exact_grid_dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int
-) -> Tensor:
-    """One row of dq, likewise."""
-    keys = neighbourhood.keys(query).to(q.device)
-    at = torch.tensor([query], device=q.device)
-    _, dscores = _grid_score_gradients(q, k, v, dout, neighbourhood, head, at, keys)
-    return (dscores @ k[0, keys, head].double())[0] * q.shape[3] ** -0.5
-
-
-def exact_grid_dk_dv(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, key: int
-) -> tuple[Tensor, Tensor]:
-    """One row of dk and one of dv, from the queries that attend to the key. Memory grows with window to the fourth."""
-    queries = neighbourhood.queries(key)
-    # The windows of all queries fill a rectangle, from the first window's corner to the last's.
-    first = neighbourhood.first(neighbourhood.coordinates(queries))
-    (top, left), (bottom, right) = first[0].tolist(), (first[-1] + neighbourhood.window).tolist()
-    rows, cols = torch.arange(top, bottom, device="cpu"), torch.arange(left, right, device="cpu")
-    keys = (rows[:, None] * neighbourhood.shape[1] + cols).flatten().to(q.device)
-    queries = queries.to(q.device)
-    weights, dscores = _grid_score_gradients(q, k, v, dout, neighbourhood, head, queries, keys)
-    own = keys == key
-    dk = dscores[:, own].T @ q[0, queries, head].double() * q.shape[3] ** -0.5
-    return dk[0], (weights[:, own].T @ dout[0, queries, head].double())[0]
-
-
-def _grid_weights(
-    q: Tensor, k: Tensor, neighbourhood: Neighbourhood, head: int, queries: Tensor, keys: Tensor
-) -> Tensor:
-    # Softmax weights, (queries, keys), where keys hold all that the queries attend to.
-    scores = q[0, queries, head].double() @ k[0, keys, head].double().T * q.shape[3] ** -0.5
-    return scores.masked_fill_(~neighbourhood.attends(queries[:, None], keys), -torch.inf).softmax(-1)
-
-
-def _grid_score_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, near: Neighbourhood, head: int, queries: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor]:
-    # Softmax weights and the gradients of the scores, (queries, keys).
-    weights = _grid_weights(q, k, near, head, queries, keys)
-    dweights = dout[0, queries, head].double() @ v[0, keys, head].double().T
-    return weights, weights * (dweights - (weights * dweights).sum(-1, keepdim=True))

@@ -43,18 +43,9 @@ def chosen(work: Workload, *, gradient: bool) -> str:
 
 
 def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()) -> Pairs:
-    """Each candidate beside what "auto" takes, on the same work: the forward, then forward and backward as one.
+    """Each candidate, or backend of `names` that serves, beside what "auto" takes: forward; both directions.
 
-    Args:
-        works: of `workload.grid`.
-        attend: the output of (backend, q, k, v, work).
-        names: what to compare with; by default all of `candidates`. Those that cannot serve are left out.
-
-    Yields:
-        (candidate, automatic choice).
-
-    Raises:
-        ValueError: for a name that no backend has.
+    works: of `workload.grid`. attend: the output of (backend, q, k, v, work).
     """
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {unknown[0]!r}")
@@ -75,11 +66,7 @@ def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **siz
     """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
 
     The first partner stores k and v itself, in its time; the second finds them stored, as later calls on one cache do.
-
-    Args:
-        attend: the output of (q, k, v, work, ordering), k and v stored in the ordering.
-        length: keys. queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys.
-        **sizes: dilations, row_bytes, heads and device of `single_branches`.
+    queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys.
     """
     keys = length if queries else 2048
     for work, about in single_branches(lengths=[length], queries=queries, keys=keys, **sizes):
@@ -95,18 +82,10 @@ def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **siz
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
-    """What the automatic choice was worth, work by work, in calls that follow each other.
+    """What the automatic choice was worth, work by work; each backend's column is its time over the choice's.
 
-    Such a call takes the device's time or the host's to queue it, whichever is longer.
-
-    Args:
-        records: of `run_sides` on `pairs`.
-        on_device: whether the device's time alone counts, as in a CUDA graph; so it does in records without the host's.
-
-    Returns:
-        The parameters of a work, automatic (its choice), best, worst, over_best (its time over the best one's),
-        over_worst (the worst one's time over its own), and for each backend its time over the choice's (NaN where it
-        cannot serve).
+    Calls follow each other, and so take the device's time or the host's to queue them, whichever is longer; with
+    on_device, as in a CUDA graph, and in records without the host's, the device's alone.
     """
     ratios = ratio_table(records, SWEEP)
     ratios["ratio"] = [_ratio(record, on_device=on_device) for record in of_sweep(records, SWEEP)]
@@ -124,12 +103,7 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
 def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
     """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
 
-    Args:
-        choices: of `choice_table`.
-
-    Returns:
-        A row a backend: served (works), fastest (in how many), slower (geometric mean of its time over the choice's),
-        worst (the largest of these ratios).
+    slower: the geometric mean of its time over the choice's. worst: the largest of these ratios.
     """
     times = choices[[name for name in BACKENDS if name in choices]].astype(float)
     table = {
@@ -142,14 +116,9 @@ def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
 
 
 def ordering_table(records: list[dict]) -> pd.DataFrame:
-    """After how many calls on the same k and v the copy that stores them in another order is repaid.
+    """After how many calls on the same k and v the copy that stores them in another order is repaid (inf: never).
 
-    Args:
-        records: of `run_sides` on `orderings`.
-
-    Returns:
-        length, dilation, row_bytes, queries, one_call (time in sequence order over that of a call that stores), later
-        (over that of a call that finds them stored), repaid (calls; inf where reading is no faster).
+    one_call: time in sequence order over that of a call that stores. later: over that of one that finds them stored.
     """
     rows = ["length", "dilation", "row_bytes", "queries"]
     table = ratio_table(records, ORDERING_SWEEP).pivot(index=rows, columns="b", values="ratio").reset_index()
@@ -162,11 +131,7 @@ def ordering_table(records: list[dict]) -> pd.DataFrame:
 def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Time all candidates that fit into memory, as `estimate_memory` predicts it.
 
-    Returns:
-        Each candidate's time over that of the automatic choice, the fastest first; and the milliseconds of a call.
-
-    Raises:
-        RuntimeError: if nothing could be timed.
+    Each candidate's time over that of the automatic choice, the fastest first; and the milliseconds of a call.
     """
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     base = chosen(work, gradient=gradient)
@@ -196,24 +161,12 @@ def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
 def select_attention_backend(
     q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, benchmark_backends: bool = False, **options
 ) -> str:
-    """The name of the backend that `dilated_attention` would run for the same arguments.
+    """The name of the backend that `dilated_attention` would run for the same arguments; options as in
+    `explain_backend`.
 
-    Args:
-        q, k, v, pattern: as `dilated_attention` takes them.
-        benchmark_backends: whether to time the candidates first, where this machine has not done so for calls of this
-            class, and to remember what came out; where that cannot be written, a warning says so, and it holds for this
-            call alone. It takes seconds, and random tensors of the size of q; k and v are timed with as many heads as
-            q.
-        **options: as `explain_backend` takes them.
-
-    Returns:
-        The name.
-
-    Raises:
-        TypeError, ValueError: as `dilated_attention`; also where benchmark_backends is asked of a call with dropout, a
-            key_padding_mask or a query_start, for which no measurement is kept, or with a backend, which leaves nothing
-            to choose.
-        RuntimeError: where it is asked for and no two backends serve the call within memory.
+    With benchmark_backends the candidates are timed first, where this machine has not done so for calls of this class,
+    on random tensors of the size of q, and what came out is remembered. That is refused with dropout, a
+    key_padding_mask, a query_start or a backend, and raises RuntimeError where no two backends serve within memory.
 
     >>> q = torch.ones(1, 8, 2, 4)
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))

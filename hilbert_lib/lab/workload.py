@@ -22,14 +22,8 @@ BOTH = "forward and backward"
 class Workload:
     """The inputs of one call, drawn when first used, and its float64 rows. One sequence, as many KV heads as heads.
 
-    Attributes:
-        pattern: which keys a query sees.
-        length: keys. heads, head_dim: of q, k and v.
-        device: where the tensors are.
-        is_causal: whether keys after the query are excluded.
-        queries: (start, count) of q in the sequence, or None for all positions.
-        heads_first: whether k and v are stored (heads, seq, head_dim), where the rows of a head lie side by side.
-        dtype: name of a torch dtype.
+    queries: (start, count) of q in the sequence, or None for all positions. heads_first: whether k and v are stored
+    (heads, seq, head_dim), where the rows of a head lie side by side.
     """
 
     pattern: DilatedPattern
@@ -58,21 +52,24 @@ class Workload:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, random and normal."""
         generator = torch.Generator(self.device).manual_seed(0)
-        rows = self.length if self.queries is None else self.queries[1]
 
         def draw(rows: int, heads_first: bool) -> Tensor:
             shape = (1, self.heads, rows, self.head_dim) if heads_first else (1, rows, self.heads, self.head_dim)
             x = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
             return x.transpose(1, 2) if heads_first else x
 
-        q, dout = draw(rows, False), draw(rows, False)
+        q, dout = draw(self.rows, False), draw(self.rows, False)
         return q, draw(self.length, self.heads_first), draw(self.length, self.heads_first), dout
+
+    @property
+    def rows(self) -> int:
+        """Of q."""
+        return self.length if self.queries is None else self.queries[1]
 
     @property
     def input_bytes(self) -> int:
         """Of `tensors`, without drawing them."""
-        rows = self.length if self.queries is None else self.queries[1]
-        return 2 * (rows + self.length) * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
+        return 2 * (self.rows + self.length) * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @cached_property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,17 +83,10 @@ class Workload:
         return (k.transpose(1, 2), v.transpose(1, 2)) if self.heads_first else (k, v)
 
     def side(self, name: str, attend: "Attend", direction: str = "", **parameters) -> Side:
-        """A call on these inputs, to be timed by `run_sides`.
+        """A call on these inputs, to be timed by `run_sides`: the output of `attend`, or its gradients, or both as one.
 
-        Args:
-            name: of the side.
-            attend: the output of (q, k, v, this workload).
-            direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a sweep that has no other.
-            **parameters: what else distinguishes the record, as sweep="backends".
-
-        >>> work = Workload(DilatedPattern((4,), (1,)), 8, 1, 2, torch.device("cpu"))
-        >>> work.side("v", lambda q, k, v, work: v, sweep="copies").parameters["length"]
-        8
+        direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a sweep that has no other. parameters:
+        what else distinguishes the record, as sweep="backends".
         """
         out = cache(lambda: attend(*self.leaves, self))
 
@@ -110,11 +100,11 @@ class Workload:
         def both() -> Results:
             return torch.autograd.grad(attend(*self.leaves, self), self.leaves, self.tensors[3])
 
-        flop_forward, bytes_forward, flop_backward, bytes_backward = self.flop_and_bytes
-        run, flop, moved = {
-            "forward": (forward, flop_forward, bytes_forward),
-            "backward": (backward, flop_backward, bytes_backward),
-            BOTH: (both, flop_forward + flop_backward, bytes_forward + bytes_backward),
+        of_forward, of_backward = self.flop_and_bytes[:2], self.flop_and_bytes[2:]
+        run, (flop, moved) = {
+            "forward": (forward, of_forward),
+            "backward": (backward, of_backward),
+            BOTH: (both, map(sum, zip(of_forward, of_backward, strict=True))),
         }[direction or "forward"]
         parameters |= self.parameters | ({"direction": direction} if direction else {})
         return Side(name, parameters, run, self.error, flop, moved)
@@ -150,28 +140,26 @@ class Workload:
     @cached_property
     def _exact_out(self) -> list[Tensor]:
         q, k, v, _ = self.tensors
-        return [exact_out(q, k, v, self.call, head=g, queries=rows) for g, rows in enumerate(self._samples)]
+        rows = [exact_out(q, k, v, self.call, head=g, queries=queries) for g, queries in enumerate(self._samples)]
+        return [torch.cat(rows)]
 
     @cached_property
-    def _exact_gradients(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [
-            exact_gradients(*self.tensors, self.call, kv_head=g, queries=rows, keys=rows[:SAMPLED_KEYS])
-            for g, rows in enumerate(self._samples)
+    def _exact_gradients(self) -> list[Tensor]:
+        rows = [
+            exact_gradients(*self.tensors, self.call, kv_head=g, queries=queries, keys=queries[:SAMPLED_KEYS])
+            for g, queries in enumerate(self._samples)
         ]
+        return [torch.cat(of_heads) for of_heads in zip(*rows, strict=True)]
 
     def error(self, results: Results) -> float:
         """Relative difference of the output, or of the largest of dq, dk and dv, from float64 on the sampled rows."""
-        start = self.call.first_query
-        at = [rows.to(self.device) - start for rows in self._samples]
-        if len(results) == 1:
-            exact = [torch.cat(self._exact_out)]
-            parts = [[results[0][0, rows, g] for g, rows in enumerate(at)]]
-        else:
-            exact = [torch.cat(each) for each in zip(*self._exact_gradients, strict=True)]
-            dq, dk, dv = results
-            parts = [[dq[0, rows, g] for g, rows in enumerate(at)]]
-            parts += [[x[0, rows[:SAMPLED_KEYS], g] for g, rows in enumerate(at)] for x in (dk, dv)]
-        return relative_difference([torch.cat(part) for part in parts], exact)
+        queries = [rows.to(self.device) - self.call.first_query for rows in self._samples]
+        keys = [rows[:SAMPLED_KEYS] for rows in queries]
+        sampled = [
+            torch.cat([x[0, rows, g] for g, rows in enumerate(of_heads)])
+            for x, of_heads in zip(results, (queries, keys, keys), strict=False)
+        ]
+        return relative_difference(sampled, self._exact_out if len(results) == 1 else self._exact_gradients)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]
@@ -187,15 +175,8 @@ def grid(
     dtype: str = "bfloat16",
     rows: int = 2**22,
 ) -> Iterator[tuple[str, Workload]]:
-    """Workloads of every length, pattern and head size, causal and not, each with the name of its pattern.
-
-    Args:
-        patterns: by name.
-        lengths: tokens.
-        heads: at most; fewer where length * heads would pass `rows`.
-        head_dims: sizes of a head.
-        device, dtype: of the tensors.
-        rows: rows of q at most.
+    """Workloads of every length, pattern and head size, causal and not; fewer heads where length * heads would pass
+    `rows`.
     """
     for length, (name, pattern), head_dim, is_causal in product(lengths, patterns.items(), head_dims, (False, True)):
         fitting = max(1, min(heads, rows // length))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -21,15 +20,8 @@ KEY_ORDERS = ("storage", "position")
 class Storage:
     """Where the rows of k lie in memory; v lies behind k in the same way.
 
-    Args:
-        ordering: the order in which positions are stored.
-        row_bytes: bytes of one head's row, head_dim times the bytes of an element.
-        heads: KV heads.
-        layout: "bshd" where the heads of a token lie side by side, "bhsd" where the tokens of a head do.
-
-    >>> storage = Storage(Ordering.residue(8, 2), row_bytes=16, heads=4)
-    >>> storage.addresses(torch.tensor([0, 2, 1]), head=1).tolist()
-    [16, 80, 272]
+    row_bytes: of one head's row. layout: "bshd" where the heads of a token lie side by side, "bhsd" where the tokens of
+    a head do.
     """
 
     ordering: Ordering
@@ -38,8 +30,6 @@ class Storage:
     layout: str = "bshd"
 
     def __post_init__(self) -> None:
-        integer("row_bytes", self.row_bytes, least=1)
-        integer("heads", self.heads, least=1)
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
 
@@ -55,7 +45,6 @@ class Storage:
 
     def addresses(self, positions: Tensor, head: int) -> Tensor:
         """The first byte of the rows of one head, counted from the start of k."""
-        integer("head", head, least=0, most=self.heads - 1)
         slots = self.ordering.inverse[positions]
         if self.layout == "bshd":
             return (slots * self.heads + head) * self.row_bytes
@@ -64,10 +53,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """The key rows that one head reads through one branch, in reading order; all (rows,) int64.
-
-    tiles: the key tile of each row, counted from 0 in every segment.
-    """
+    """The key rows that one head reads through one branch, in order, and the segment and tile (in it) of each."""
 
     positions: Tensor
     segments: Tensor
@@ -85,10 +71,8 @@ def branch_rows(
 ) -> BranchRows:
     """The rows of a branch in reading order, cut into tiles of `tile_keys` rows.
 
-    key_order "storage" reads the keys of a segment as they are stored, every ordering's best case; "position" reads
-    them in the sequence's order. A softmax does not depend on it.
+    key_order: "storage", every ordering's best case, or "position", the sequence's; a softmax does not depend on it.
     """
-    integer("tile_keys", tile_keys, least=1)
     if key_order not in KEY_ORDERS:
         raise ValueError(f"key_order must be one of {KEY_ORDERS}, got {key_order!r}")
     every = torch.arange(storage.length, device=storage.ordering.device)
@@ -102,12 +86,7 @@ def branch_rows(
 
 
 def row_units(addresses: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tensor, Tensor]:
-    """Every unit (sector, line or page) that each row overlaps: row `rows[i]` overlaps unit `units[i]`, rows ascending.
-
-    >>> [t.tolist() for t in row_units(torch.tensor([0, 24]), row_bytes=16, unit_bytes=32)]
-    [[0, 0, 1], [0, 1, 1]]
-    """
-    integer("unit_bytes", unit_bytes, least=1)
+    """Every unit (sector, line or page) that each row overlaps: `rows[i]` overlaps `units[i]`, rows ascending."""
     first = addresses // unit_bytes
     count = (addresses + row_bytes - 1) // unit_bytes - first + 1
     rows = torch.arange(len(addresses), device=addresses.device).repeat_interleave(count)
@@ -116,12 +95,12 @@ def row_units(addresses: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tenso
 
 
 def units_touched(addresses: Tensor, row_bytes: int, unit_bytes: int) -> int:
-    """How many different units a set of rows touches: what memory must deliver at least once."""
+    """How many different units a set of rows touches."""
     return row_units(addresses, row_bytes, unit_bytes)[0].unique().numel()
 
 
 def tile_requests(addresses: Tensor, tiles: Tensor, row_bytes: int, unit_bytes: int) -> tuple[Tensor, Tensor]:
-    """Which units each tile requests, each once: (tiles, units), ascending. Two tiles may request the same unit."""
+    """Which units each tile requests, each once: (tiles, units), ascending."""
     units, rows = row_units(addresses, row_bytes, unit_bytes)
     span = int(units.max()) + 1
     requests = (tiles[rows] * span + units).unique()

@@ -4,7 +4,6 @@
 caches ("--cache-control all"): a count is that of a first call, whatever ran before.
 """
 
-import csv
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from io import StringIO
 
 import pandas as pd
 import torch
@@ -40,21 +40,11 @@ METRICS = {
 
 
 def count_calls(function: str, arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> pd.DataFrame:
-    """Hardware counters of calls: each is made once to warm up, and once under `ncu`.
+    """Hardware counters of the calls that "module:name" yields: each is made once to warm up, and once under `ncu`.
 
-    Args:
-        function: "module:name" of a function that yields the calls, callables without arguments.
-        arguments: its keyword arguments, of values that JSON can hold.
-        kernel: name of the kernel's function, or "regex:" and an expression.
-        timeout: for the program and the replays that reading takes [s].
-
-    Returns:
-        The launches of that kernel in the counted calls, in order, with a column for each of `METRICS`; NaN, and a
-        warning that names it, for one that this GPU or this `ncu` does not know.
-
-    Raises:
-        RuntimeError: if `ncu` is missing or may not read counters, the program fails or outlasts the timeout, or it
-            launches no such kernel.
+    A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
+    not know. RuntimeError: if `ncu` may not count, the program fails or outlasts `timeout` [s], or launches no such
+    kernel.
     """
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute, or leave the counters out")
@@ -93,17 +83,18 @@ def parse_counters(text: str) -> pd.DataFrame:
     """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu."""
     lines = text.splitlines()
     header = next((n for n, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
-    launches: dict[int, dict[str, str]] = {}
-    for row in csv.DictReader(line for line in lines[header:] if line.startswith('"')):
-        launches.setdefault(int(row["ID"]), {})[row["Metric Name"]] = row["Metric Value"].replace(",", "")
-    table = pd.DataFrame(list(launches.values()), columns=list(METRICS.values()))
-    return table.apply(pd.to_numeric, errors="coerce").astype(float).set_axis(list(METRICS), axis=1)
+    printed = "\n".join(line for line in lines[header:] if line.startswith('"'))
+    if not printed:
+        return pd.DataFrame(columns=list(METRICS))
+    launches = pd.read_csv(StringIO(printed), thousands=",")
+    table = launches.pivot(index="ID", columns="Metric Name", values="Metric Value")
+    return table.reindex(columns=list(METRICS.values())).astype(float).set_axis(list(METRICS), axis=1)
 
 
 def found_percent(table: pd.DataFrame) -> pd.Series:
     """The share of the sectors sent to the L1s for which L2 did not go to memory, in %.
 
-    Requests that were joined before L2 count as found, and sectors found in its far half too: what `lru` calls a hit.
+    Requests that were joined before L2 count as found, and sectors found in its far half too: what `l2` calls a hit.
     """
     return 100 * (1 - (table.l2_sectors - table.l2_hit_sectors - table.far_hit_sectors) / table.l1_sectors)
 

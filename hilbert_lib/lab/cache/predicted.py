@@ -1,6 +1,6 @@
 """What the hardware should count in one launch: sectors that the L1s ask of L2, what L2 finds, bytes from memory.
 
-The model joins exact counts of what a kernel's loops load, as `cache` gives them, with the LRU cache of `lru` for L2.
+The model joins exact counts of what a kernel's loops load, as `cache` gives them, with the LRU cache of `l2`.
 It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 bytes go. What 8 threads of such a copy ask
 for at once, a quarter of a warp, is one request: of two sectors that memory brings together both miss in L2 where one
 quarter asks for both, and the second is found where another one does. L1 joins other loads of one tile, or of one warp.
@@ -8,7 +8,7 @@ The model knows nothing of the launch's own instructions, of registers that spil
 that take room in L2, or of two programs on one multiprocessor that find each other's indices in L1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pandas as pd
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.lab.cache.cache import FETCH_BYTES, SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
-from hilbert_lib.lab.cache.l2 import Gpu
-from hilbert_lib.lab.cache.lru import Trace, kernel_trace, lru_hit_rates
+from hilbert_lib.lab.cache.l2 import Gpu, Trace, kernel_trace, lru_hit_rates
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -29,13 +28,7 @@ QUANTITIES = {"l1_sectors": False, "l2_found_percent": True, "dram_read_bytes": 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one launch should read, with empty caches before it.
-
-    Attributes:
-        l1_sectors: sectors of 32 bytes that L2 sends to the L1s.
-        l2_found_percent: the share of them that was in L2 already.
-        dram_read_bytes: from memory.
-    """
+    """What one launch should read, with empty caches before it: sectors from L2 into the L1s, and bytes from memory."""
 
     l1_sectors: int
     l2_found_percent: float
@@ -61,31 +54,21 @@ def attention_reads(
 ) -> Predicted:
     """The reads of the fused forward, or of its decoding with one query, through a table of slots.
 
-    Args:
-        storage: where the rows of k and v lie; q, in the order of the sequence, has as many heads and rows as wide.
-        pattern: one branch in which all heads have one offset. For decoding, whose programs split the keys, the
-            segment is the tokens of one program.
-        tile_queries: queries of a program; None for decoding: one program a segment, and one query in all.
-        tile_keys: keys of a step.
-        table_sectors: sectors that each program reads of tables that tell it its work.
-        gpu: its L2, and how many programs run at once: one on each multiprocessor.
-
-    >>> storage = Storage(Ordering.linear(64), row_bytes=32)
-    >>> launch = {"tile_queries": 8, "tile_keys": 16, "table_sectors": 4, "gpu": Gpu("small", 2**20, 1)}
-    >>> attention_reads(storage, DilatedPattern((64,), (4,)), **launch)
-    Predicted(l1_sectors=104, l2_found_percent=42.31, dram_read_bytes=3584)
+    The pattern has one branch in which all heads have one offset; q has as many heads as k. tile_queries: of a program;
+    None for decoding, where a segment is the tokens of one program. table_sectors: that a program reads to know its
+    work.
     """
-    _check_sectors(storage)
     rows = branch_rows(storage, pattern, tile_keys=tile_keys, key_order="position")
     _, keys = rows.segments.unique_consecutive(return_counts=True)
     programs = torch.ones_like(keys) if tile_queries is None else -(-keys // tile_queries)
     everyone, heads = int(programs.sum()) * storage.heads, storage.heads
     row_sectors = storage.row_bytes // SECTOR_BYTES
     kv_sectors = 2 * int((programs * keys).sum()) * heads * row_sectors
-    if tile_queries is None and storage.row_bytes % FETCH_BYTES == 0:  # every fetch is of one row, which is read once
-        hit_rate, kv_bytes = 0.0, kv_sectors * SECTOR_BYTES
-    else:
-        hit_rate, kv_bytes = _hits(storage, pattern, tile_queries, tile_keys, gpu)
+    if storage.row_bytes % FETCH_BYTES:
+        simulated, unit_bytes = storage, FETCH_BYTES
+    else:  # rows of whole fetches: an ordering only gives them other names, and a row is one unit
+        simulated, unit_bytes = replace(storage, ordering=Ordering.linear(storage.length)), storage.row_bytes
+    hit_rate, kv_bytes = _simulated(simulated, pattern, tile_queries, tile_keys, gpu, unit_bytes)
 
     # Of the table, each program asks once for every sector of a tile's slots; lanes that share one are joined.
     index, a_segment = INDEX_BYTES * rows.positions, int(rows.tiles.max()) + 1
@@ -106,38 +89,25 @@ def attention_reads(
 
 
 def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Predicted:
-    """The reads of a kernel that copies the rows of k of a branch in its order: a warp a row, and the row's number.
-
-    >>> storage = Storage(Ordering.linear(64), row_bytes=32)
-    >>> gather_reads(storage, DilatedPattern((64,), (4,)), gpu=Gpu("small", 2**20, 1))
-    Predicted(l1_sectors=32, l2_found_percent=43.75, dram_read_bytes=1152)
-    """
-    _check_sectors(storage)
+    """The reads of a kernel that copies the rows of k of a branch in its order: a warp a row, and the row's number."""
     positions = branch_rows(storage, pattern, key_order="position").positions
     rows, size = len(positions) * storage.heads, storage.row_bytes
-    found, fetched = 0.0, size * rows  # where every fetch is of one row
-    if size % FETCH_BYTES:
-        units = torch.cat([storage.addresses(positions, head) for head in range(storage.heads)]) // FETCH_BYTES
-        result = lru_hit_rates(Trace(units, torch.ones_like(units), FETCH_BYTES), [gpu.l2_bytes]).iloc[0]
-        found, fetched = float(result.hit_rate), int(result.memory_bytes)
+    unit_bytes = FETCH_BYTES if size % FETCH_BYTES else size
+    units = torch.cat([storage.addresses(positions, head) for head in range(storage.heads)]) // unit_bytes
+    result = lru_hit_rates(Trace(units, torch.ones_like(units), unit_bytes), [gpu.l2_bytes]).iloc[0]
     sectors = rows * size // SECTOR_BYTES
     numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # one stretch of memory
     parts = [
-        _Reads(sectors, sectors * (1 - found), fetched),
+        _Reads(sectors, sectors * (1 - result.hit_rate), int(result.memory_bytes)),
         _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES),
     ]
     return _predicted(parts)
 
 
 def model_errors(table: pd.DataFrame) -> pd.DataFrame:
-    """How far the model is from what was counted, by kernel and quantity.
+    """How far the model is from what was counted (`counter_table`), by kernel and quantity.
 
-    Args:
-        table: of `counter_table`: each of `QUANTITIES` as counted and, with the prefix predicted_, as predicted.
-
-    Returns:
-        kernel, quantity, unit ("%" of what was counted, or "points"), cases, median and worst (absolute), above_10
-        (cases further off than 10) and worst_case; without the quantities that this GPU does not count.
+    median and worst are absolute, in "%" of what was counted or in "points"; above_10 counts cases further off than 10.
     """
     found = []
     for kernel, cases in table.groupby("kernel", sort=False):
@@ -154,29 +124,12 @@ def model_errors(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _check_sectors(storage: Storage) -> None:
-    if storage.row_bytes % SECTOR_BYTES:
-        raise ValueError(f"row_bytes must be a multiple of {SECTOR_BYTES}, got {storage.row_bytes}")
-
-
 def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> _Reads:
     # Rows that stay in L2 once they are there, so that only the first reads miss; together: bytes asked for at once. A
     # sector that a miss brings along for a later read is found by it.
     fetches = units_touched(addresses, row_bytes, FETCH_BYTES)
     missed = fetches * max(1, min(together, FETCH_BYTES) // SECTOR_BYTES)
     return _Reads(sectors, min(missed, units_touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
-
-
-def _hits(
-    storage: Storage, pattern: DilatedPattern, tile_queries: int | None, tile_keys: int, gpu: Gpu
-) -> tuple[float, int]:
-    # Hit rate in L2 of the reads of k and v, and bytes fetched for them.
-    size = storage.row_bytes
-    if size % FETCH_BYTES:
-        return _simulated(storage, pattern, tile_queries, tile_keys, gpu, FETCH_BYTES)
-    # Rows of whole fetches: an ordering only gives them other names, and a row is one unit.
-    linear = Storage(Ordering.linear(storage.length), size, storage.heads, storage.layout)
-    return _simulated(linear, pattern, tile_queries, tile_keys, gpu, size)
 
 
 @lru_cache(maxsize=64)

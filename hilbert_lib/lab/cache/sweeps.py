@@ -19,16 +19,11 @@ from hilbert_lib.pattern import DilatedPattern
 
 
 def compared_orderings(
-    length: int, rate: int, *, chunk: int | None = None, segment: int | None = None, seed: int = 0
+    length: int, rate: int, *, chunk: int | None = None, segment: int | None = None
 ) -> dict[str, Ordering]:
-    """Every ordering that is compared: linear, residue-major for the given rate, four curves, and random.
+    """Every ordering that is compared; residue-major for the given rate; it and curves restart every `chunk`.
 
-    Args:
-        length: positions.
-        rate: dilation rate that the residue-major order is made for.
-        chunk: tokens after which residue-major and the curves restart; by default never.
-        segment: tokens of a segment; where they are fewer than length, a Hilbert curve a segment is compared too.
-        seed: of the random order.
+    A segment shorter than length gets a Hilbert curve of its own.
 
     >>> list(compared_orderings(16, rate=2, segment=8))
     ['linear', 'residue', 'tile', 'snake', 'morton', 'hilbert', 'hilbert per segment', 'random']
@@ -40,7 +35,7 @@ def compared_orderings(
         "linear": Ordering.linear(length),
         "residue": Ordering.residue(length, rate, chunk=chunk),
         **curves,
-        "random": Ordering.random(length, seed),
+        "random": Ordering.random(length, 0),
     }
 
 
@@ -60,25 +55,9 @@ def count_units(
 ) -> pd.DataFrame:
     """Sectors, fetches, lines and pages that one head touches in k, for every ordering, layout, row size and dilation.
 
-    Args:
-        length, segment_length: tokens, and those of a segment of the one branch.
-        dilation_rates: the values of r.
-        row_bytes, page_bytes: sizes of one head's row, and of a page [bytes].
-        heads: KV heads. head: the one that is counted; its offset is head mod r.
-        tile_keys, key_order: as in `branch_rows`.
-        residue_rate: the rate that one residue-major order is made for and read at every dilation; by default
-            residue-major is made anew for each dilation, which is its best case.
-        chunk: as in `compared_orderings`.
-
-    Returns:
-        A row a case: layout, row_bytes, dilation, ordering, unit (sector, fetch, line or page), unit_bytes, rows (how
-        many are read), fewest (units that they would fill if packed), touched (different units) and requested (the sum
-        over tiles of different units).
-
-    >>> counts = count_units(length=64, segment_length=64, dilation_rates=[4], row_bytes=[16])
-    >>> case = counts.query("layout == 'bhsd' and unit == 'line'").set_index("ordering")
-    >>> case.touched[["linear", "residue"]].to_dict()
-    {'linear': 8, 'residue': 2}
+    residue_rate: the rate of one residue-major order for all dilations; by default each has its own, its best case.
+    Counts: rows, fewest (units that they would fill if packed), touched (different units), requested (summed over
+    tiles).
     """
     unit_sizes = {"sector": SECTOR_BYTES, "fetch": FETCH_BYTES, "line": LINE_BYTES, "page": page_bytes}
     cases = []
@@ -102,30 +81,8 @@ def count_units(
 
 
 def saving_against_linear(counts: pd.DataFrame, column: str = "touched") -> pd.DataFrame:
-    """The table of `count_units` without its linear rows, and `saving`: the share of linear's count that is avoided.
-
-    column: "touched" or "requested". A saving of 0.25 is a quarter fewer; it is negative for more.
-    """
+    """Of `count_units` all orderings but linear, with `saving`: the share of linear's count that is avoided."""
     case = ["layout", "row_bytes", "dilation", "unit"]
     linear = counts[counts.ordering == "linear"].set_index(case)[column].rename("linear")
     others = counts[counts.ordering != "linear"].join(linear, on=case)
     return others.assign(saving=1 - others[column] / others.linear).drop(columns="linear")
-
-
-def walk_regularity(orderings: dict[str, Ordering], pattern: DilatedPattern, row_bytes: int) -> pd.DataFrame:
-    """How predictable the walk over a branch's rows is, when the keys are read in the sequence's order.
-
-    A row an ordering: ordering, different_steps (distances in bytes from a row to the next that occur) and
-    commonest_share (the share of the commonest).
-
-    >>> orderings = {"linear": Ordering.linear(9), "hilbert": Ordering.from_curve("hilbert", 9)}
-    >>> walk_regularity(orderings, DilatedPattern((9,), (2,)), row_bytes=16).different_steps.tolist()
-    [1, 3]
-    """
-    cases = []
-    for name, ordering in orderings.items():
-        storage = Storage(ordering, row_bytes)
-        rows = branch_rows(storage, pattern, key_order="position")
-        counts = storage.addresses(rows.positions, head=0).diff().unique(return_counts=True)[1]
-        cases.append((name, len(counts), float(counts.max() / counts.sum())))
-    return pd.DataFrame(cases, columns=["ordering", "different_steps", "commonest_share"])

@@ -6,6 +6,5 @@ models      cases that are computed anywhere: cache lines, memory, kernels on re
 ring        cases of several ranks, planned and measured
 claims      claims that are timed by themselves
 rerun       measuring a claim again
-numbers     the numbers that README and notebooks tell, by name
-slots       these numbers in sentences written by hand
+numbers     the numbers that README and notebooks tell, by name, in sentences written by hand
 """

@@ -1,7 +1,7 @@
 """The ledger's entries, and the verdict that a claim's cases give.
 
-No measured number stands in the ledger. An entry names a function that finds the claim's cases in a committed record,
-or computes them, and the range that is claimed. Value and verdict follow from the two each time they are shown.
+No measured number stands in the ledger. An entry names a function that finds or computes the cases, and the claimed
+range; value and verdict follow each time they are shown.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,23 +42,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Claim:
-    """One entry of the ledger.
+    """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
 
-    Attributes:
-        id, claim, source: which claim, in our words, and the documents that make it.
-        question: how it was made testable: the configuration, and what is compared with what.
-        quantity: what the values are.
-        measure: "module:function" of this package, which gives the cases; empty where tests answer.
-        options: its further arguments.
-        record: the notebook, or other folder under reports/h200*/RUN/, whose records it reads; empty where the cases
-            are computed.
-        file: the file of records in it.
-        claimed: the claimed ranges.
-        when: the condition under which it holds, if it holds in some cases.
-        tests: tests that answer it, as pytest names them.
-        verdict: what they show: "holds" or "does not hold".
-        note: what a reader should know beside the verdict.
-        only: parameters of the notebook that measure nothing but this claim again.
+    It is answered by `measure`, "module:function" of this package, which gives the cases that `options` ask for, from a
+    file of the newest run under reports/h200*/ of the notebook `record`, or computed where there is none; or else by
+    tests (as pytest names them) and the verdict that they show. `only`: parameters of the notebook that measure this
+    claim alone.
     """
 
     id: str
@@ -82,14 +71,8 @@ class Claim:
 class Answer:
     """What was found of a claim.
 
-    Attributes:
-        claim: the entry.
-        verdict: "holds", "holds ..." with its condition, "does not hold", "cannot be tested here: ...", or
-            "waits for: RECORD".
-        value: the value and its interval, or the range of all cases; "" where there are none.
-        cases: with claimed_least, claimed_most and as_claimed; None where tests answer, or nothing does.
-        run: the folder under reports/ whose records were read; None where there is none.
-        hardware: on what it was measured.
+    value: with its interval, or the range of all cases; "" where there are none. cases: None where tests answer, or
+    nothing does. run: the folder under reports/ that was read, if one was. hardware: on what it was measured.
     """
 
     claim: Claim
@@ -103,8 +86,7 @@ class Answer:
     def evidence(self) -> str:
         """Where the answer comes from: a folder, tests, or "computed"."""
         if self.run is not None:
-            path = self.run.resolve()
-            return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
+            return self.run.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")
         return " ".join(self.claim.tests) or ("computed" if self.cases is not None else "")
 
     @property
@@ -114,22 +96,10 @@ class Answer:
 
 
 def read_ledger(path: str | Path = LEDGER) -> dict[str, Claim]:
-    """The entries of the ledger by id, in the order of the file.
-
-    Args:
-        path: of the YAML file.
-
-    Raises:
-        ValueError: if the file is not there, or an entry has an unknown or missing field, or not exactly one way to be
-            answered.
-
-    >>> read_ledger()["K3"].source
-    '000'
-    """
-    try:
-        entries = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"no ledger of claims at {path}: it is part of the checkout, with its records") from None
+    """The entries of the ledger by id, in the order of the file. ValueError: for one that cannot be answered."""
+    if not Path(path).exists():
+        raise ValueError(f"no ledger of claims at {path}: it is part of the checkout, with its records")
+    entries = yaml.safe_load(Path(path).read_text())
     return {name: _claim(name, entry) for name, entry in entries.items()}
 
 
@@ -137,17 +107,18 @@ def _claim(name: str, entry: dict) -> Claim:
     known = {each.name for each in fields(Claim)}
     if unknown := sorted(set(entry) - known):
         raise ValueError(f"{name} must have fields of {sorted(known)}, got {unknown}")
-    if missing := [each for each in ("claim", "source", "question") if not entry.get(each)]:
-        raise ValueError(f"{name} must have {', '.join(missing)}")
-    if bool(entry.get("measure")) == bool(entry.get("tests")):
-        raise ValueError(f"{name} must be answered by measure or by tests, one of the two")
-    if entry.get("measure") and not entry.get("claimed"):
-        raise ValueError(f"{name} must say what range is claimed")
-    if entry.get("tests") and entry.get("verdict") not in (HOLDS, HOLDS_NOT):
-        raise ValueError(f"{name} must say whether its tests show that it holds, got {entry.get('verdict')!r}")
     made = {"claimed": tuple(Band(**band) for band in entry.get("claimed", ())), "tests": tuple(entry.get("tests", ()))}
     made["when"] = Condition(**entry["when"]) if "when" in entry else None
-    return Claim(id=name, **{**entry, **made})
+    claim = Claim(name, **{**dict.fromkeys(("claim", "source", "question"), ""), **entry, **made})
+    wrong = {
+        "have a claim, its source and a question": not (claim.claim and claim.source and claim.question),
+        "be answered by measure or by tests, one of the two": bool(claim.measure) == bool(claim.tests),
+        "say what range is claimed": claim.measure and not claim.claimed,
+        "say whether its tests show that it holds": claim.tests and claim.verdict not in (HOLDS, HOLDS_NOT),
+    }
+    if musts := [must for must, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"{name} must {musts[0]}")
+    return claim
 
 
 @cache
@@ -157,15 +128,7 @@ def answers() -> dict[str, Answer]:
 
 
 def answer(claim: Claim, run: Path | None = None) -> Answer:
-    """What the newest committed record, the computation or the tests say of a claim.
-
-    Args:
-        claim: an entry of the ledger.
-        run: the folder of another run, to be read instead of the committed one.
-
-    >>> answer(read_ledger()["M2"]).verdict
-    'holds'
-    """
+    """What the newest committed record (or that of the folder `run`), the computation or the tests say of a claim."""
     if claim.tests:
         return Answer(claim, claim.verdict, hardware="any")
     module, name = claim.measure.split(":")
@@ -190,31 +153,19 @@ def _answer(claim: Claim, cases: pd.DataFrame, run: Path | None, hardware: str) 
 
 
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None = None) -> tuple[str, pd.DataFrame]:
-    """The verdict that cases give on claimed ranges.
+    """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 
-    Args:
-        cases: value, low, high, and the columns that tell cases apart.
-        claimed: ranges; cases that none of them speaks of are left out.
-        when: the condition that the ledger states.
-
-    Returns:
-        "holds" where every case does, and "does not hold" where none does, or some do without a condition. A condition
-        counts where most cases under it hold and most others do not. And the cases, with claimed_least, claimed_most
-        and as_claimed.
-
-    Raises:
-        ValueError: if no range speaks of any case.
-
-    >>> cases = pd.DataFrame({"row_bytes": [32, 128], "value": [1.2, 1.0], "low": [1.1, 0.9], "high": [1.3, 1.1]})
-    >>> judge(cases, [Band(least=1.05)])[0]
-    'does not hold (1 of 2 cases)'
-    >>> judge(cases, [Band(least=1.05)], Condition("for rows of 32 B", "row_bytes == 32"))[0]
-    'holds for rows of 32 B (1 of 2 cases)'
+    "holds" where every case does, and "does not hold" where none does, or some do without a condition. A condition
+    counts where most cases under it hold and most others do not.
     """
-    parts = [(band, cases.query(band.where) if band.where else cases) for band in claimed]
-    if not any(len(part) for _, part in parts):
+    parts = []
+    for band in claimed:
+        part = cases.query(band.where) if band.where else cases
+        ends = {"claimed_least": band.least, "claimed_most": band.most}
+        parts.append(part.assign(**ends, as_claimed=part.low.ge(band.least) & part.high.le(band.most)))
+    judged = pd.concat(parts, ignore_index=True)
+    if judged.empty:
         raise ValueError(f"claimed must speak of some case; none of {list(claimed)} does")
-    judged = pd.concat([_judged(part, band) for band, part in parts], ignore_index=True)
     judged = judged[[*judged.columns.difference([*INTERVAL, *JUDGED], sort=False), *INTERVAL, *JUDGED]]
     held = judged.as_claimed
     if held.all() or not held.any():
@@ -228,11 +179,6 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None =
     return f"{HOLDS_NOT} ({count} cases)", judged
 
 
-def _judged(part: pd.DataFrame, band: Band) -> pd.DataFrame:
-    held = part.low.ge(band.least) & part.high.le(band.most)
-    return part.assign(claimed_least=band.least, claimed_most=band.most, as_claimed=held)
-
-
 def _value(cases: pd.DataFrame) -> str:
     if len(cases) == 1:
         value, low, high = (f"{cases[name].iloc[0]:.4g}" for name in INTERVAL)
@@ -243,20 +189,16 @@ def _value(cases: pd.DataFrame) -> str:
 
 def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
     """The ledger as it is shown: id, claim, verdict, value, quantity, from, hardware and note, a row a claim."""
-    columns = ["id", "claim", "verdict", "value", "quantity", "from", "hardware", "note"]
-    rows = [
-        (a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, a.hardware, a.claim.note)
-        for a in answers
-    ]
-    return pd.DataFrame(rows, columns=columns)
+    rows = []
+    for each in answers:
+        told = {"id": each.claim.id, "claim": each.claim.claim, "verdict": each.verdict, "value": each.value}
+        told |= {"quantity": each.claim.quantity, "from": each.source, "hardware": each.hardware}
+        rows.append({**told, "note": each.claim.note})
+    return pd.DataFrame(rows)
 
 
 def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
-    """Every case of the claims whose quantity is a ratio of times.
-
-    Returns:
-        id, claim, quantity, value, low, high, claimed_least, claimed_most and as_claimed.
-    """
+    """Every case of the claims whose quantity is a ratio of times, with the claim's id, words and quantity."""
     tables = []
     for each in answers:
         if each.claim.quantity.startswith("time ") and each.cases is not None:

@@ -1,22 +1,23 @@
 """Claims that are timed by themselves: the documents' two functions beside two layouts of one, dense attention, and one
-backend beside another."""
+backend beside another.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.lab.pairs import Results, Side, relative_difference, run_sides
+from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.sweeps.kernels import stored_side
 from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 FUNCTIONS, LAYOUTS, DENSE, BACKENDS = "two functions", "two layouts", "dense and dilated", "two backends"
-REPETITIONS = 30
 REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the reference work of notebook 06
 CHECKED_ROWS = 32  # rows of each head of the restated kernels, held against float64
 MODERATE = {(2048, 2): 1.03, (1024, 1): 1.03}  # (tokens, dilation) of the documents: the speed-up that they print
@@ -25,11 +26,7 @@ Pairs = Iterator[tuple[Side, Side]]
 
 
 def reference_pattern(length: int) -> DilatedPattern:
-    """The branches of the reference work that are no longer than so many tokens.
-
-    >>> reference_pattern(8192).segment_lengths
-    (2048, 4096, 8192)
-    """
+    """The branches of the reference work that are no longer than so many tokens."""
     return DilatedPattern(*zip(*(branch for branch in REFERENCE if branch[0] <= length), strict=True))
 
 
@@ -48,7 +45,11 @@ def documents_pairs(sizes: dict[tuple[int, int], float | None], *, segment_lengt
         functions, layouts = {**parameters, "pair": FUNCTIONS}, {**parameters, "pair": LAYOUTS}
         yield _function_side(work, "standard", functions, None), _function_side(work, "hilbert", functions, curve)
         orders = Ordering.linear(length), Ordering.from_curve("hilbert", length)
-        yield tuple(_layout_side(work, layouts, order) for order in orders)
+        yield tuple(stored_side(work, order.kind, order, _read, layouts) for order in orders)
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, work: Workload, order: Ordering) -> Tensor:
+    return dilated_attention(q, k, v, work.pattern, kv_ordering=order, backend="triton")
 
 
 def dense_pairs(lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
@@ -84,17 +85,7 @@ def claim_pairs(
 ) -> Pairs:
     """What is timed for some claims: pairs for `pairs.run_sides`, the standard side first.
 
-    Args:
-        claims: ids of `CLAIMS`.
-        device: where to compute.
-        segment_length: w of K3 and K4, at most the shortest length; the documents name none.
-        heads, head_dim: the documents' D = 768 as 12 heads of 64.
-
-    Raises:
-        ValueError: for an unknown claim, or a segment that does not divide a length.
-
-    >>> [standard.parameters["length"] for standard, rival in claim_pairs(["K10"], device="cpu")]
-    [8192, 32768, 131072]
+    segment_length: w of K3 and K4; the documents name none. Their D = 768 is 12 heads of 64.
     """
     shape = {"heads": heads, "head_dim": head_dim, "device": torch.device(device)}
     for claim in claims:
@@ -106,10 +97,8 @@ def claim_pairs(
 def claim_table(records: Sequence[dict]) -> pd.DataFrame:
     """What is claimed of the documents' sizes beside what was seen.
 
-    Returns:
-        length, dilation, claimed; functions, functions_low, functions_high, functions_apart and layouts, layouts_low,
-        layouts_high, layouts_apart: the ratio of either pair (above 1: the Hilbert side is faster), its interval, and
-        the relative difference of the outputs.
+    Of the two pairs, "functions" and "layouts": the ratio (above 1: the Hilbert side is faster), _low and _high, and
+    _apart, the relative difference of the outputs.
     """
     columns = {"ratio": "", "low": "_low", "high": "_high", "output_difference": "_apart"}
     ratios = ratio_table(records, "claims").set_index(["length", "dilation"])
@@ -118,12 +107,6 @@ def claim_table(records: Sequence[dict]) -> pd.DataFrame:
         names = {old: prefix + suffix for old, suffix in columns.items()}
         table = table.join(ratios.loc[ratios.pair == pair, list(columns)].rename(columns=names))
     return table.reset_index()
-
-
-def time_again(claim: str, *, segment_length: int = 1024, output_dir: str = "") -> list[dict]:
-    """Time a claim on this machine's GPU: the records of `claim_pairs`, kept in a folder if one is named."""
-    pairs = claim_pairs([claim], device="cuda", segment_length=segment_length)
-    return run_sides(pairs, device="cuda", output_dir=output_dir, repetitions=REPETITIONS)
 
 
 def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | None) -> Side:
@@ -147,19 +130,8 @@ def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | 
     return Side(name, parameters, forward, error, useful_flop=flop)
 
 
-def _layout_side(work: Workload, parameters: dict, order: Ordering) -> Side:
-    stored = cache(lambda: work.stored(order))
-
-    def forward() -> Results:
-        return (dilated_attention(work.tensors[0], *stored(), work.pattern, kv_ordering=order, backend="triton"),)
-
-    return Side(order.kind, parameters, forward, work.error, useful_flop=work.flop_and_bytes[0])
-
-
 def _attention_side(name: str, work: Workload, pair: str, *, backend: str = "auto") -> Side:
-    def forward() -> Results:
-        with torch.no_grad():
-            return (dilated_attention(*work.tensors[:3], work.pattern, backend=backend),)
+    def attend(q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
+        return dilated_attention(q, k, v, work.pattern, backend=backend)
 
-    parameters = {"sweep": "claims", "pair": pair, "direction": "forward", **work.parameters}
-    return Side(name, parameters, forward, work.error, *work.flop_and_bytes[:2])
+    return work.side(name, attend, "forward", sweep="claims", pair=pair)

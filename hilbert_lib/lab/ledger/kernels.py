@@ -24,14 +24,7 @@ CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
 def ratios(records: Records, *, sweep: str, columns: Sequence[str] = (), where: str = "") -> pd.DataFrame:
-    """The pairs of a sweep: time of `base` over that of `rival`.
-
-    Args:
-        records: of a notebook, or of a claim that was timed by itself.
-        sweep: the value of the parameter of that name.
-        columns: what to show of a pair, base and rival among it; by default all.
-        where: a query over the pairs.
-    """
+    """The pairs of a sweep that the query `where` picks: time of `base` over that of `rival`; `columns`, or all."""
     table = ratio_table(records, sweep).rename(columns={"ratio": "value", "a": "base", "b": "rival"})
     table = table.query(where) if where else table
     return table[[*columns, *INTERVAL]] if columns else table
@@ -44,16 +37,7 @@ def quotient(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
 
 
 def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") -> pd.DataFrame:
-    """Time of linear storage, read through a table, over that of an order: the same kernel and function.
-
-    Args:
-        records: of notebook 06.
-        order: kind of the order, or "best" for the fastest, work by work.
-        where: a query over the cases.
-
-    Returns:
-        work ("whole sequence" or "decoding"), length, queries, row_bytes, dilation, rival and the interval.
-    """
+    """Time of linear storage, read through a table, over that of an order, or of the "best" one of each work."""
     # The documents' sizes hold rows of 64 elements in bfloat16, all heads of a token side by side.
     sizes = ratios(records, sweep="claims", where=f"pair == '{LAYOUTS}'")
     sizes = sizes.assign(work="whole sequence", queries=0, row_bytes=2 * sizes.head_dim)
@@ -70,21 +54,13 @@ def layout_ratios(records: Records, *, order: str = "hilbert", where: str = "") 
 def over_sequence(records: Records) -> pd.DataFrame:
     """Time from storage in sequence order, read as it is, over that from every order, read through a table.
 
-    Both were timed beside linear storage read through a table: a quotient of two ratios.
-
-    Args:
-        records: of notebook 06.
-
-    Returns:
-        work, length, queries, row_bytes, dilation, order, the interval, and through_table: the ratio to linear storage
-        that is read through a table too.
+    Both were timed beside linear storage read through a table, of which `through_table` is the order's ratio.
     """
     table = _layouts(records)
     plain = table[table.rival == NO_TABLE][[*CASE, *INTERVAL]]
-    orders = table[table.rival != NO_TABLE].rename(columns={"rival": "order"})
-    both = orders.merge(plain, on=CASE, suffixes=("", "_plain"))
-    own, beside = both[INTERVAL], both[[f"{name}_plain" for name in INTERVAL]].set_axis(INTERVAL, axis=1)
-    return both[[*CASE, "order"]].join(quotient(own, beside)).assign(through_table=own.value)
+    orders = table[table.rival != NO_TABLE].rename(columns={"rival": "order"}).reset_index(drop=True)
+    plain = orders[CASE].merge(plain, on=CASE, how="left")
+    return orders[[*CASE, "order"]].join(quotient(orders, plain)).assign(through_table=orders.value)
 
 
 def _layouts(records: Records) -> pd.DataFrame:
@@ -93,48 +69,23 @@ def _layouts(records: Records) -> pd.DataFrame:
 
 
 def grid_gains(records: Records) -> pd.DataFrame:
-    """Time of raster order over that of every other order of the tokens of a grid, forward.
-
-    Args:
-        records: of notebook 08.
-
-    Returns:
-        order, side, window, block_size, head_dim and the interval.
-    """
+    """Time of raster order over that of every other order of the tokens of a grid, forward."""
     table = ratios(records, sweep="neighbourhood", where="base == 'raster' and direction == 'forward'")
     return table.rename(columns={"rival": "order"})[["order", "side", "window", "block_size", "head_dim", *INTERVAL]]
 
 
 def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
-    """Speed of the fused kernel and of the backend nearest to it on the reference work, not causal.
-
-    Args:
-        records: of notebook 06.
-        length: tokens.
-
-    Returns:
-        By direction and head_dim: tflop_per_s, error (relative, against float64), other (its name),
-        other_tflop_per_s, and how many times as fast the fused kernel is, with its interval.
-    """
+    """The fused kernel on the reference work, not causal, and `other`, the backend nearest to it."""
     work, case = f"pattern == 'reference' and not is_causal and length == {length}", ["direction", "head_dim"]
-    speeds = side_table(records, "backends").query(work).set_index([*case, "name"])
+    speeds = side_table(records, "backends").query(work)[[*case, "name", "tflop_per_s", "error"]]
     pairs = ratios(records, sweep="backends", where=f"rival == 'triton' and {work}").sort_values("value")
-    nearest = pairs.drop_duplicates(case).set_index(case)[["base", *INTERVAL]].rename(columns={"base": "other"})
-    own = speeds.xs("triton", level="name")[["tflop_per_s", "error"]].join(nearest)
-    others = [speeds.tflop_per_s[(*at, name)] for at, name in own.other.items()]
-    return own.assign(other_tflop_per_s=others)
+    nearest = pairs.drop_duplicates(case)[[*case, "base", "value"]].rename(columns={"base": "other"})
+    own = speeds[speeds.name == "triton"].merge(nearest, on=case)
+    return own.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
 
 
 def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:
-    """Time of the nearest backend over the fused kernel's, for each work of notebooks 05 and 06.
-
-    Args:
-        choices: of notebook 05.
-        records: of notebook 06.
-
-    Returns:
-        other (the backend) and the interval, by pattern, length, head_dim, is_causal and direction.
-    """
+    """Time of the nearest backend, `other`, over the fused kernel's, for each work of notebooks 05 and 06."""
     pairs = pd.concat([ratios(choices, sweep="selection"), ratios(records, sweep="backends")], ignore_index=True)
     first = pairs[pairs.base == "triton"]  # where another backend was the choice, the fused kernel stands first
     turned = first.assign(base=first.rival, value=1 / first.value, low=1 / first.high, high=1 / first.low)
@@ -147,11 +98,7 @@ def nearest_backends(choices: Records, records: Records) -> pd.DataFrame:
 def growth(records: Records) -> pd.DataFrame:
     """The Hilbert order's ratio at the largest dilation over that at the smallest, and likewise by length.
 
-    Args:
-        records: of notebook 06.
-
-    Returns:
-        grows_with ("dilation" or "length"), row_bytes, at (the other of the two) and the interval.
+    grows_with: "dilation" or "length"; at: the other of the two.
     """
     # Not `layout_ratios`: at the documents' sizes the heads of a token lie side by side, which is another layout.
     table, cases = ratios(records, sweep="layouts", where="rival == 'hilbert'"), []
@@ -170,15 +117,10 @@ def longest(records: Records, *, asked: int) -> pd.DataFrame:
 
 
 def over_manual(records: Records, *, backend: str) -> pd.DataFrame:
-    """Time of plain matrix products over that of a dense kernel, both timed beside the first backend of their point.
-
-    Args:
-        records: lines of the points of notebook 04.
-        backend: of the dense kernel.
-    """
+    """Time of plain matrix products over that of a dense kernel, both timed beside the first backend of their point."""
     table = outcome_table(records).dropna(subset=["ratio"]).rename(columns={"ratio": "value"})
-    sides = [table[table.backend == name].set_index(["length", "direction"])[INTERVAL] for name in (backend, "eager")]
-    return quotient(*sides).dropna().reset_index()
+    dense, eager = (table[table.backend == name].set_index(["length", "direction"]) for name in (backend, "eager"))
+    return quotient(dense, eager).dropna().reset_index()
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:
@@ -189,7 +131,7 @@ def saved_by_cache(records: Records) -> pd.DataFrame:
 
 def pool_fragmentation(records: Records) -> pd.DataFrame:
     """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
-    pools = pool_table(records, "pools")
+    pools = pool_table(records)
     mixed = pools[pools.lengths.str.contains(" ")]
     base = mixed[mixed.strategy == "caching"].set_index("direction").fragmented_bytes
     others = mixed[mixed.strategy != "caching"]
@@ -198,25 +140,14 @@ def pool_fragmentation(records: Records) -> pd.DataFrame:
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
-    """The share that the Hilbert order saves against linear storage: modelled, and as an H200 counted it.
-
-    Args:
-        records: of notebook 06.
-        column: of the counters.
-        **model: as `models.units_saved`.
-    """
+    """The share that the Hilbert order saves against linear storage: modelled, and as an H200 counted it."""
     hilbert, linear = _counters(records)
     saved = _counted_in(1 - hilbert[column] / linear[column]).assign(layout="bhsd")  # the layout of those sweeps
     return pd.concat([models.units_saved(**model).assign(how="modelled"), saved], ignore_index=True)
 
 
 def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
-    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in an H200's L2.
-
-    Args:
-        records: of notebook 06.
-        dilation: as `models.hit_rate_gained`.
-    """
+    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in an H200's L2."""
     hilbert, linear = _counters(records)
     l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))
     gained = _counted_in(hilbert.l2_found_percent - linear.l2_found_percent).assign(cache_kib=l2.l2_bytes // 1024)

@@ -18,7 +18,6 @@ from hilbert_lib.pattern import DilatedPattern
 LENGTH, SEGMENT, HEADS = 4096, 1024, 8
 DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
 CACHE_KIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-PAGE_BYTES = 4096
 
 
 def units_saved(
@@ -26,14 +25,8 @@ def units_saved(
 ) -> pd.DataFrame:
     """The share of units that storage along the Hilbert curve saves against linear storage.
 
-    Args:
-        unit: "sector", "fetch" or "line".
-        counts: "touched", different units; or "requested", summed over a kernel's tiles.
-        key_order: as in `cache.branch_rows`.
-        least_dilation: the smallest r.
-
-    Returns:
-        layout, row_bytes, dilation and the value.
+    unit: "sector", "fetch" or "line"; counts: "touched", or "requested" over a kernel's tiles; key_order: of
+    `branch_rows`.
     """
     savings = sweeps.saving_against_linear(_counts(key_order, None), counts)
     shown = savings[(savings.ordering == "hilbert") & (savings.unit == unit) & (savings.dilation >= least_dilation)]
@@ -64,9 +57,12 @@ def stride_regularity() -> pd.DataFrame:
     """The share of the commonest distance from a row to the next, Hilbert over linear, keys read in sequence order."""
     cases = []
     for rate in DILATIONS:
-        orderings = {kind: Ordering(kind, LENGTH) for kind in ("linear", "hilbert")}
-        table = sweeps.walk_regularity(orderings, DilatedPattern((SEGMENT,), (rate,)), row_bytes=LINE_BYTES)
-        shares = table.set_index("ordering").commonest_share
+        pattern, shares = DilatedPattern((SEGMENT,), (rate,)), {}
+        for kind in ("linear", "hilbert"):
+            storage = Storage(Ordering(kind, LENGTH), LINE_BYTES)
+            rows = branch_rows(storage, pattern, key_order="position")
+            steps = storage.addresses(rows.positions, head=0).diff().unique(return_counts=True)[1]
+            shares[kind] = float(steps.max() / steps.sum())
         cases.append({"dilation": rate, "value": shares["hilbert"] / shares["linear"]})
     return counted(pd.DataFrame(cases))
 
@@ -96,14 +92,7 @@ def plain_kernel_on_reordered_keys() -> pd.DataFrame:
 
 
 def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[str]) -> pd.DataFrame:
-    """GiB at the highest point of a forward in float32, inputs included, and one segment's over that of many.
-
-    Args:
-        length: tokens. segment_length: of the many. backends: names.
-
-    Returns:
-        what ("GiB" or "one segment over many"), backend and the value.
-    """
+    """GiB at the peak of a forward in float32, inputs included; and one segment's peak over that of many."""
     how = {"length": length, "heads": 8, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
     cases = []
     for backend in backends:
@@ -117,7 +106,7 @@ def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[s
 
 @cache
 def _counts(key_order: str, chunk: int | None) -> pd.DataFrame:
-    sizes = {"length": LENGTH, "segment_length": SEGMENT, "page_bytes": PAGE_BYTES, "heads": HEADS}
+    sizes = {"length": LENGTH, "segment_length": SEGMENT, "heads": HEADS}
     cases = {"dilation_rates": DILATIONS, "row_bytes": ROW_BYTES}
     return sweeps.count_units(**sizes, **cases, key_order=key_order, chunk=chunk)
 

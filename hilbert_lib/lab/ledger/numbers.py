@@ -1,21 +1,29 @@
-"""The numbers that README, reports/README.md and notebooks tell: each has a name, and comes from the newest records."""
+"""The numbers that README, reports/README.md and notebooks tell: each has a name, and comes from the newest records.
 
-from collections.abc import Iterator
+`<!--name-->0.98<!--/-->` in a sentence written by hand is the slot of the number of that name.
+`python -m hilbert_lib.lab.ledger.numbers` writes them all anew.
+"""
+
+import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
+from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
-from hilbert_lib.lab.ledger.claims import FUNCTIONS, LAYOUTS, reference_pattern
+from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.pattern import DilatedPattern
 
+SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
+TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
 CHOICE, KERNELS = "05_backend_selection", "06_kernel_benchmarks"
 RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
 FASTER = 1.01  # an order counts as faster from one per cent on
@@ -25,30 +33,39 @@ LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
 
 @cache
 def numbers() -> dict[str, str]:
-    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s.
-
-    >>> numbers()["printed"]
-    '7.95'
-    """
-    records = {name: _of(newest_run(name)) for name in (CHOICE, KERNELS, RING, GRIDS)}
-    elsewhere = {name: newest_run(name, machines=sorted(REPORTS.glob("h100*"))) for name in (KERNELS, RING)}
-    told = {**_orders(records[KERNELS]), **_grids(records[GRIDS]), **_ring(records[RING])}
-    told |= {**_speeds(records[KERNELS]), **_long(records[KERNELS]), **_choice(records[CHOICE], records[KERNELS])}
-    told |= {**_saved(), **_claims(), "runs": _runs()}
-    told |= {f"{name[:2]}_run": _link(newest_run(name)) for name in records}
-    for name, of in ((KERNELS, (_orders, _speeds)), (RING, (_ring,))):
-        held = _of(elsewhere[name])
-        told |= {f"h100_{slot}": value for each in of for slot, value in each(held).items()}
-        told[f"h100_{name[:2]}_run"] = _link(elsewhere[name])
+    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s."""
+    runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
+    h100 = sorted(REPORTS.glob("h100*"))
+    runs |= {f"h100_{name[:2]}": newest_run(name, machines=h100) for name in (KERNELS, RING)}
+    choices, fused, ring, grids, h100_fused, h100_ring = (read_records(run / RESULTS) for run in runs.values())
+    told = {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
+    told |= {**_choice(choices, fused), **_saved(), **_claims(), "runs": _runs()}
+    told |= {f"h100_{name}": value for name, value in {**_speeds(h100_fused), **_ring(h100_ring)}.items()}
+    for name, run in runs.items():
+        told[f"{name}_run"] = f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
     return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
 
 
-def _of(run: Path) -> list[dict]:
-    return read_records(run / RESULTS)
+def fill(text: str, numbers: Mapping[str, str]) -> str:
+    """A text with the numbers of its slots. ValueError: for a slot of an unknown name.
+
+    >>> fill("ran at <!--best-->?<!--/--> times the speed", {"best": "4.97"})
+    'ran at <!--best-->4.97<!--/--> times the speed'
+    """
+    if unknown := [slot[1] for slot in SLOT.finditer(text) if slot[1] not in numbers]:
+        raise ValueError(f"a slot must have the name of a number of ledger/numbers.py, got {unknown[0]!r}")
+    return SLOT.sub(lambda slot: f"<!--{slot[1]}-->{numbers[slot[1]]}<!--/-->", text)
 
 
-def _link(run: Path) -> str:
-    return f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
+def filled_texts(root: Path = ROOT) -> dict[Path, str]:
+    """Every text of the checkout that has slots, with the numbers of the newest records. Links lead from the file."""
+    texts = {}
+    for path in (path for pattern in TEXTS for path in sorted(root.glob(pattern))):
+        text = path.read_text(encoding="utf-8")
+        if SLOT.search(text):
+            below = f"{path.relative_to(root).parent.as_posix()}/"  # of the folder that the links lie in already
+            texts[path] = fill(text, {name: value.replace(f"]({below}", "](") for name, value in numbers().items()})
+    return texts
 
 
 def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:
@@ -65,14 +82,13 @@ def _orders(records: list[dict]) -> dict:
     decoding = kernels.over_sequence(records).query("work == 'decoding'")
     most = decoding.loc[decoding.value.idxmax()]
     there = decoding[(decoding[kernels.CASE] == most[kernels.CASE]).all(axis=1)].set_index("order").value
-    told |= {"decoding_order": most.order, "decoding_best": f"{most.value:.2f}"}
-    told |= {"decoding_hilbert": f"{there['hilbert']:.2f}", "decoding_row_bytes": most.row_bytes}
-    told |= {"decoding_dilation": most.dilation}
+    told |= {"decoding_best": f"{most.value:.2f}", "decoding_hilbert": f"{there['hilbert']:.2f}"}
+    told |= {"decoding_order": most.order, "decoding_row_bytes": most.row_bytes, "decoding_dilation": most.dilation}
     one = decoding.query("queries == 1 and dilation > 1 and order == 'residue'").groupby("row_bytes").value.max()
     told |= {f"decoding_residue_{size}": f"{gain:.2f}" for size, gain in one.items()}
     pairs = kernels.ratios(records, sweep="claims", where="length == 4096 and dilation == 64").set_index("pair").value
-    told |= {"printed": f"{answers()['K3'].claim.claimed[0].least}", "printed_functions": f"{pairs[FUNCTIONS]:.2f}"}
-    return told | {"printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
+    printed = answers()["K3"].claim.claimed[0].least
+    return told | {"printed": f"{printed}", "printed_layouts": f"{pairs[LAYOUTS]:.3f}"}
 
 
 def _grids(records: list[dict]) -> dict:
@@ -80,13 +96,9 @@ def _grids(records: list[dict]) -> dict:
     gains, work = kernels.grid_gains(records), ["side", "window", "block_size"]
     hilbert = gains[gains.order == "hilbert"].set_index(work)
     told = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
-    for name, at in (("best", hilbert.value.idxmax()), ("worst", hilbert.value.idxmin())):
-        told |= {f"grid_{name}": f"{hilbert.value[at]:.2f}"}
-        told |= {f"grid_{name}_{what}": n for what, n in zip(("side", "window", "block"), at, strict=True)}
+    told |= {"grid_best": f"{hilbert.value.max():.2f}", "grid_worst": f"{hilbert.value.min():.2f}"}
     most = gains.groupby("order").value.max()
     told |= {f"grid_best_{order}": f"{most[order]:.2f}" for order in ("tile", "morton")}
-    ahead = gains.pivot(index=work, columns="order", values="value")
-    told["grid_ahead"] = f"{ahead[['tile', 'morton']].div(ahead.hilbert, axis=0).max(axis=None):.2f}"
     anew = "rival == 'hilbert, reordered' and direction == 'forward'"
     kept = kernels.ratios(records, sweep="neighbourhood", where=anew).set_index(work).value
     told |= _ends("reordered", kept)
@@ -98,10 +110,10 @@ def _grids(records: list[dict]) -> dict:
 def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict:
     """TFLOP/s and error of the fused kernel, and the backend nearest to it, on the reference work."""
     told = {}
-    for (direction, head_dim), row in kernels.fused_speeds(records, length=length).iterrows():
-        at = f"{prefix}{direction}_{head_dim}"
+    for row in kernels.fused_speeds(records, length=length).itertuples():
+        at = f"{prefix}{row.direction}_{row.head_dim}"
         told |= {at: f"{row.tflop_per_s:.0f}", f"{at}_error": f"{row.error:.2g}", f"{at}_other": row.other}
-        told |= {f"{at}_other_speed": f"{row.other_tflop_per_s:.0f}", f"{at}_ratio": f"{row.value:.2f}"}
+        told |= {f"{at}_other_speed": f"{row.tflop_per_s_other:.0f}", f"{at}_ratio": f"{row.value:.2f}"}
         told |= {f"{at}_ratio_low": f"{row.low:.2f}", f"{at}_ratio_high": f"{row.high:.2f}"}
     return told
 
@@ -143,12 +155,12 @@ def _ring(records: list[dict]) -> dict:
         longest = works.loc[works.tokens.idxmax()]
         took = longest.forward_ms + (longest.backward_ms if name == "both" else 0)
         told |= {f"ring_{name}_tokens": int(longest.tokens), f"ring_{name}_seconds": f"{took / 1e3:.2f}"}
-        told |= {f"ring_{name}_gb": f"{longest.peak_bytes / 1e9:.0f}", f"ring_{name}_gpus": int(longest.ranks)}
+        told |= {f"ring_{name}_gb": f"{longest.peak_bytes / 1e9:.0f}"}
         told |= {f"ring_{name}_heads": int(longest.heads), f"ring_{name}_head_dim": int(longest.head_dim)}
     cases = overlap_and_scaling(records)
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
         told[f"ring_{sweep}_percent"] = f"{100 * rows.value.min():.0f}"
-    return told | {"ring_hidden_percent": f"{100 * cases[cases.what == 'hidden'].value.min():.0f}"}
+    return told
 
 
 def _claims() -> dict:
@@ -162,17 +174,16 @@ def _claims() -> dict:
 def _runs() -> str:
     """A table of the notebooks' newest finished runs on each kind of machine."""
     rows = ["| notebook | ran on | when | |", "| --- | --- | --- | --- |"]
-    newest = {}
-    for manifest, folder in sorted(_finished(), key=lambda run: run[0]["end"]):
-        newest[manifest["notebook"], folder.parents[1].name] = manifest, folder
-    for (name, _), (manifest, folder) in sorted(newest.items(), key=lambda run: run[0]):
+    runs = [(read_manifest(path.parent), path.parent) for path in REPORTS.glob(f"{MACHINES}/*/*/{MANIFEST}")]
+    finished = [run for run in runs if run[0] and run[0]["status"] == "ok"]
+    newest = {(run[0]["notebook"], run[1].parents[1].name): run for run in sorted(finished, key=lambda r: r[0]["end"])}
+    for (name, _), (manifest, folder) in sorted(newest.items()):
         at = folder.relative_to(ROOT).as_posix()
         where = f"{say_hardware(manifest['environment'])} | {manifest['end'][:10]}"
         rows.append(f"| [{name}]({at}/{name}.ipynb) | {where} | [its records]({at}) |")
     return "\n".join(["", *rows, ""])
 
 
-def _finished() -> Iterator[tuple[dict, Path]]:
-    for path in REPORTS.glob(f"{MACHINES}/*/*/{MANIFEST}"):
-        if (manifest := read_manifest(path.parent)) and manifest["status"] == "ok":
-            yield manifest, path.parent
+if __name__ == "__main__":
+    for path, text in filled_texts().items():
+        print(write_whole(path, text))

@@ -10,27 +10,19 @@ import torch
 
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
-from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs, time_again
+from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs
+from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
 from hilbert_lib.lab.suite.manifest import run_id
 
+REPETITIONS = 30
 PROGRAMS = {"hilbert": ["-c", "from hilbert_lib.cli.main import main; main()"], "pytest": ["-m", "pytest"]}
 
 
 def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None = None) -> str:
     """The command line, from the root of the checkout, that measures a claim again.
 
-    Args:
-        claim: an entry of the ledger.
-        out: folder of the runs.
-        gpus: how many there are; by default as many as the largest of the notebook's configurations is for.
-
-    Raises:
-        ValueError: if there are fewer GPUs than the smallest configuration is for.
-
-    >>> from hilbert_lib.lab.ledger.claim import read_ledger
-    >>> command(read_ledger()["B3"])
-    'pytest tests/test_machine.py::test_every_architecture_has_its_name_and_dtypes'
+    gpus: how many there are; by default the notebook's largest configuration is taken.
     """
     if claim.tests:
         return shlex.join(["pytest", *claim.tests])
@@ -49,12 +41,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
 
 
 def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> list[str]:
-    """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself.
-
-    >>> from hilbert_lib.lab.ledger.claim import read_ledger
-    >>> dry_run(read_ledger()["K10"], out="reports/local")[0]
-    'dense | dilated: pair=dense and dilated, length=8192, heads=12, head_dim=64, branches=2048:1 4096:2 8192:4'
-    """
+    """What `rerun` would do, in lines: the command that it runs, or the pairs that it times itself."""
     if claim.id not in CLAIMS:
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
     lines = []
@@ -67,17 +54,9 @@ def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> lis
 
 
 def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
-    """Measure a claim again and say what this measurement answers.
+    """Measure a claim again and say what this measurement answers; what is timed stays in a folder of `out`.
 
-    Args:
-        claim: an entry of the ledger.
-        out: folder of the runs; what is timed stays there.
-        segment_length: as in `claims.claim_pairs`.
-
-    Raises:
-        RuntimeError: without a CUDA device, where one is needed; or if the tests or the notebook failed, the
-            notebook left no record of the claim, or none of its pairs has room.
-        ValueError: as `command`; or for a segment_length that does not fit.
+    RuntimeError: without a CUDA device, where one is needed; or if nothing was measured.
     """
     if claim.record and not torch.cuda.is_available():
         raise RuntimeError(
@@ -86,7 +65,8 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
     if claim.id in CLAIMS:
         folder = out / run_id(environment()) / f"claims_{claim.id}"
         (folder / RESULTS).unlink(missing_ok=True)
-        if not time_again(claim.id, segment_length=segment_length, output_dir=str(folder)):
+        pairs = claim_pairs([claim.id], device="cuda", segment_length=segment_length)
+        if not run_sides(pairs, device="cuda", output_dir=str(folder), repetitions=REPETITIONS):
             raise RuntimeError(f"{claim.id} was not measured again: nothing of it has room on this GPU")
         return answer(claim, folder)
     if not claim.record and not claim.tests:

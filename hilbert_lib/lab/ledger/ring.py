@@ -70,12 +70,7 @@ def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
 def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
     """The share of a forward's exchange that ran under other kernels, and a rank's speed over that of one rank alone.
 
-    Args:
-        records: of notebook 07.
-
-    Returns:
-        what ("hidden" or "scaling"), sweep, ranks, tokens (in all) and the value; the interval of a speed is that of
-        the quartiles of both times.
+    The interval of a speed is that of the quartiles of both times.
     """
     auto = [record for record in records if record["side"] == "auto" and record["sweep"] in ("weak", "strong")]
     alone = {(one["sweep"], one["tokens"]): _together(one) for one in auto if one["ranks"] == 1}
@@ -98,12 +93,7 @@ def _together(record: dict) -> np.ndarray:
 
 
 def longest(records: Sequence[dict], *, both: int, forward: int) -> pd.DataFrame:
-    """Tokens of the longest sequence that ran and was held against float64 rows, over those asked for.
-
-    Args:
-        records: of notebook 07.
-        both, forward: tokens asked for, forward and backward, and forward alone.
-    """
+    """Tokens of the longest sequence that ran and was held against float64 rows, over those asked for."""
     checked = [record for record in records if record["out_error"] is not None]
     reached = {"forward": [r["tokens"] for r in checked]}
     reached["forward and backward"] = [r["tokens"] for r in checked if r["backward"]]

@@ -5,7 +5,7 @@ the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -27,11 +27,7 @@ from hilbert_lib.pattern import DilatedPattern
 
 SWEEP = "counters"
 # The launch of a call that is counted. A gather has torch's name for it, which differs between versions.
-KERNELS = {
-    "forward": "regex:^forward_kernel",
-    "decoding": "regex:^decode_kernel",
-    "gather": "regex:gather|[iI]ndex",
-}
+KERNELS = {"forward": "regex:^forward_kernel", "decoding": "regex:^decode_kernel", "gather": "regex:gather|[iI]ndex"}
 # Sectors that each program reads to know its work. Forward: branches, offsets, a tile and its class, one each.
 # Decoding: three int32 a KV head.
 FORWARD_TABLES, PAIR_BYTES = 4, 12
@@ -39,15 +35,7 @@ FORWARD_TABLES, PAIR_BYTES = 4, 12
 
 @dataclass(frozen=True)
 class Work:
-    """One call of one kernel on k and v stored heads first in one order, in bfloat16.
-
-    Attributes:
-        kernel: "forward", "decoding" or "gather".
-        layout, ordering: the order's name, and the order.
-        length, heads: of k and v.
-        dilation: r of the one branch, offset 0. keys: that a query sees at most.
-        row_bytes: of one head's row.
-    """
+    """One call of one kernel on k and v stored heads first in one order, in bfloat16: one branch, of offset 0."""
 
     kernel: str
     layout: str
@@ -113,26 +101,14 @@ class Work:
 
 
 def works(
-    kernel: str,
-    *,
-    lengths: Sequence[int],
-    heads: int,
-    dilations: Sequence[int],
-    row_bytes: Sequence[int],
-    keys: int,
+    kernel: str, *, lengths: list[int], heads: int, dilations: list[int], row_bytes: list[int], keys: int
 ) -> Iterator[Work]:
-    """The works of one kernel: every length, dilation and row size, in every order of `compared_orderings`.
+    """The works of one kernel: every length, dilation and row size [bytes], in every order of `compared_orderings`.
 
-    Args:
-        kernel: one of `KERNELS`.
-        lengths: tokens. heads: heads.
-        dilations: r of the one branch, offset 0. row_bytes: of one head's row, multiples of a sector.
-        keys: keys that a query of the forward sees at most; the others read the whole sequence's branch.
+    keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    if lengths and not (dilations and row_bytes):
-        raise ValueError(f"dilations and row_bytes must not be empty, got {dilations} and {row_bytes}")
     for length, rate, size in product(lengths, dilations, row_bytes):
         if size % SECTOR_BYTES:
             raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
@@ -148,18 +124,10 @@ def calls(**options) -> Iterator[Callable[[], Tensor]]:
 
 
 def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
-    """Count every work of a kernel, with empty caches, beside what the model predicts for this GPU.
+    """Count every work of a kernel in one run of `ncu`, with empty caches, beside what the model predicts for this GPU.
 
-    One run of `ncu` counts all of them. What the folder's results.jsonl holds from this code on this hardware is not
-    counted again.
-
-    Args:
-        kernel: one of `KERNELS`.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        **options: of `works`.
-
-    Returns:
-        A record a work, of kind "counters"; what this GPU does not count is None.
+    What the folder's results.jsonl holds from this code on this hardware is not counted again; an empty name keeps
+    nothing. A record a work; what this GPU does not count is None.
     """
     todo = list(works(kernel, **options))
     kept = Kept(output_dir, _key)
@@ -171,9 +139,8 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
             raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
         for work, row in zip(todo, table.to_dict("records"), strict=True):
             counted = {name: None if pd.isna(value) else value for name, value in row.items()}
-            kept.add(
-                {**work.record, "counted": counted, "predicted": asdict(work.predicted(gpu)), "model": asdict(gpu)}
-            )
+            model = {"predicted": vars(work.predicted(gpu)), "model": vars(gpu)}
+            kept.add({**work.record, "counted": counted, **model})
     return [kept.known[_key(work.record)] for work in todo]
 
 
@@ -182,12 +149,7 @@ def _key(record: dict) -> tuple | None:
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:
-    """Counted beside predicted, the last record of each work; records of other kinds are left out.
-
-    Returns:
-        kernel, layout, length, heads, dilation, keys, row_bytes, the counted `METRICS`, l2_found_percent, and each
-        quantity of `Predicted` with the prefix predicted_; empty where nothing was counted.
-    """
+    """Counted `METRICS` beside what was predicted (predicted_), the last record of each work; others are left out."""
     rows = {}
     for record in records:
         if record.get("kind") == SWEEP:

@@ -23,28 +23,17 @@ Named = Iterable[tuple[str, Workload]]  # of `workload.grid`
 NO_TABLE = "no table"
 
 
-def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str], *, ours: str = "triton") -> Pairs:
-    """Each opponent beside `ours` on each work, forward and backward; one that cannot serve is left out and says why.
+def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[str]) -> Pairs:
+    """Each opponent beside the fused kernel on each work, forward and backward; one that cannot serve says why.
 
-    Args:
-        works: of `workload.grid`.
-        attend: the output of (name, q, k, v, work).
-        opponents: names of `BACKENDS` and `BASELINES`.
-        ours: the name that all are compared with.
-
-    Raises:
-        ValueError: for an unknown opponent.
-
-    >>> work = Workload(DilatedPattern((4,), (1,)), 8, 1, 2, torch.device("cpu"))
-    >>> [(a.name, b.name) for a, b in backends([("a", work)], lambda name, q, k, v, work: v, ["eager"])][0]
-    ('eager', 'triton')
+    attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
     """
     known, told = {**BACKENDS, **BASELINES}, set()
     if unknown := [name for name in opponents if name not in known]:
         raise ValueError(f"opponents must be of {', '.join(known)}; got {unknown[0]!r}")
     for label, work in works:
         about = {"sweep": "backends", "pattern": label}
-        base = {each: work.side(ours, partial(attend, ours), each, **about) for each in ("forward", "backward")}
+        base = {each: work.side("triton", partial(attend, "triton"), each, **about) for each in ("forward", "backward")}
         for name, direction in product(opponents, base):
             reason = known[name].refusal(work.stand_in(gradient=direction == "backward"), work.call)
             if not reason:
@@ -55,11 +44,7 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
 
 
 def determinism(works: Named, attend: Callable[..., Tensor]) -> Pairs:
-    """The fused backward as torch's determinism asks for it, beside the one that adds in any order.
-
-    Args:
-        works, attend: as in `backends`.
-    """
+    """The fused backward as torch's determinism asks for it, beside the one that adds in any order."""
     for label, work in works:
         free = work.side("triton", partial(attend, "triton"), "backward", sweep="determinism", pattern=label)
 
@@ -84,16 +69,10 @@ def single_branches(
     device: torch.device,
     queries: int = 0,
 ) -> Iterator[tuple[Workload, dict]]:
-    """Works of one branch, whose k and v lie heads first: there the rows of a head lie side by side.
+    """Works of one branch, offset 0, whose k and v lie heads first, and what distinguishes their records.
 
-    Args:
-        lengths: tokens. dilations: r, offset 0. row_bytes: bytes of one head's row, in bfloat16.
-        keys: keys that a query sees at most.
-        heads: heads. device: where to compute.
-        queries: 0 for all of the sequence; otherwise so many, decoding, near its end.
-
-    Yields:
-        The work, and what distinguishes its record.
+    keys: that a query sees at most. row_bytes: of one head's row, in bfloat16. queries: 0 for all of the sequence;
+    otherwise so many, decoding, near its end.
     """
     for length, rate, size in product(lengths, dilations, row_bytes):
         asked = ((length - queries) // rate * rate, queries) if queries else None
@@ -105,34 +84,26 @@ def single_branches(
 def layouts(attend: Callable[..., Tensor], **sizes) -> Pairs:
     """One kernel on k and v stored in every order, beside linear storage read through the same kind of table.
 
-    Args:
-        attend: the output of (q, k, v, work, ordering), k and v stored in the ordering.
-        **sizes: of `single_branches`.
-
-    Yields:
-        (linear, layout); the layout "no table" is linear storage read without a table, its ordering None.
+    attend: the output of (q, k, v, work, ordering). The layout "no table" is linear storage read without a table, its
+    ordering None.
     """
     for work, about in single_branches(**sizes):
         about["sweep"] = "decoding" if about["queries"] else "layouts"
         (segment,) = work.pattern.segment_lengths
         orders = compared_orderings(work.length, about["dilation"], segment=segment)
-        linear = _stored_side(work, "linear", orders.pop("linear"), attend, about)
+        linear = stored_side(work, "linear", orders.pop("linear"), attend, about)
         for name, ordering in ({NO_TABLE: None} | orders).items():
-            yield linear, _stored_side(work, name, ordering, attend, about)
+            yield linear, stored_side(work, name, ordering, attend, about)
 
 
-def _stored_side(work: Workload, name: str, ordering: Ordering | None, attend: Callable, about: dict) -> Side:
+def stored_side(work: Workload, name: str, ordering: Ordering | None, attend: Callable, about: dict) -> Side:
+    """A call that finds k and v stored in an ordering."""
     stored = cache(lambda: work.tensors[1:3] if ordering is None else work.stored(ordering))
     return work.side(name, lambda q, k, v, work: attend(q, *stored(), work, ordering), **about)
 
 
 def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> Iterator[tuple[Side]]:
-    """What this device can do at best: a copy, and an n x n x n product in bfloat16.
-
-    Args:
-        copied_bytes: read and written together. matrix_side: n.
-        device: where to compute.
-    """
+    """What this device can do at best: a copy (bytes read and written), and an n x n x n product in bfloat16."""
     parameters = {"sweep": "ceilings"}
     n = matrix_side
 
@@ -163,11 +134,7 @@ def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> It
 
 
 def layout_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
-    """By row size, in how many cases an order's whole interval lies above 1 (faster) or below (slower).
-
-    Args:
-        ratios: `ratio_table` of the sweep "layouts" or "decoding".
-    """
+    """By row size, in how many cases an order's whole interval lies above 1 (faster) or below (slower)."""
     marked = ratios.assign(faster=ratios.low > 1, slower=ratios.high < 1)
     return marked.groupby(["row_bytes", "b"], as_index=False, sort=False).agg(
         cases=("ratio", "size"),

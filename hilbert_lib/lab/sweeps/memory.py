@@ -27,15 +27,14 @@ from hilbert_lib.lab.pairs import (
     record_identity,
     relative_difference,
 )
-from hilbert_lib.lab.sweep import sweep as measured
+from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import Ordering, ordering_tables
-from hilbert_lib.pattern import DilatedPattern
 
-Calls = Callable[[int], Results]
+Calls = Callable[[int], Results]  # of a length
 
 
 def require_cuda(device: torch.device) -> None:
@@ -63,11 +62,16 @@ def captured(run: Callable[[], Results], pool: tuple[int, int] | None = None) ->
     return graph, results
 
 
-def graph_gains(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
-    """The two modules called, beside replays of their CUDA graphs; a replay's time holds the copy of its inputs.
+def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
+    """`ratio_table` of a sweep that was timed, with the two medians, a_ms and b_ms."""
+    medians = {f"{side}_ms": [record[side]["median_ms"] for record in of_sweep(records, sweep)] for side in "ab"}
+    return ratio_table(records, sweep).assign(**medians)
 
-    Yields:
-        (eager, replay), forward and "training", which is forward and backward. Errors are against float64.
+
+def graph_gains(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
+    """The two modules called, beside replays of their CUDA graphs with the copy of their inputs.
+
+    direction: "forward", or "training" with the backward. Errors are against float64.
     """
     for work, kind, direction in product(works, ("attention", "multihead"), ("forward", "training")):
         require_cuda(work.device)
@@ -127,17 +131,6 @@ def _called(module: torch.nn.Module, inputs: list[Tensor], direction: str) -> Re
         return out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], out.detach())
 
 
-def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
-    """`ratio_table` of a sweep that was timed, with the two medians, a_ms and b_ms."""
-    timed = of_sweep(records, sweep)
-    medians = {f"{side}_ms": [record[side]["median_ms"] for record in timed] for side in "ab"}
-    return ratio_table(records, sweep).assign(**medians)
-
-
-def _caching(call: Calls, lengths: Sequence[int]) -> Calls:
-    return call
-
-
 def _kept(call: Calls, lengths: Sequence[int]) -> Calls:
     buffers = [torch.empty_like(x) for x in call(max(lengths))]
 
@@ -170,7 +163,7 @@ def _graphs(call: Calls, lengths: Sequence[int]) -> Calls:
 
 
 STRATEGIES = {
-    "caching": _caching,  # torch's caching allocator, as everyone has it
+    "caching": lambda call, lengths: call,  # torch's caching allocator, as everyone has it
     "kept": _kept,  # the seeds': buffers of the largest size, made once, into which results are copied
     "pool": _pool,  # a torch.cuda.MemPool of one's own; the threads of a backward pass do not allocate from it
     "graph": _graphs,  # a CUDA graph a length: every buffer at an address of its own, in one pool
@@ -182,46 +175,40 @@ def pool_comparison(
 ) -> list[dict]:
     """Each strategy of holding buffers beside torch's caching allocator: time, and memory allocated and reserved.
 
-    Every strategy begins with empty caches, is set up, and serves the workload twice before its memory is read.
-
-    Args:
-        workloads: calls one after the other, alike but for their lengths, among which memory can fragment.
-        direction: "forward", or "training" for forward and backward.
-        output_dir: folder of results.jsonl; empty writes nothing. repetitions: samples a side.
-
-    Returns:
-        A record a workload and strategy, which `pool_table` tabulates: peak_bytes is what was allocated at the peak,
-        reserved_bytes what the allocator held, both beyond the inputs.
+    A workload is calls one after the other, alike but for their lengths, among which memory can fragment. Every
+    strategy begins with empty caches and serves it twice before its memory is read: peak_bytes and reserved_bytes are
+    what was allocated, and held by the allocator, beyond the inputs. direction: "forward", or "training" for both.
     """
     if direction not in ("forward", "training"):
         raise ValueError(f"direction must be forward or training, got {direction!r}")
     workloads = [tuple(works) for works in workloads]
     for works in workloads:
         require_cuda(works[0].device)
-    held: dict[tuple[Workload, ...], _Watched] = {}
 
-    def caching(works: tuple[Workload, ...]) -> _Watched:
-        if works not in held:
-            held.clear()  # the last workload's memory, before this one's is watched
-            held[works] = _watched("caching", works, direction)
-        return held[works]
+    def points() -> Iterator[tuple]:
+        for works in workloads:
+            # What is kept of a workload is dropped before the next one's memory is watched.
+            caching = cache(lambda works=works: _watched("caching", works, direction))
+            for name in STRATEGIES:
+                if name != "caching":
+                    yield works, name, caching
 
-    def measure(point: tuple[tuple[Workload, ...], str]) -> dict:
-        works, name = point
+    def measure(point: tuple) -> dict:
+        works, name, caching = point
         with torch.cuda.device(works[0].device):  # pools and graphs are of the current one
-            base, other = caching(works), _watched(name, works, direction)
+            base, other = caching(), _watched(name, works, direction)
             difference = relative_difference(other.results(), base.results())
             how = {"device": works[0].device, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
             pair = compare_paired(base.case, other.case, repetitions=repetitions, **how)
         record = Recorded(pair, (base.allocated_bytes, other.allocated_bytes), difference).record()
         return record | {"reserved_bytes": (base.reserved_bytes, other.reserved_bytes)}
 
-    def key(point: tuple[tuple[Workload, ...], str]) -> str:
+    def key(point: tuple) -> str:
         parameters = _pool_parameters(point[0], direction)
         return identity(*(Case(name, None, parameters, 0.0) for name in ("caching", point[1])))
 
-    return measured(
-        product(workloads, [name for name in STRATEGIES if name != "caching"]),
+    return sweep(
+        points(),
         measure,
         key=key,
         of_record=record_identity,
@@ -231,8 +218,8 @@ def pool_comparison(
 
 
 def _pool_parameters(works: Sequence[Workload], direction: str) -> dict:
-    about = {name: value for name, value in works[0].parameters.items() if name != "length"}
     lengths = " ".join(str(work.length) for work in works)
+    about = {name: value for name, value in works[0].parameters.items() if name != "length"}
     return {"sweep": "pools", "lengths": lengths, "direction": direction, **about}
 
 
@@ -272,9 +259,8 @@ def _watched(name: str, works: Sequence[Workload], direction: str) -> _Watched:
     torch.cuda.synchronize(device)
     peaks = torch.cuda.max_memory_allocated(device) - before, torch.cuda.max_memory_reserved(device) - before
     error = fresh[lengths[-1]].error(serve())
-    return _Watched(
-        Case(name, partial(from_idle, serve, device), _pool_parameters(works, direction), error), serve, *peaks
-    )
+    case = Case(name, partial(from_idle, serve, device), _pool_parameters(works, direction), error)
+    return _Watched(case, serve, *peaks)
 
 
 def _emptied(device: torch.device) -> int:
@@ -286,73 +272,63 @@ def _emptied(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def pool_table(records: list[dict], sweep: str = "pools") -> pd.DataFrame:
-    """Every strategy on every workload, torch's caching allocator first.
+def pool_table(records: list[dict]) -> pd.DataFrame:
+    """Every strategy on every workload, torch's caching allocator first, with its time over the strategy's as `ratio`.
 
-    Args:
-        records: of `pool_comparison`, or of a results.jsonl.
-        sweep: the value of the parameter of that name.
-
-    Returns:
-        lengths, strategy, the other parameters, allocated_bytes, reserved_bytes (at their peaks), fragmented_bytes (the
-        difference), median_ms, and ratio (time of the caching allocator over the strategy's) with low and high.
+    allocated_bytes and reserved_bytes are at their peaks, fragmented_bytes is the difference.
     """
-    rows = {}
-    for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == sweep):
-        ratios = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
+    rows = []
+    for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == "pools"):
         held = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)
-        sides = zip((record["a"], record["b"]), held, ratios, strict=True)
-        for side, (allocated, reserved), ratio in sides:
-            given = side["parameters"]
-            row = {"lengths": given["lengths"], "strategy": side["name"], **given}
+        ratios = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
+        for name, (allocated, reserved), ratio in zip("ab", held, ratios, strict=True):
+            side = record[name]
+            row = {"lengths": side["parameters"]["lengths"], "strategy": side["name"], **side["parameters"]}
             row |= {"allocated_bytes": allocated, "reserved_bytes": reserved, "fragmented_bytes": reserved - allocated}
             row |= {"median_ms": side["median_ms"], "error": side["error"]}
-            row |= dict(zip(("ratio", "low", "high"), ratio, strict=True))
-            rows.setdefault((given["lengths"], side["name"], given["direction"]), row)
-    return pd.DataFrame(list(rows.values()))
+            rows.append(row | dict(zip(("ratio", "low", "high"), ratio, strict=True)))
+    return pd.DataFrame(rows).drop_duplicates(["lengths", "strategy", "direction"], ignore_index=True)
 
 
 def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
     """Building what is kept of a pattern and of an ordering, beside looking it up and, on a GPU, beside a whole call.
 
-    "schedule tables" are those that the fused kernels read, "Hilbert ordering" the permutation, its inverse and the
-    kernels' table of slots. Times are the host's: `run_sides` takes them with device="cpu" and on_cpu=True.
+    Times are the host's: `run_sides` takes them with device="cpu" and on_cpu=True.
     """
     for work, what in product(works, ("schedule tables", "Hilbert ordering")):
-        build, find = _build_and_find(what, work.pattern, work.length, work.heads, work.device)
+        build, find = _build_and_find(what, work)
         about = {"sweep": "pattern cache", "what": what, "tables_on": work.device.type, **work.parameters}
         building = Side("build", about, partial(_finished, build, work.device), lambda results: 0.0)
         yield building, Side("look-up", about, find, lambda results: 0.0)
         if work.device.type == "cuda":
-            call = cache(lambda work=work: partial(DilatedAttention(work.pattern), *work.tensors[:3]))
-
-            def run(call=call, device=work.device) -> Results:
-                _finished(call(), device)
-                return ()  # nothing that the other side computes too
-
-            yield building, Side("call", about, run, lambda _, work=work, call=call: work.error((call()(),)))
+            yield building, _whole_call(work, about)
 
 
-def _build_and_find(what: str, pattern: DilatedPattern, length: int, heads: int, device: torch.device) -> tuple:
+def _build_and_find(what: str, work: Workload) -> tuple[Callable[[], Results], Callable[[], Results]]:
     if what == "schedule tables":
-        tables = partial(_schedule_tables, pattern, length, heads, device)
-        return partial(tables, division.launches.__wrapped__, schedule.tables.__wrapped__), tables
-    ordering = Ordering.from_curve("hilbert", length).to(device)
+        found = division.launches, schedule.tables
+        built = (each.__wrapped__ for each in found)
+        return partial(_schedule_tables, work, *built), partial(_schedule_tables, work, *found)
+    ordering = Ordering.from_curve("hilbert", work.length).to(work.device)
     build = partial(ordering_tables.__wrapped__, ordering, ordering.device)
     return build, lambda: (ordering.perm, ordering.inverse, ordering.slots(ordering.device))
 
 
-def _schedule_tables(
-    pattern: DilatedPattern,
-    length: int,
-    kv_heads: int,
-    device: torch.device,
-    launches: Callable = division.launches,
-    tables: Callable = schedule.tables,
-) -> Results:
-    ones = chain(*launches(pattern, length, kv_heads, False))
-    found = [tables(pattern, one, length, kv_heads, division.BLOCK, schedule.TILES_TOGETHER, device) for one in ones]
+def _schedule_tables(work: Workload, launches: Callable, tables: Callable) -> Results:
+    ones, sizes = chain(*launches(work.pattern, work.length, work.heads, False)), (work.length, work.heads)
+    how = *sizes, division.BLOCK, schedule.TILES_TOGETHER, work.device
+    found = [tables(work.pattern, one, *how) for one in ones]
     return tuple(x for each in found for x in (each.branches, each.offsets, each.branch_ids, each.items, each.classes))
+
+
+def _whole_call(work: Workload, about: dict) -> Side:
+    call = cache(lambda: partial(DilatedAttention(work.pattern), *work.tensors[:3]))
+
+    def run() -> Results:
+        _finished(call(), work.device)
+        return ()  # nothing that the other side computes too
+
+    return Side("call", about, run, lambda _: work.error((call()(),)))
 
 
 def _finished(call: Callable[[], Results], device: torch.device) -> Results:

@@ -193,10 +193,3 @@ def test_errors_are_relative_and_for_a_share_in_points():
     assert sectors["worst_case"] == "hilbert, 64 tokens, dilation 4, 32 B"
     assert [sectors[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["%", 3, 2.0, 25.0, 1]
     assert [found[name] for name in ("unit", "cases", "median", "worst", "above_10")] == ["points", 3, 1.0, 20.0, 1]
-
-
-@pytest.mark.parametrize("reads", [attention_reads, gather_reads])
-def test_rows_that_are_no_whole_sectors_are_refused(reads):
-    options = {"tile_queries": 4, "tile_keys": 4, "table_sectors": 0} if reads is attention_reads else {}
-    with pytest.raises(ValueError, match="row_bytes must be a multiple of 32, got 24"):
-        reads(Storage(Ordering.linear(8), 24), DilatedPattern((8,), (2,)), gpu=LARGE, **options)

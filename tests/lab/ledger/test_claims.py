@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from hilbert_lib.attention.backends.presence import _ABSENCE
 from hilbert_lib.lab.ledger.claims import CLAIMS, backend_pairs, claim_pairs, claim_table, dense_pairs, documents_pairs
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.seeds import seed_key_sets
@@ -72,14 +71,6 @@ def test_two_backends_compute_one_function(monkeypatch):
     assert (base.name, other.name) == ("sdpa", "eager")
     (record,) = run_sides([(base, other)], device=DEVICE)
     assert record["output_difference"] < 0.01
-
-
-def test_b4_names_a_backend_that_is_not_there(monkeypatch):
-    monkeypatch.setitem(_ABSENCE, "xformers", lambda: "absent: not here")
-    base, xformers = next(claim_pairs(["B4"], device="cpu"))
-    assert (base.name, base.parameters["length"]) == ("sdpa", 8192)
-    with pytest.raises(ValueError, match="backend='xformers' absent: not here"):
-        xformers.run()
 
 
 def test_what_cannot_be_timed_is_refused_by_name():

@@ -72,18 +72,18 @@ def test_what_needs_no_gpu_is_measured_again():
 
 
 def test_what_is_timed_again_answers_from_its_own_folder(tmp_path, monkeypatch, one_gpu):
-    def timed(_claim, *, output_dir, **_):
+    def timed(_pairs, *, output_dir, **_):
         work = {"sweep": "claims", "pair": "dense and dilated", "length": 64, "head_dim": 64, "direction": "forward"}
         record = comparison("dense", "dilated", 6.0, **work)
         Path(output_dir).mkdir(parents=True)
         (Path(output_dir) / "results.jsonl").write_text(json.dumps(record) + "\n")
         return [record]
 
-    monkeypatch.setattr(rerun, "time_again", timed)
+    monkeypatch.setattr(rerun, "run_sides", timed)
     shown = hilbert("claims", "--rerun", "K10", "--out", tmp_path)
     assert "6 (5.99 to 6.01)" in shown
     assert str(tmp_path / "here" / "claims_K10") in shown
-    monkeypatch.setattr(rerun, "time_again", lambda *_, **__: [])
+    monkeypatch.setattr(rerun, "run_sides", lambda *_, **__: [])
     assert "nothing of it has room" in hilbert("claims", "--rerun", "K4", "--out", tmp_path, status=1)
 
 

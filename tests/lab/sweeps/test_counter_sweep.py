@@ -10,7 +10,6 @@ import torch
 from hilbert_lib.lab.cache.counters import METRICS
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import QUANTITIES
-from hilbert_lib.lab.ledger.kernels import gained_and_counted
 from hilbert_lib.lab.records import committed_records, read_records
 from hilbert_lib.lab.sweeps import counters as benchmarks
 from hilbert_lib.machine import NO_GPU
@@ -107,23 +106,11 @@ def test_the_table_has_the_last_record_of_each_work(counting):
     assert set(zip(by_segment.length, by_segment.dilation, strict=True)) == {(32, 1), (32, 4), (64, 1), (64, 4)}
 
 
-def test_the_ledger_reads_the_table(counting):
-    records = [record for kernel in benchmarks.KERNELS for record in benchmarks.count(kernel, **SIZES)]
-    table = benchmarks.counter_table(records)
-    cases = gained_and_counted(records, dilation=4).query("how == 'counted in forward'")
-    assert len(cases) == 4  # of the forward, dilation and row size
-    found = table[table.kernel == "forward"].pivot(index=["row_bytes", "dilation"], columns="layout").l2_found_percent
-    gained = dict(zip(zip(cases.row_bytes, cases.dilation, strict=True), cases.value, strict=True))
-    assert gained == pytest.approx((found.hilbert - found.linear).to_dict())
-
-
 def test_bad_input_is_refused_by_name():
     with pytest.raises(ValueError, match="kernel must be one of forward, decoding, gather, got 'flash'"):
         next(benchmarks.works("flash", **SIZES))
     with pytest.raises(ValueError, match="row_bytes must be multiples of 32, got 48"):
         next(benchmarks.works("gather", **SIZES | {"row_bytes": [48]}))
-    with pytest.raises(ValueError, match=r"dilations and row_bytes must not be empty, got \[\] and \[32, 64\]"):
-        next(benchmarks.works("gather", **SIZES | {"dilations": []}))
     assert list(benchmarks.works("gather", lengths=[], heads=1, dilations=[], row_bytes=[], keys=8)) == []
 
 

@@ -74,14 +74,6 @@ def test_every_layout_gives_the_same_bits(queries):
     assert table[["queries", "dilation", "row_bytes"]].drop_duplicates().to_numpy().tolist() == [[queries, 3, 16]]
 
 
-def test_an_order_that_is_read_as_another_shows_as_an_error():
-    def misread(q, k, v, work, ordering):
-        return read(q, k, v, work, None)
-
-    table = ratio_table(run_sides(sweeps.layouts(misread, **LAYOUTS), device="cpu"), "layouts")
-    assert table.set_index("b").error_b.drop(["no table", "tile"]).min() > 0.1  # 36 tokens are one tile
-
-
 def test_the_ceilings_are_a_copy_and_a_product_that_are_right():
     records = run_sides(sweeps.ceilings(copied_bytes=64, matrix_side=16, device=CPU), device="cpu")
     table = side_table(records, "ceilings").set_index("name")
