@@ -79,7 +79,7 @@ def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:
     work, case = f"pattern == 'reference' and not is_causal and length == {length}", ["direction", "head_dim"]
     speeds = side_table(records, "backends").query(work)[[*case, "name", "tflop_per_s", "error"]]
     pairs = ratios(records, sweep="backends", where=f"rival == 'triton' and {work}").sort_values("value")
-    nearest = pairs.drop_duplicates(case)[[*case, "base", "value"]].rename(columns={"base": "other"})
+    nearest = pairs.drop_duplicates(case)[[*case, "base", *INTERVAL]].rename(columns={"base": "other"})
     own = speeds[speeds.name == "triton"].merge(nearest, on=case)
     return own.merge(speeds, left_on=[*case, "other"], right_on=[*case, "name"], suffixes=("", "_other"))
 
