@@ -19,10 +19,7 @@ def product(x, y):
     return ((x.sin() @ y.exp()).relu().exp() * x.cos()).tanh()
 
 
-FUNCTIONS = {
-    "a tuple": lambda x, y: (product(x, y), x.sum()),
-    "a view": lambda x, y: product(x, y)[:5],
-}
+FUNCTIONS = {"a tuple": lambda x, y: (product(x, y), x.sum()), "a view": lambda x, y: product(x, y)[:5]}
 
 
 def gradients(run, inputs, times):
