@@ -1,6 +1,7 @@
 """compute-sanitizer finds no access out of bounds and no race in small calls of the kernels, and would find one."""
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -200,9 +201,5 @@ def test_the_lines_at_which_races_are_allowed_are_few():
         return sorted((KERNELS / name).read_text().splitlines()[int(line) - 1].strip() for name, line in places)
 
     assert texts(hand_over_lines()) == ["def backward_kernel(", "def forward_kernel(", *["gl.warp_specialize(["] * 2]
-    assert texts(row_lines()) == [
-        "delta_row = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))",
-        "delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))",
-        "lse_row = lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))",
-        "lse_rows.index(stage).store(lse_row * LOG2_E)",
-    ]
+    accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
+    assert sorted(accesses) == list(itertools.product(("delta_rows", "lse_rows"), ("load", "store")))
