@@ -101,11 +101,7 @@ def test_the_mask_of_the_kernel_holds_the_predicted_blocks(near):
     assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).equal(blocks.full)
     assert listed(mask.q_num_blocks, mask.q_indices).equal(blocks.partial.T)
     assert listed(mask.full_q_num_blocks, mask.full_q_indices).equal(blocks.full.T)
-
-
-def test_the_cases_above_have_full_blocks():
-    near = Neighbourhood((16, 16), 9)
-    assert mask_blocks(near, ordering(near, "hilbert"), q_block=16, kv_block=16).full.any()
+    assert blocks.full.any() or near != Neighbourhood((16, 16), 9)  # some case has full blocks
 
 
 @pytest.mark.parametrize(("near", "order"), GRIDS)
