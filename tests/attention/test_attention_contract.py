@@ -337,6 +337,7 @@ WRONG = {
         (given(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
         (given(dropout_p=-0.1), r"dropout_p must be in \[0, 1\), got -0.1"),
         (given(dropout_p=float("nan")), r"dropout_p must be in"),
+        (given(key_padding_mask=PADDING[:, :31]), r"\(2, 32\), got \(2, 31\)"),
         (given(key_padding_mask=X[0, :, :, 0] > 0), r"\(2, 32\), got \(32, 4\)"),
         (given(key_padding_mask=PADDING.to("meta")), r"key_padding_mask must be on the device of k \(cpu\), got meta"),
         (given(kv_ordering=Ordering.linear(31)), r"length of k \(32\), got 31"),
