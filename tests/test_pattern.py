@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern
@@ -40,6 +40,7 @@ def test_keys_are_those_of_the_definition(pattern, length, kv_heads, is_causal):
 
 
 @cases
+@example(DilatedPattern((5, 7), (2, 3), offsets="zero"), 41, 3, False)  # rates that do not divide
 def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_heads, is_causal):
     seen = [
         [oracle.keys_of(pattern, query, length, g, kv_heads, is_causal) for query in range(length)]
