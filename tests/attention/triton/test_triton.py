@@ -50,6 +50,7 @@ PASSES = {
     "coprime": (((40, 40), (7, 33)), 50),
     "geometric": (((4, 8, 32), (1, 4, 16)), 26),
     "unsorted": (((32, 4, 11), (32, 1, 3)), 27),
+    "across": (((12, 8), (1, 1)), 27),  # one pass, whose tiles lie across segments
 }
 
 
@@ -57,6 +58,7 @@ OPTIONS = ["plain", "causal", "padding", "dropout", "decoding", "ordering"]
 COMBINED = {  # of branches and options; `make test-all` runs all
     *(("coprime", "plain"), ("coprime", "ordering"), ("coprime", "dropout"), ("geometric", "decoding")),
     *(("unsorted", "padding"), ("unsorted", "causal"), ("unsorted", "decoding"), ("geometric", "ordering")),
+    *(("across", "plain"), ("across", "causal")),
 }
 
 
