@@ -1,9 +1,12 @@
 """Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
 
+from collections.abc import Callable
 from functools import cache
 
 import oracle
+import pytest
 import torch
+from allpairspy import AllPairs
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.ordering import Ordering
@@ -43,6 +46,19 @@ SHAPES = {  # batch, length, heads, kv_heads, head_dim
     "small_grouped": (2, 18, 2, 1, 3),
 }
 LAYOUTS = ("bshd", "bhsd", "sliced")
+
+
+def in_pairs(axes: tuple, at: int, kv_heads: Callable = lambda shape: SHAPES[shape][3]) -> pytest.MarkDecorator:
+    """Cases in which every two values of the axes meet, without those that have fewer KV heads than head groups.
+
+    axes: branches, offsets, mixing, and others; axis `at` says how many KV heads there are.
+    """
+
+    def is_possible(case: list) -> bool:
+        return len(case) <= at or case[2] == "softmax" or kv_heads(case[at]) >= len(BRANCHES[case[0]][0])
+
+    cases = list(AllPairs(list(map(list, axes)), filter_func=is_possible))
+    return pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
 
 
 def stored(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_tables_are_let_go_of_when_no_stream_reads_them_any_more(device, streams
     assert [x for x in streams if x in (device, "let go")] == [device, "let go"][device is CPU :]
 
 
-def test_tables_of_a_gpu_are_made_on_the_stream_of_the_call_in_a_thread_that_no_pool_knows(streams):
+def test_tables_of_a_gpu_are_made_on_the_calls_stream_in_a_new_thread(streams):
     def build():
         streams.append("built")
         return threading.get_ident()

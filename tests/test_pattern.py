@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern
@@ -40,6 +40,7 @@ def test_keys_are_those_of_the_definition(pattern, length, kv_heads, is_causal):
 
 
 @cases
+@example(DilatedPattern((5, 7), (2, 3), offsets="zero"), 41, 3, False)  # rates that do not divide
 def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_heads, is_causal):
     seen = [
         [oracle.keys_of(pattern, query, length, g, kv_heads, is_causal) for query in range(length)]
@@ -47,8 +48,12 @@ def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_hea
     ]
     pairs = sum(len(keys) for head in seen for keys in head)
     assert pattern.pairs(length, heads=2 * kv_heads, kv_heads=kv_heads, is_causal=is_causal) == 2 * pairs
-    for g in range(kv_heads):
-        assert pattern.covered(length, g, kv_heads) == sum(bool(keys) for keys in seen[g])
+    with pytest.MonkeyPatch.context() as patch:
+        for at_once in (pattern_module.COUNTED_AT_ONCE, 5):  # in one piece, and in several
+            patch.setattr(pattern_module, "COUNTED_AT_ONCE", at_once)
+            pattern_module._covered.cache_clear()
+            for g in range(kv_heads):
+                assert pattern.covered(length, g, kv_heads) == sum(bool(keys) for keys in seen[g])
 
 
 @cases
@@ -72,6 +77,9 @@ def test_bytes_count_used_rows_once_and_outputs_whole():
     assert work.bytes_forward == (queries // 2 + 2 * (keys // 2)) * row + queries * row + queries * 4
     read = (3 * (queries // 2) + 2 * (keys // 2)) * row + queries // 2 * 4
     assert work.bytes_backward == read + (queries + 2 * keys) * row
+    # lse is float64 where the rest is.
+    single, double = (pattern.work(8, heads=2, head_dim=4, element_size=size) for size in (4, 8))
+    assert (double.bytes_forward, double.bytes_backward) == (2 * single.bytes_forward, 2 * single.bytes_backward)
 
 
 def test_counts_of_a_billion_tokens_take_no_memory():
@@ -91,22 +99,6 @@ def test_coverage_of_a_rate_that_does_not_divide_takes_no_time():
     assert time.perf_counter() - started < 20  # of a busy machine; row by row it takes far longer
 
 
-@cases
-def test_coverage_counted_in_pieces_is_the_same(pattern, length, kv_heads, is_causal):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pattern_module, "COUNTED_AT_ONCE", 5)
-        for g in range(kv_heads):
-            seen = [oracle.keys_of(pattern, query, length, g, kv_heads, is_causal) for query in range(length)]
-            assert pattern.covered(length, g, kv_heads) == sum(map(bool, seen))
-
-
-def test_lse_of_float64_is_float64():
-    pattern = DilatedPattern((4,), (1,))
-    single, double = (pattern.work(8, heads=2, head_dim=4, element_size=size) for size in (4, 8))
-    assert double.bytes_forward == 2 * single.bytes_forward
-    assert double.bytes_backward == 2 * single.bytes_backward
-
-
 def test_description_counts_keys_segments_and_tail():
     table = DilatedPattern((4, 9), (1, 2)).describe(18 + 4, heads=2)
     assert [line.split() for line in table.splitlines()[2:]] == [
@@ -114,12 +106,9 @@ def test_description_counts_keys_segments_and_tail():
         ["1", "9", "2", "no", "5", "3", "4", "34.9%"],
     ]
     assert DilatedPattern((4, 9), (1, 2)).describe().splitlines()[-1].split() == ["1", "9", "2", "no", "5"]
-
-
-def test_description_of_head_groups_has_a_head_for_every_branch_by_default():
-    pattern = DilatedPattern((4, 8), (1, 2), mixing="head_groups")
-    assert pattern.describe(16) == pattern.describe(16, heads=2)
-    assert pattern.describe(16, kv_heads=3) == pattern.describe(16, heads=3)
+    groups = DilatedPattern((4, 8), (1, 2), mixing="head_groups")  # by default a head for every branch
+    assert groups.describe(16) == groups.describe(16, heads=2)
+    assert groups.describe(16, kv_heads=3) == groups.describe(16, heads=3)
 
 
 def test_a_default_device_elsewhere_changes_no_keys():
@@ -161,76 +150,67 @@ def test_patterns_are_values():
         pattern.offsets = "zero"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (((), ()), ValueError, "segment_lengths must hold at least one integer"),
-        (((4, 8), (1,)), ValueError, r"dilation_rates must have one rate a segment length \(2\), got 1"),
-        (((0,), (1,)), ValueError, r"segment_lengths\[0\] must be an integer of at least 1, got 0"),
-        (((4,), (5,)), ValueError, "dilation_rates must be from 1 to the segment length 4, got 5"),
-        (((2**63,), (1,)), ValueError, r"segment_lengths must be at most 2\^63 - 1, got 9223372036854775808"),
-        (((4,), (0,)), ValueError, r"dilation_rates\[0\] must be an integer of at least 1, got 0"),
-        (((4.0,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
-        (((True,), (1,)), TypeError, r"segment_lengths\[0\] must be an integer of at least 1, got True"),
-        ((4, (1,)), TypeError, "segment_lengths must be a sequence of integers, got 4"),
-        (("4", (1,)), TypeError, "segment_lengths must be a sequence of integers, got '4'"),
-        ((b"4", (1,)), TypeError, "segment_lengths must be a sequence of integers, got b'4'"),
-        (({4: 1}, (1,)), TypeError, "segment_lengths must be a sequence of integers, got {4: 1}"),
-        (((4,), {1}), TypeError, "dilation_rates must be a sequence of integers, got {1}"),
-        ((np.array([[4]]), (1,)), TypeError, "segment_lengths must be a sequence of integers"),
-        ((torch.tensor([4]), (1,)), TypeError, "segment_lengths must be a sequence of integers"),
-        (((4,), (torch.tensor(1),)), TypeError, r"dilation_rates\[0\] must be an integer"),
-        (((4,), (1,), "heads"), ValueError, "offsets must be one of head, head_block, branch, zero; got 'heads'"),
-        (((4,), (1,), None), TypeError, "offsets must be a string"),
-        (((4,), (1,), "head", "mean"), ValueError, "mixing must be one of softmax, head_groups; got 'mean'"),
-    ],
-)
-def test_bad_patterns_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        DilatedPattern(*arguments)
-
-
-def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"kv_heads must divide heads \(4\), got 3"):
-        DilatedPattern((4,), (1,)).pairs(8, heads=4, kv_heads=3)
-
-
 PATTERN = DilatedPattern((4, 8), (1, 2))
 TOKENS = torch.arange(4)
-
-
-@pytest.mark.parametrize(
-    ("count", "error", "message"),
-    [
-        (lambda: PATTERN.pairs(-1, heads=1), ValueError, "length must be an integer of at least 0, got -1"),
-        (lambda: PATTERN.pairs(2.5, heads=1), TypeError, "length must be an integer of at least 0, got 2.5"),
-        (lambda: PATTERN.pairs(8, heads=0), ValueError, "heads must be an integer of at least 1, got 0"),
-        (lambda: PATTERN.pairs(8, heads=2, kv_heads=0), ValueError, "kv_heads must be an integer of at least 1, got 0"),
-        (lambda: PATTERN.work(8.0, heads=1, head_dim=4), TypeError, "length must be an integer"),
-        (lambda: PATTERN.work(8, heads=1.0, head_dim=4), TypeError, "heads must be an integer"),
-        (lambda: PATTERN.work(8, heads=1, head_dim=-4), ValueError, "head_dim must be .* at least 1, got -4"),
-        (lambda: PATTERN.work(8, heads=1, head_dim=4, batch=-1), ValueError, "batch must be .* at least 0, got -1"),
-        (lambda: PATTERN.work(8, heads=1, head_dim=4, element_size=0), ValueError, "element_size must be .* got 0"),
-        (lambda: PATTERN.covered(-1, 0, 1), ValueError, "length must be an integer of at least 0, got -1"),
-        (lambda: PATTERN.covered(8, 2, 2), ValueError, "kv_head must be an integer from 0 to 1, got 2"),
-        (
-            lambda: PATTERN.keys(8, kv_head=0, kv_heads=1, length=8),
-            ValueError,
-            "position must be .* 0 to 7, got 8",
-        ),
-        (lambda: PATTERN.keys(0, kv_head=-1, kv_heads=1, length=8), ValueError, "kv_head must be .* from 0 to 0"),
-        (lambda: PATTERN.keys(0, kv_head=0, kv_heads=1, length=8.0), TypeError, "length must be an integer"),
-        (lambda: PATTERN.offset(2, 0, 1), ValueError, "branch must be an integer from 0 to 1, got 2"),
-        (lambda: PATTERN.offset(-1, 0, 1), ValueError, "branch must be an integer from 0 to 1, got -1"),
-        (lambda: PATTERN.offset(0, 1, 1), ValueError, "kv_head must be an integer from 0 to 0, got 1"),
-        (lambda: PATTERN.offset(0, 0, 0), ValueError, "kv_heads must be an integer of at least 1, got 0"),
-        (lambda: PATTERN.branch_heads(2, 4), ValueError, "branch must be an integer from 0 to 1, got 2"),
-        (lambda: PATTERN.head_branches(4, 4), ValueError, "kv_head must be an integer from 0 to 3, got 4"),
-        (lambda: PATTERN.mask(2, TOKENS, TOKENS, kv_head=0, kv_heads=1), ValueError, "branch must be .* 0 to 1, got 2"),
-        (lambda: PATTERN.describe(-4), ValueError, "length must be an integer of at least 1, got -4"),
-        (lambda: PATTERN.describe(4, heads=1.5), TypeError, "heads must be an integer"),
+AT = {"kv_head": 0, "kv_heads": 1}
+WRONG = {
+    TypeError: [
+        (lambda: DilatedPattern((4.0,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
+        (lambda: DilatedPattern((True,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got True"),
+        (lambda: DilatedPattern(4, (1,)), "segment_lengths must be a sequence of integers, got 4"),
+        (lambda: DilatedPattern("4", (1,)), "segment_lengths must be a sequence of integers, got '4'"),
+        (lambda: DilatedPattern(b"4", (1,)), "segment_lengths must be a sequence of integers, got b'4'"),
+        (lambda: DilatedPattern({4: 1}, (1,)), "segment_lengths must be a sequence of integers, got {4: 1}"),
+        (lambda: DilatedPattern((4,), {1}), "dilation_rates must be a sequence of integers, got {1}"),
+        (lambda: DilatedPattern(np.array([[4]]), (1,)), "segment_lengths must be a sequence of integers"),
+        (lambda: DilatedPattern(torch.tensor([4]), (1,)), "segment_lengths must be a sequence of integers"),
+        (lambda: DilatedPattern((4,), (torch.tensor(1),)), r"dilation_rates\[0\] must be an integer"),
+        (lambda: DilatedPattern((4,), (1,), None), "offsets must be a string"),
+        (lambda: PATTERN.pairs(2.5, heads=1), "length must be an integer of at least 0, got 2.5"),
+        (lambda: PATTERN.work(8.0, heads=1, head_dim=4), "length must be an integer"),
+        (lambda: PATTERN.work(8, heads=1.0, head_dim=4), "heads must be an integer"),
+        (lambda: PATTERN.keys(0, **AT, length=8.0), "length must be an integer"),
+        (lambda: PATTERN.describe(4, heads=1.5), "heads must be an integer"),
     ],
-)
-def test_counting_what_is_not_there_is_refused(count, error, message):
-    with pytest.raises(error, match=message):
-        count()
+    ValueError: [
+        (lambda: DilatedPattern((), ()), "segment_lengths must hold at least one integer"),
+        (lambda: DilatedPattern((4, 8), (1,)), r"dilation_rates must have one rate a segment length \(2\), got 1"),
+        (lambda: DilatedPattern((0,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got 0"),
+        (lambda: DilatedPattern((4,), (5,)), "dilation_rates must be from 1 to the segment length 4, got 5"),
+        (lambda: DilatedPattern((2**63,), (1,)), r"segment_lengths must be at most 2\^63 - 1, got 9223372036854775808"),
+        (lambda: DilatedPattern((4,), (0,)), r"dilation_rates\[0\] must be an integer of at least 1, got 0"),
+        (
+            lambda: DilatedPattern((4,), (1,), "heads"),
+            "offsets must be one of head, head_block, branch, zero; got 'heads'",
+        ),
+        (lambda: DilatedPattern((4,), (1,), "head", "mean"), "mixing must be one of softmax, head_groups; got 'mean'"),
+        (lambda: PATTERN.pairs(-1, heads=1), "length must be an integer of at least 0, got -1"),
+        (lambda: PATTERN.pairs(8, heads=0), "heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.pairs(8, heads=2, kv_heads=0), "kv_heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.pairs(8, heads=4, kv_heads=3), r"kv_heads must divide heads \(4\), got 3"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=-4), "head_dim must be .* at least 1, got -4"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=4, batch=-1), "batch must be .* at least 0, got -1"),
+        (lambda: PATTERN.work(8, heads=1, head_dim=4, element_size=0), "element_size must be .* got 0"),
+        (lambda: PATTERN.covered(-1, 0, 1), "length must be an integer of at least 0, got -1"),
+        (lambda: PATTERN.covered(8, 2, 2), "kv_head must be an integer from 0 to 1, got 2"),
+        (lambda: PATTERN.keys(8, **AT, length=8), "position must be .* 0 to 7, got 8"),
+        (lambda: PATTERN.keys(0, kv_head=-1, kv_heads=1, length=8), "kv_head must be .* from 0 to 0"),
+        (lambda: PATTERN.offset(2, 0, 1), "branch must be an integer from 0 to 1, got 2"),
+        (lambda: PATTERN.offset(-1, 0, 1), "branch must be an integer from 0 to 1, got -1"),
+        (lambda: PATTERN.offset(0, 1, 1), "kv_head must be an integer from 0 to 0, got 1"),
+        (lambda: PATTERN.offset(0, 0, 0), "kv_heads must be an integer of at least 1, got 0"),
+        (lambda: PATTERN.branch_heads(2, 4), "branch must be an integer from 0 to 1, got 2"),
+        (lambda: PATTERN.head_branches(4, 4), "kv_head must be an integer from 0 to 3, got 4"),
+        (lambda: PATTERN.mask(2, TOKENS, TOKENS, **AT), "branch must be .* 0 to 1, got 2"),
+        (lambda: PATTERN.describe(-4), "length must be an integer of at least 1, got -4"),
+    ],
+}
+
+
+CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
+
+
+@pytest.mark.parametrize(("error", "call", "words"), CASES)
+def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -51,9 +51,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("offsets", ["head", "head_block", "branch", "zero"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv_heads", [4, 2])
+# Every pair of the three.
+COPYLESS = [("head", "bshd", 4), ("head", "bhsd", 2), ("head", "sliced", 4), ("head_block", "bshd", 2)]
+COPYLESS += [("head_block", "bhsd", 4), ("head_block", "sliced", 2), ("branch", "bshd", 4), ("branch", "bhsd", 2)]
+COPYLESS += [("branch", "sliced", 2), ("zero", "bshd", 2), ("zero", "bhsd", 4), ("zero", "sliced", 4)]
+
+
+@pytest.mark.parametrize(("offsets", "layout", "kv_heads"), COPYLESS)
 def test_aligned_patterns_reach_the_kernels_without_a_copy(offsets, layout, kv_heads):
     pattern = DilatedPattern(ALIGNED.segment_lengths, ALIGNED.dilation_rates, offsets=offsets)
     q, k, v = (LAYOUTS[layout](x) for x in qkv(kv_heads=kv_heads))
@@ -86,7 +90,7 @@ def test_sixteen_heads_are_few_calls(offsets, length, calls):
     assert sum(1 for _ in strided.steps(Call(pattern), [q], [q, q])) == calls
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "eager"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padded_keys_have_no_weight(backend, is_causal):
     leaves = qkv(length=37, kv_heads=2)
@@ -105,7 +109,7 @@ def test_padded_keys_have_no_weight(backend, is_causal):
     assert grads[1][mask].eq(0).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "eager"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("query_start", "queries"), [(0, 1), (17, 1), (36, 1), (5, 14), (0, 37), (20, 0)])
 def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, queries):
@@ -124,7 +128,7 @@ def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, 
         torch.testing.assert_close(grads, torch.autograd.grad(part, (q, k, v)))
 
 
-@pytest.mark.parametrize("backend", ["reference", "eager", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_an_ordering_goes_with_padding_and_decoding(backend):
     q, k, v = qkv(length=37, kv_heads=2)
     order = Ordering.from_curve("hilbert", 37)
@@ -193,10 +197,10 @@ def test_a_query_in_no_branch_has_zero_output_and_gradient(backend):
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_reference_keeps_non_finite_tokens_to_the_rows_that_attend_to_them(bad, which, is_causal):
+def test_in_the_reference_a_token_that_is_not_finite_stays_in_its_rows(bad, which, is_causal):
     pattern = DilatedPattern((8, 16), (2, 4))
     tensors = [x.detach() for x in qkv(batch=1, heads=4, kv_heads=2)]
     clean = dilated_attention(*tensors, pattern, is_causal=is_causal, backend="reference")
@@ -236,13 +240,6 @@ def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):
     assert torch.equal(dilated_attention(q, k, v, one, backend=backend), v)
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_gradients_pass_gradcheck(backend):
-    leaves = qkv(batch=1, length=7, heads=2, kv_heads=1, head_dim=2)
-    pattern = DilatedPattern((3, 5), (1, 2))
-    assert torch.autograd.gradcheck(lambda *x: dilated_attention(*x, pattern, is_causal=True, backend=backend), leaves)
-
-
 def test_autocast_leaves_float64_alone():
     leaves = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -280,17 +277,6 @@ def test_empty_inputs_give_empty_outputs_and_gradients(shape):
     assert all(x.grad.shape == x.shape for x in leaves)
 
 
-def test_an_expanded_gradient_and_a_strided_last_dimension_are_served():
-    q, k, v = qkv()
-    strided = q.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
-    out = dilated_attention(strided, k, v, ALIGNED)
-    torch.testing.assert_close(out, dilated_attention(q, k, v, ALIGNED))
-    torch.testing.assert_close(
-        torch.autograd.grad(out.sum(), strided)[0],
-        torch.autograd.grad(dilated_attention(q, k, v, ALIGNED, backend="reference").sum(), q)[0],
-    )
-
-
 def test_explain_backend_says_what_was_chosen_and_why_the_others_were_not():
     q, k, v = qkv()
     explanation = explain_backend(q, k, v, ALIGNED)
@@ -303,105 +289,93 @@ def test_explain_backend_says_what_was_chosen_and_why_the_others_were_not():
     assert "dropout" in explain_backend(q, k, v, ALIGNED, dropout_p=0.1).reasons["sdpa"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout_p": 0.1},
-        {"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool)},
-        {"query_start": 12},
-    ],
-    ids=["dropout", "padding", "query_start"],
-)
-def test_an_explicit_backend_never_falls_back(options):
-    q, k, v = qkv()
-    rows = q[:, :20] if "query_start" in options else q
-    with pytest.raises(ValueError, match="backend='sdpa' cannot serve"):
-        dilated_attention(rows, k, v, ALIGNED, backend="sdpa", **options)
-    with pytest.raises(ValueError, match="backend='flash' cannot serve: needs a CUDA device"):
-        dilated_attention(rows, k, v, ALIGNED, backend="flash", **options)
-
-
 X = torch.zeros(2, 32, 4, 8)
-BAD_INPUT = {
-    "q no tensor": ([[1.0], X, X], {}, TypeError, r"q must be a tensor, got list"),
-    "q 3-D": ([X[0], X, X], {}, ValueError, r"q must have 4 dimensions .* got shape \(32, 4, 8\)"),
-    "integers": ([X.int(), X.int(), X.int()], {}, TypeError, r"q must be float16, .* got torch.int32"),
-    "fp8": ([X.to(torch.float8_e4m3fn)] * 3, {}, TypeError, r"q must be float16, .* got torch.float8"),
-    "sparse": ([X.to_sparse(), X, X], {}, TypeError, r"q must be a dense \(strided\) tensor, got layout torch.sparse"),
-    "no q heads": ([X[:, :, :0], X, X], {}, ValueError, r"q must have at least one head, got shape \(2, 32, 0, 8\)"),
-    "padding device": (
-        [X] * 3,
-        {"key_padding_mask": torch.zeros(2, 32, dtype=torch.bool, device="meta")},
-        ValueError,
-        r"key_padding_mask must be on the device of k \(cpu\), got meta",
-    ),
-    "scale huge": ([X] * 3, {"scale": 10**400}, ValueError, r"scale must be finite and above 0, got inf"),
-    "mixed dtypes": ([X, X.double(), X], {}, TypeError, r"k must have the dtype of q .* got torch.float64"),
-    "devices": ([X, X.to("meta"), X], {}, ValueError, r"k must be on the device of q \(cpu\), got meta"),
-    "head_dim 0": ([X[..., :0]] * 3, {}, ValueError, r"head_dim from 1 to 256, got 0"),
-    "head_dim 257": ([torch.zeros(1, 2, 1, 257)] * 3, {}, ValueError, r"head_dim from 1 to 256, got 257"),
-    "v's shape": ([X, X, X[:, :, :2]], {}, ValueError, r"v must have the shape of k .* got \(2, 32, 2, 8\)"),
-    "batch": ([X, X[:1], X[:1]], {}, ValueError, r"k must have q's batch 2"),
-    "k's head_dim": ([X, X[..., :4], X[..., :4]], {}, ValueError, r"head_dim 8, got shape"),
-    "heads": ([X, X[:, :, :3], X[:, :, :3]], {}, ValueError, r"divides q's 4, got 3"),
-    "no heads": ([X, X[:, :, :0], X[:, :, :0]], {}, ValueError, r"divides q's 4, got 0"),
-    "length": ([X, X[:, :9], X[:, :9]], {}, ValueError, r"k must have the length of q \(32\) unless query_start"),
-    "query_start high": (
-        [X[:, :4], X, X],
-        {"query_start": 29},
-        ValueError,
-        r"query_start must be an integer from 0 to 28, got 29",
-    ),
-    "query_start low": ([X[:, :4], X, X], {"query_start": -1}, ValueError, r"query_start must be .* got -1"),
-    "more queries": ([X, X[:, :9], X[:, :9]], {"query_start": 0}, ValueError, r"no more rows than k \(9\) .* got 32"),
-    "query_start type": ([X[:, :4], X, X], {"query_start": 1.0}, TypeError, r"query_start .* got 1.0"),
-    "is_causal": ([X] * 3, {"is_causal": 1}, TypeError, r"is_causal must be True or False, got 1"),
-    "return_lse": ([X] * 3, {"return_lse": None}, TypeError, r"return_lse must be True or False"),
-    "scale nan": ([X] * 3, {"scale": float("nan")}, ValueError, r"scale must be finite and above 0, got nan"),
-    "scale 0": ([X] * 3, {"scale": 0}, ValueError, r"scale must be finite and above 0, got 0"),
-    "scale type": ([X] * 3, {"scale": "1"}, TypeError, r"scale must be a number, got '1'"),
-    "dropout 1": ([X] * 3, {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
-    "dropout below": ([X] * 3, {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
-    "dropout nan": ([X] * 3, {"dropout_p": float("nan")}, ValueError, r"dropout_p must be in"),
-    "padding dtype": ([X] * 3, {"key_padding_mask": X[:, :, 0, 0]}, TypeError, r"bool tensor or None, got torch.float"),
-    "padding type": ([X] * 3, {"key_padding_mask": True}, TypeError, r"bool tensor or None, got bool"),
-    "padding shape": ([X] * 3, {"key_padding_mask": X[0, :, :, 0] > 0}, ValueError, r"\(2, 32\), got \(32, 4\)"),
-    "ordering type": (
-        [X] * 3,
-        {"kv_ordering": "hilbert"},
-        TypeError,
-        r"kv_ordering must be an Ordering such as Ordering.from_curve\(.*\), or None; got 'hilbert'",
-    ),
-    "ordering length": ([X] * 3, {"kv_ordering": Ordering.linear(31)}, ValueError, r"length of k \(32\), got 31"),
-    "backend name": ([X] * 3, {"backend": "fast"}, ValueError, r"backend must be one of auto, .*; got 'fast'"),
-    "backend type": ([X] * 3, {"backend": None}, TypeError, r"backend must be a string, got NoneType"),
+PADDING = torch.zeros(2, 32, dtype=torch.bool)
+FIVE = DilatedPattern((8,) * 5, (1,) * 5, mixing="head_groups")
+
+
+def given(q=X, k=X, v=None, pattern=ALIGNED, **options):
+    """Arguments; v is k by default."""
+    return {"q": q, "k": k, "v": k if v is None else v, "pattern": pattern, **options}
+
+
+WRONG = {
+    TypeError: [
+        (given(q=[1.0]), r"q must be a tensor, got list"),
+        (given(X.int(), X.int()), r"q must be float16, .* got torch.int32"),
+        (given(*[X.to(torch.float8_e4m3fn)] * 2), r"q must be float16, .* got torch.float8"),
+        (given(q=X.to_sparse()), r"q must be a dense \(strided\) tensor, got layout torch.sparse"),
+        (given(k=X.double(), v=X), r"k must have the dtype of q .* got torch.float64"),
+        (given(X[:, :4], query_start=1.0), r"query_start .* got 1.0"),
+        (given(is_causal=1), r"is_causal must be True or False, got 1"),
+        (given(return_lse=None), r"return_lse must be True or False"),
+        (given(scale="1"), r"scale must be a number, got '1'"),
+        (given(key_padding_mask=X[:, :, 0, 0]), r"bool tensor or None, got torch.float"),
+        (given(key_padding_mask=True), r"bool tensor or None, got bool"),
+        (given(kv_ordering="hilbert"), r"kv_ordering must be an Ordering such as .*\(.*\), or None; got 'hilbert'"),
+        (given(backend=None), r"backend must be a string, got NoneType"),
+        (given(pattern=((8,), (1,))), "pattern must be a DilatedPattern, got tuple"),
+    ],
+    ValueError: [
+        (given(q=X[0]), r"q must have 4 dimensions .* got shape \(32, 4, 8\)"),
+        (given(q=X[:, :, :0]), r"q must have at least one head, got shape \(2, 32, 0, 8\)"),
+        (given(k=X.to("meta"), v=X), r"k must be on the device of q \(cpu\), got meta"),
+        (given(X[..., :0], X[..., :0]), r"head_dim from 1 to 256, got 0"),
+        (given(*[torch.zeros(1, 2, 1, 257)] * 2), r"head_dim from 1 to 256, got 257"),
+        (given(v=X[:, :, :2]), r"v must have the shape of k .* got \(2, 32, 2, 8\)"),
+        (given(k=X[:1]), r"k must have q's batch 2"),
+        (given(k=X[..., :4]), r"head_dim 8, got shape"),
+        (given(k=X[:, :, :3]), r"divides q's 4, got 3"),
+        (given(k=X[:, :, :0]), r"divides q's 4, got 0"),
+        (given(k=X[:, :9]), r"k must have the length of q \(32\) unless query_start"),
+        (given(X[:, :4], query_start=29), r"query_start must be an integer from 0 to 28, got 29"),
+        (given(X[:, :4], query_start=-1), r"query_start must be .* got -1"),
+        (given(k=X[:, :9], query_start=0), r"no more rows than k \(9\) .* got 32"),
+        (given(scale=10**400), r"scale must be finite and above 0, got inf"),
+        (given(scale=float("nan")), r"scale must be finite and above 0, got nan"),
+        (given(scale=0), r"scale must be finite and above 0, got 0"),
+        (given(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
+        (given(dropout_p=-0.1), r"dropout_p must be in \[0, 1\), got -0.1"),
+        (given(dropout_p=float("nan")), r"dropout_p must be in"),
+        (given(key_padding_mask=PADDING[:, :31]), r"\(2, 32\), got \(2, 31\)"),
+        (given(key_padding_mask=X[0, :, :, 0] > 0), r"\(2, 32\), got \(32, 4\)"),
+        (given(key_padding_mask=PADDING.to("meta")), r"key_padding_mask must be on the device of k \(cpu\), got meta"),
+        (given(kv_ordering=Ordering.linear(31)), r"length of k \(32\), got 31"),
+        (given(backend="fast"), r"backend must be one of auto, .*; got 'fast'"),
+        (given(pattern=FIVE), r"at least one KV head a branch \(5\), got 4"),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", BAD_INPUT)
-@pytest.mark.parametrize("function", [dilated_attention, explain_backend])
-def test_bad_input_names_argument_value_and_what_is_allowed(function, name):
-    tensors, options, error, message = BAD_INPUT[name]
-    with pytest.raises(error, match=message):
-        function(*tensors, ALIGNED, **options)
+CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
+
+
+@pytest.mark.parametrize(("error", "arguments", "words"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_input_names_argument_value_and_what_is_allowed(error, arguments, words):
+    for function in (dilated_attention, explain_backend):
+        with pytest.raises(error, match=words):
+            function(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("function", [dilated_attention, explain_backend])
-def test_a_nested_tensor_is_refused_by_name(function, name, layout):
+def test_a_nested_tensor_is_refused_by_name(name, layout):
     nested = torch.nested.nested_tensor([X[0, :9], X[1]], layout=layout)
-    with pytest.raises(TypeError, match=rf"{name} must be a dense \(strided\) tensor, got a nested one"):
-        function(**{"q": X, "k": X, "v": X, name: nested}, pattern=ALIGNED)
+    for function in (dilated_attention, explain_backend):
+        with pytest.raises(TypeError, match=rf"{name} must be a dense \(strided\) tensor, got a nested one"):
+            function(**given() | {name: nested})
 
 
-def test_a_pattern_that_is_none_or_has_too_few_heads_is_refused():
-    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got tuple"):
-        dilated_attention(X, X, X, ((8,), (1,)))
-    pattern = DilatedPattern((8,) * 5, (1,) * 5, mixing="head_groups")
-    with pytest.raises(ValueError, match=r"at least one KV head a branch \(5\), got 4"):
-        dilated_attention(X, X, X, pattern)
+# Of a kernel that has no dropout, masks or decoding.
+LACKING = [{"dropout_p": 0.1}, {"key_padding_mask": PADDING}, {"query_start": 12, "q": X[:, :20]}]
+
+
+@pytest.mark.parametrize("options", LACKING, ids=["dropout", "padding", "query_start"])
+def test_an_explicit_backend_never_falls_back(options):
+    for name, reason in (("sdpa", ""), ("flash", ": needs a CUDA device")):
+        with pytest.raises(ValueError, match=f"backend='{name}' cannot serve{reason}"):
+            dilated_attention(**given(backend=name) | options)
 
 
 def test_a_device_without_an_lse_is_refused_by_name():

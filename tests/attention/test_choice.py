@@ -54,25 +54,22 @@ def test_every_architecture_has_a_rule():
         assert rule.record
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "chosen"),
-    [
-        (torch.float32, {}, "sdpa"),
-        (torch.float32, {"dropout_p": 0.1}, "triton"),
-        (torch.float32, {"key_padding_mask": True}, "triton"),
-        (torch.float32, {"query_start": 3}, "triton"),
-        (torch.float64, {"dropout_p": 0.1}, "eager"),
-    ],
-)
-def test_what_sdpa_refuses_in_float32_goes_to_the_fused_kernels_and_float64_to_eager(
-    monkeypatch, dtype, options, chosen
-):
+PADDING = torch.zeros(1, 64, dtype=torch.bool)
+REFUSED = [
+    (torch.float32, {}, "sdpa"),
+    (torch.float32, {"dropout_p": 0.1}, "triton"),
+    (torch.float32, {"key_padding_mask": PADDING}, "triton"),
+    (torch.float32, {"query_start": 3}, "triton"),
+    (torch.float64, {"dropout_p": 0.1}, "eager"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options", "chosen"), REFUSED)
+def test_what_sdpa_refuses_goes_to_the_fused_kernels_or_to_eager(monkeypatch, dtype, options, chosen):
     # On the CPU by a GPU's rules.
     monkeypatch.setattr(choice, "_known_rule", lambda device, dtype: FULL_RULE)
     monkeypatch.setattr(fused, "absence", lambda device: "")
     q, k, v = (x.to(dtype) for x in tensors())
-    if "key_padding_mask" in options:
-        options = {"key_padding_mask": torch.zeros(1, 64, dtype=torch.bool)}
     if "query_start" in options:
         q = q[:, 3:5]
     assert explain_backend(q, k, v, PATTERN, **options).chosen == chosen
@@ -84,7 +81,7 @@ def first_that_is_there(times):
 
 
 @pytest.mark.evidence
-def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_little():
+def test_the_rules_for_hopper_lose_little_in_the_committed_kernels():
     sides = [record[side] for record in of_sweep(committed_records(), "backends") for side in "ab"]
     calls = pd.DataFrame([{"name": side["name"], "ms": side["call_ms"], **side["parameters"]} for side in sides])
     calls = calls[calls.name.isin(BACKENDS) & ~calls.pattern.str.endswith("groups")]
@@ -96,7 +93,7 @@ def test_the_rules_for_hopper_take_the_fastest_of_the_committed_kernels_or_lose_
 
 @pytest.mark.parametrize("absent", [(), ("flash_attn_4",), ("flash_attn_4", "cudnn")], ids=str)
 @pytest.mark.evidence
-def test_the_rules_for_hopper_take_the_fastest_of_the_committed_choices_or_lose_little(absent):
+def test_the_rules_for_hopper_lose_little_in_the_committed_choices(absent):
     records = committed_records("05_backend_selection")
     calls, alone = choice_table(records), choice_table(records, on_device=True)
     # The device takes longer than the host in all calls of 262,144 tokens; what the record says of the host there
@@ -127,7 +124,7 @@ def test_auto_goes_by_a_remembered_measurement_and_says_so():
     assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
-def test_a_nan_that_spreads_is_told_of_every_backend_that_serves_and_lets_it():
+def test_a_nan_that_spreads_is_told_of_the_backends_that_let_it():
     reasons = explain_backend(*tensors(), PATTERN).reasons
     told = {name for name, reason in reasons.items() if "a NaN in a masked key reaches other rows" in reason}
     assert told == {"sdpa", "eager"}
@@ -135,27 +132,17 @@ def test_a_nan_that_spreads_is_told_of_every_backend_that_serves_and_lets_it():
     assert reasons["eager"].startswith("can serve, after 'sdpa'; a NaN")
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"length": 65},
-        {"length": 32},
-        {"heads": 3},
-        {"head_dim": 16},
-        {"dtype": "float64"},
-        {"is_causal": True},
-        {"gradient": True},
-        {"pattern": DilatedPattern((8, 32), (1, 2))},
-        {"device": "cuda"},
-    ],
-    ids=str,
-)
+OTHERS = [{"length": 65}, {"length": 32}, {"heads": 3}, {"head_dim": 16}, {"dtype": "float64"}, {"is_causal": True}]
+OTHERS += [{"gradient": True}, {"pattern": DilatedPattern((8, 32), (1, 2))}, {"device": "cuda"}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_measurement_speaks_for_its_own_class_alone(other):
     remember(SHAPE._replace(**other), ("eager",), {})
     assert explain_backend(*tensors(), PATTERN).chosen == "sdpa"
 
 
-def test_a_measurement_speaks_for_lengths_and_heads_up_to_the_next_power_of_two():
+def test_a_measurement_speaks_for_sizes_up_to_the_next_power_of_two():
     remember(SHAPE, ("eager",), {})
     assert explain_backend(*tensors(length=33), PATTERN).chosen == "eager"
     assert explain_backend(*[x.expand(2, -1, -1, -1) for x in tensors(heads=1)], PATTERN).chosen == "eager"
@@ -193,7 +180,7 @@ def test_files_of_other_machines_lie_beside_and_are_not_read(place):
 
 
 @pytest.mark.parametrize("changed", ["hardware", "torch", "triton", "cudnn", "driver", "code_hash", "packages"])
-def test_a_measurement_is_forgotten_where_the_machine_or_its_software_differs(monkeypatch, changed):
+def test_a_measurement_of_another_machine_or_software_is_forgotten(monkeypatch, changed):
     remember(SHAPE, ("eager",), {})
     assert len(remembered_rules(CPU, torch.float32)) == 1
     other = {**remembered.machine_facts(), changed: {"flash-attn-4": "9.9"} if changed == "packages" else "9.9"}
@@ -202,7 +189,7 @@ def test_a_measurement_is_forgotten_where_the_machine_or_its_software_differs(mo
     assert remembered_rules(CPU, torch.float32) == ()
 
 
-def test_a_measurement_is_forgotten_where_a_package_can_be_used_that_could_not_before(monkeypatch):
+def test_a_measurement_is_forgotten_where_a_package_has_come(monkeypatch):
     q, k, v = tensors()
     monkeypatch.setattr(presence, "absence", lambda package: "absent: not there")
     remember(SHAPE, ("eager",), {})
@@ -273,7 +260,7 @@ def full_disk(path, text):
 
 
 @pytest.mark.parametrize("reason", ["File exists", "No space left on device"])
-def test_a_measurement_that_cannot_be_kept_holds_for_its_call_with_a_warning(reason, place, monkeypatch):
+def test_a_measurement_that_cannot_be_kept_holds_for_its_call(reason, place, monkeypatch):
     q, k, v = tensors()
     times = {"cudnn": 0.1, "eager": 0.5, "sdpa": 1.0}  # the fastest may refuse what sets the call apart from its class
     monkeypatch.setattr("hilbert_lib.lab.selection.measured_times", lambda *_, **__: (times, times))
@@ -288,25 +275,27 @@ def test_a_measurement_that_cannot_be_kept_holds_for_its_call_with_a_warning(rea
     assert select_attention_backend(q, k, v, PATTERN) == "sdpa"
 
 
-def test_select_attention_backend_raises_where_nothing_serves_or_nothing_can_be_kept():
-    q, k, v = tensors()
-    with pytest.raises(ValueError, match="backend='cudnn' cannot serve: needs a CUDA device"):
-        select_attention_backend(q, k, v, PATTERN, backend="cudnn")
-    with pytest.raises(ValueError, match="benchmark_backends must be False where dropout_p is given"):
-        select_attention_backend(q, k, v, PATTERN, dropout_p=0.5, benchmark_backends=True)
-    padding = torch.zeros(1, 64, dtype=torch.bool)
-    with pytest.raises(ValueError, match="where key_padding_mask is given"):
-        select_attention_backend(q, k, v, PATTERN, key_padding_mask=padding, benchmark_backends=True)
-    with pytest.raises(ValueError, match="where query_start is given"):
-        select_attention_backend(q[:, 2:], k, v, PATTERN, query_start=2, benchmark_backends=True)
-    with pytest.raises(ValueError, match="where backend is given"):
-        select_attention_backend(q, k, v, PATTERN, backend="eager", benchmark_backends=True)
+KEPT = {"benchmark_backends": True}  # what a measurement cannot be kept for
+UNSERVED = [
+    ({"backend": "cudnn"}, "backend='cudnn' cannot serve: needs a CUDA device"),
+    ({"dropout_p": 0.5, **KEPT}, "benchmark_backends must be False where dropout_p is given"),
+    ({"key_padding_mask": PADDING, **KEPT}, "where key_padding_mask is given"),
+    ({"query_start": 2, **KEPT}, "where query_start is given"),
+    ({"backend": "eager", **KEPT}, "where backend is given"),
+]
 
 
 @pytest.mark.parametrize("flag", [1, "yes", None])
 def test_benchmark_backends_is_a_flag(flag):
     with pytest.raises(TypeError, match="benchmark_backends must be True or False, got"):
         select_attention_backend(*tensors(), PATTERN, benchmark_backends=flag)
+
+
+@pytest.mark.parametrize(("options", "words"), UNSERVED)
+def test_select_attention_backend_refuses_by_name(options, words):
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=words):
+        select_attention_backend(q[:, options.get("query_start", 0) :], k, v, PATTERN, **options)
 
 
 @pytest.mark.parametrize("order", [(), ("sdpa",), ("eager", "fast")])
@@ -330,7 +319,7 @@ def test_a_remembered_choice_is_traced_in_one_graph():
     assert torch.equal(compiled(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
-def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(place):
+def test_what_another_process_measured_is_seen_at_once(place):
     assert remembered_rules(CPU, torch.float32) == ()
     ask = "from hilbert_lib.attention.measured_rules import *; from hilbert_lib import DilatedPattern as P\n"
     ask += f"remember(ShapeClass('cpu', 'float32', 64, 2, 8, False, False, P({PATTERN.segment_lengths}, "
@@ -344,7 +333,7 @@ def test_what_another_process_measured_is_seen_by_one_that_has_asked_before(plac
 
 
 @pytest.mark.evidence
-def test_a_curve_that_restarts_in_every_segment_reads_at_most_a_few_per_cent_faster():
+def test_a_curve_in_every_segment_reads_hardly_faster():
     chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
     assert len(chunks) >= 20
     assert chunks.ratio.max() < 1.05

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import os
-import shutil
 from functools import partial
 from inspect import signature
 
@@ -42,7 +40,7 @@ def grads_of(module: nn.Module, out: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_first_values_are_those_of_torchs_module_and_state_dicts_go_both_ways(bias):
+def test_parameters_are_torchs_and_state_dicts_go_both_ways(bias):
     ours = multihead(bias=bias)
     torch.manual_seed(0)
     torchs = nn.MultiheadAttention(EMBED, HEADS, bias=bias, batch_first=True)
@@ -53,11 +51,7 @@ def test_first_values_are_those_of_torchs_module_and_state_dicts_go_both_ways(bi
 
 
 PADDED = torch.arange(LENGTH) >= torch.tensor([[9], [LENGTH]])  # the first sequence ends early
-MASKS = {
-    "none": None,
-    "bool": PADDED,
-    "float": torch.zeros(PADDED.shape).masked_fill(PADDED, -torch.inf),
-}
+MASKS = {"none": None, "bool": PADDED, "float": torch.zeros(PADDED.shape).masked_fill(PADDED, -torch.inf)}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -96,18 +90,6 @@ def test_arguments_stand_in_torchs_order():
     assert list(signature(ours.forward).parameters) == list(signature(torchs.forward).parameters)
 
 
-def test_averaging_weights_that_are_not_returned_changes_nothing():
-    ours, x = multihead(), tokens(2, LENGTH)
-    out, weights = ours(x, x, x, need_weights=False, average_attn_weights=False)
-    assert weights is None
-    assert torch.equal(out, ours(x)[0])
-
-
-def test_key_and_value_are_the_query_by_default():
-    ours, x = multihead(), tokens(2, LENGTH)
-    assert torch.equal(ours(x)[0], ours(x, x, x)[0])
-
-
 @pytest.mark.parametrize("pattern", [DILATED, DilatedPattern((4, 12), (1, 2), mixing="head_groups")], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_output_is_the_functions_between_projections(kv_heads, pattern):
@@ -139,8 +121,7 @@ def test_a_token_without_keys_gives_the_bias_alone():
 ORDERINGS = {"function": HILBERT, "fixed": Ordering.residue(LENGTH, 3)}
 
 
-@pytest.mark.parametrize("ordering", ORDERINGS)
-@pytest.mark.parametrize("backend", ["auto", "eager", "reference"])
+@pytest.mark.parametrize(("backend", "ordering"), [("auto", "function"), ("eager", "fixed"), ("reference", "function")])
 def test_output_and_gradients_do_not_depend_on_how_k_and_v_are_stored(backend, ordering):
     x = tokens(2, LENGTH)
     plain, stored = (multihead(backend=backend, kv_ordering=order) for order in (None, ORDERINGS[ordering]))
@@ -167,11 +148,13 @@ def test_k_and_v_reach_the_attention_in_the_ordering(monkeypatch):
     assert torch.equal(stored_v, v[:, ordering.perm])
 
 
-def test_an_ordering_of_another_length_is_refused_and_a_function_serves_every_length():
-    x = tokens(1, 9)
-    with pytest.raises(ValueError, match=r"kv_ordering must have the length of k \(9\), got 12"):
-        multihead(kv_ordering=ORDERINGS["fixed"])(x)
-    assert torch.equal(multihead(kv_ordering=HILBERT)(x)[0], multihead()(x)[0])
+def test_scale_and_decoding_are_those_of_the_function():
+    module = DilatedAttention(DILATED, scale=0.9, kv_ordering=HILBERT)
+    q, k, v = tokens(3, 1, LENGTH, 2)
+    whole = module(q, k, v, is_causal=True)
+    assert torch.equal(whole, dilated_attention(q, k, v, DILATED, scale=0.9, is_causal=True))
+    one = module(q[:, 7:8], k, v, is_causal=True, query_start=7)
+    torch.testing.assert_close(one, whole[:, 7:8])
 
 
 @pytest.mark.parametrize("ordering", [None, "function"])
@@ -180,19 +163,6 @@ def test_a_sequence_without_tokens_has_an_output_without_rows(ordering):
     q, k, v = tokens(3, 2, 0, HEADS)
     assert DilatedAttention(DILATED, kv_ordering=order)(q, k, v).shape == (2, 0, HEADS, EMBED)
     assert multihead(kv_ordering=order)(tokens(2, 0))[0].shape == (2, 0, EMBED)
-
-
-def test_the_scale_is_that_of_the_function():
-    q, k, v = tokens(3, 1, LENGTH, 2)
-    assert torch.equal(DilatedAttention(DILATED, scale=0.9)(q, k, v), dilated_attention(q, k, v, DILATED, scale=0.9))
-
-
-def test_decoding_one_token_equals_its_row():
-    module = DilatedAttention(DILATED, kv_ordering=HILBERT)
-    q, k, v = tokens(3, 1, LENGTH, 2)
-    whole = module(q, k, v, is_causal=True)
-    one = module(q[:, 7:8], k, v, is_causal=True, query_start=7)
-    torch.testing.assert_close(one, whole[:, 7:8])
 
 
 def test_train_and_eval_differ_by_dropout_alone():
@@ -222,19 +192,19 @@ def test_a_saved_and_a_copied_module_give_the_same_output(tmp_path):
         assert torch.equal(each(x)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_module_of_any_precision_returns_it(dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float64, 1e-5)])
+def test_a_module_of_any_precision_returns_it(dtype, tolerance):
     x = tokens(2, LENGTH)
     assert multihead(dtype=dtype)(x.to(dtype))[0].dtype == dtype
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-5}[dtype]
     out = multihead().to(dtype)(x.to(dtype))[0]
     torch.testing.assert_close(out, multihead()(x)[0].to(dtype), atol=tolerance, rtol=0)
 
 
-def test_autocast_runs_projections_and_attention_in_half_precision():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # of the tokens: it may differ from the parameters'
+def test_autocast_runs_projections_and_attention_in_half_precision(dtype):
     ours, x = multihead(), tokens(2, LENGTH)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ours(x)[0]
+        out = ours(x.to(dtype))[0]
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), ours(x)[0], atol=2e-2, rtol=0)
 
@@ -245,27 +215,22 @@ def test_the_representation_names_what_was_chosen():
         assert part in text
 
 
-COMPILED = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "padded": {"key_padding_mask": PADDED},
-}
+COMPILED = [(None, {"is_causal": True}), ("function", {"key_padding_mask": PADDED}), ("fixed", {})]
 
 
-@pytest.mark.parametrize("ordering", [None, "function", "fixed"])
-@pytest.mark.parametrize("option", COMPILED)
-def test_a_compiled_module_is_one_graph_with_the_bits_of_the_eager_one(option, ordering):
+@pytest.mark.parametrize(("ordering", "options"), COMPILED)
+def test_a_compiled_module_is_one_graph_with_the_bits_of_the_eager_one(ordering, options):
     ours = multihead(dropout=0.3, kv_ordering=ORDERINGS.get(ordering))
     compiled, x = torch.compile(ours, fullgraph=True, backend="aot_eager"), tokens(2, LENGTH)
     results = []
     for module in (ours, compiled):
         torch.manual_seed(2)
-        out = module(x, **COMPILED[option])[0]
+        out = module(x, **options)[0]
         results.append([out, *grads_of(ours, out)])
     assert all(map(torch.equal, *results))
 
 
-def test_with_an_ordering_each_length_is_compiled_once_and_past_torchs_limit_runs_uncompiled():
+def test_with_an_ordering_each_length_is_compiled_once():
     programs = CompileCounter()
     ours = DilatedAttention(DILATED, kv_ordering=HILBERT)
     compiled = torch.compile(ours, backend=programs)
@@ -280,12 +245,6 @@ def test_with_an_ordering_each_length_is_compiled_once_and_past_torchs_limit_run
             strict(*tokens(3, 1, length, 2))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             strict(*tokens(3, 1, 10, 2))
-
-
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
-def test_inductor_compiles_a_module():
-    ours, x = multihead(kv_ordering=HILBERT), tokens(2, LENGTH)
-    torch.testing.assert_close(torch.compile(ours, fullgraph=True)(x, is_causal=True)[0], ours(x, is_causal=True)[0])
 
 
 def encoder_layer(pattern=DILATED, **options) -> nn.TransformerEncoderLayer:
@@ -404,43 +363,3 @@ def test_a_layer_learns_real_text_by_its_attention():
     untaught.layer.self_attn.requires_grad_(False)
     for twin in (without, untaught):
         assert losses[-1] < 0.5 * trained(twin)[-1]
-
-
-BAD = {
-    r"pattern must be a DilatedPattern, got tuple": lambda: DilatedAttention((4, 8)),
-    r"embed_dim must be an integer of at least 1, got 0": lambda: MultiheadDilatedAttention(0, 1, DILATED),
-    r"kv_heads must divide num_heads 4, got 3": lambda: multihead(kv_heads=3),
-    r"needs at least one KV head a branch \(2\), got 1": lambda: multihead(
-        DilatedPattern((4, 8), (1, 2), mixing="head_groups"), kv_heads=1
-    ),
-    r"key must be tokens of size 16 .* shaped like query \(1, 12, 16\), got shape \(1, 9, 16\)": lambda: multihead()(
-        tokens(1, LENGTH), tokens(1, 9), tokens(1, 9)
-    ),
-    r"query must be tokens of size 16 in 2 or 3 dimensions": lambda: multihead()(torch.ones(1, LENGTH, 8)),
-    r"query must be a dense \(strided\) tensor, got a nested one": lambda: multihead(batch_first=False)(
-        torch.nested.nested_tensor([tokens(3), tokens(4)])
-    ),
-    r"key must be a dense \(strided\) tensor, got a nested one": lambda: multihead()(
-        tokens(2, 4), *[torch.nested.nested_tensor([tokens(3), tokens(4)])] * 2
-    ),
-    r"q must be a dense \(strided\) tensor, got a nested one": lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(
-        *[torch.nested.nested_tensor([tokens(3, HEADS), tokens(4, HEADS)])] * 3
-    ),
-    r"key_padding_mask must be a tensor or None, got list": lambda: multihead()(
-        tokens(1, LENGTH)[0], key_padding_mask=[True] * LENGTH
-    ),
-    r"key_padding_mask must be bool, or hold 0 and -inf alone; got -1.0": lambda: multihead()(
-        tokens(1, LENGTH), key_padding_mask=torch.full((1, LENGTH), -1.0)
-    ),
-    r"key_padding_mask must be a bool tensor or None, got torch.int64": lambda: multihead()(
-        tokens(1, LENGTH), key_padding_mask=torch.zeros(1, LENGTH, dtype=torch.int64)
-    ),
-    r"backend='flash' .*needs a CUDA device": lambda: multihead(backend="flash")(tokens(1, LENGTH)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("message", BAD)
-def test_what_cannot_be_served_is_refused_by_name(message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        BAD[message]()

@@ -8,87 +8,103 @@ import torch
 from hilbert_lib import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, Ordering
 
 DILATED = DilatedPattern((4, 12), (1, 3))
+GROUPS = DilatedPattern((4, 8), (1, 2), mixing="head_groups")
 HILBERT = partial(Ordering.from_curve, "hilbert")
+ORDERED = partial(DilatedAttention, DILATED, kv_ordering=HILBERT)
 
 
 def tokens(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, 16)
 
 
-def multihead(pattern=DILATED, **options) -> MultiheadDilatedAttention:
-    return MultiheadDilatedAttention(16, 4, pattern, **{"batch_first": True, **options})
+def nested(*rest: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([tokens(3, *rest), tokens(4, *rest)])
+
+
+def multihead(pattern=DILATED, embed_dim=16, heads=4, **options) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(embed_dim, heads, pattern, **{"batch_first": True, **options})
+
+
+def called(*tensors, **options):
+    return multihead()(*(tensors or (tokens(2, 9),)), **options)
 
 
 WRONG = {
-    "dropout of 1": (lambda: multihead(dropout=1), r"dropout must be in \[0, 1\), got 1"),
-    "dropout NaN": (lambda: multihead(dropout=float("nan")), r"dropout must be in \[0, 1\), got nan"),
-    "dropout a text": (lambda: multihead(dropout="0.1"), "dropout must be a number, got '0.1'"),
-    "scale of 0": (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
-    "unknown backend": (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
-    "ordering by name": (
-        lambda: multihead(kv_ordering="hilbert"),
-        "kv_ordering must be None, an Ordering, .* got 'hilbert'",
-    ),
-    "no pattern": (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
-    "heads": (lambda: MultiheadDilatedAttention(16, 3, DILATED), "num_heads must divide embed_dim 16, got 3"),
-    "head_dim": (
-        lambda: MultiheadDilatedAttention(514, 2, DILATED),
-        "embed_dim / num_heads must be at most 256, got 514 / 2 = 257",
-    ),
-    "flag": (lambda: multihead(batch_first="yes"), "batch_first must be True or False, got 'yes'"),
-    "device": (lambda: multihead(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
-    "dtype of integers": (lambda: multihead(dtype=torch.int8), "dtype must be one of torch.float16, .* got torch.int8"),
-    "complex dtype": (lambda: multihead(dtype=torch.complex64), "dtype must be one of .* got torch.complex64"),
-    "dtype by name": (lambda: multihead(dtype="float32"), "dtype must be one of torch.float16, .* got 'float32'"),
-    "half tokens": (
-        lambda: multihead()(tokens(2, 9).half()),
-        r"query must have the dtype of the parameters \(torch.float32\), got torch.float16",
-    ),
-    "half value": (lambda: multihead()(tokens(2, 9), value=tokens(2, 9).half()), "value must have the dtype of"),
-    "double tokens under autocast": (
-        lambda: torch.autocast("cpu", torch.bfloat16)(multihead())(tokens(2, 9).double()),
-        r"query must have the dtype of the parameters \(torch.float32\), got torch.float64",
-    ),
-    "meta tokens": (
-        lambda: multihead()(tokens(2, 9).to("meta")),
-        r"query must be on the device of the parameters \(cpu\), got meta",
-    ),
-    "no tensor": (lambda: multihead()([1.0]), "query must be a tensor, got list"),
-    "key no tensor": (lambda: multihead()(tokens(2, 9), 3), "key must be a tensor, got int"),
-    "weights": (lambda: multihead()(tokens(2, 9), need_weights=True), "need_weights must be False"),
-    "mask": (lambda: multihead()(tokens(2, 9), attn_mask="causal", is_causal=True), "attn_mask must be .* got str"),
-    "mask of another kind": (
-        lambda: multihead()(tokens(2, 9), attn_mask=torch.ones(9, 9)),
-        r"attn_mask must be None unless is_causal=True: .* got a mask of shape \(9, 9\)",
-    ),
-    "v of another length": (
-        lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(*tokens(2, 1, 9, 2), tokens(1, 3, 2)),
-        r"v must have the shape of k \(1, 9, 2, 16\), got \(1, 3, 2, 16\)",
-    ),
-    "k no tensor": (
-        lambda: DilatedAttention(DILATED, kv_ordering=HILBERT)(tokens(1, 9, 2), 3, 3),
-        "k must be a tensor",
-    ),
-    "ordering of a function": (
-        lambda: DilatedAttention(DILATED, kv_ordering=lambda length: "hilbert")(*tokens(3, 1, 9, 2)),
-        "kv_ordering must be an Ordering such as .*, or None; got ",
-    ),
+    TypeError: [
+        (lambda: multihead(dropout="0.1"), "dropout must be a number, got '0.1'"),
+        (lambda: multihead(kv_ordering="hilbert"), "kv_ordering must be None, an Ordering, .* got 'hilbert'"),
+        (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
+        (lambda: DilatedAttention((4, 8)), "pattern must be a DilatedPattern, got tuple"),
+        (lambda: multihead(batch_first="yes"), "batch_first must be True or False, got 'yes'"),
+        (lambda: called(tokens(2, 9).half()), r"query must have the dtype of .* \(torch.float32\), got torch.float16"),
+        (lambda: called(value=tokens(2, 9).half()), "value must have the dtype of"),
+        (
+            lambda: torch.autocast("cpu", torch.bfloat16)(called)(tokens(2, 9).double()),
+            r"query must have the dtype of the parameters \(torch.float32\), got torch.float64",
+        ),
+        (lambda: called([1.0]), "query must be a tensor, got list"),
+        (lambda: called(tokens(2, 9), 3), "key must be a tensor, got int"),
+        (lambda: multihead(batch_first=False)(nested()), r"query must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: called(tokens(2, 4), *[nested()] * 2), r"key must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: ORDERED()(*[nested(4)] * 3), r"q must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: called(attn_mask="causal", is_causal=True), "attn_mask must be .* got str"),
+        (lambda: called(tokens(9), key_padding_mask=[True] * 9), "key_padding_mask must be a tensor or None, got list"),
+        (
+            lambda: called(key_padding_mask=torch.zeros(2, 9, dtype=torch.int64)),
+            "key_padding_mask must be a bool tensor or None, got torch.int64",
+        ),
+        (lambda: ORDERED()(tokens(1, 9, 2), 3, 3), "k must be a tensor"),
+        (
+            lambda: DilatedAttention(DILATED, kv_ordering=lambda length: "hilbert")(*tokens(3, 1, 9, 2)),
+            "kv_ordering must be an Ordering such as .*, or None; got ",
+        ),
+    ],
+    ValueError: [
+        (lambda: multihead(dropout=1), r"dropout must be in \[0, 1\), got 1"),
+        (lambda: multihead(dropout=float("nan")), r"dropout must be in \[0, 1\), got nan"),
+        (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
+        (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
+        (lambda: multihead(backend="flash")(tokens(1, 9)), "backend='flash' .*needs a CUDA device"),
+        (lambda: multihead(embed_dim=0), "embed_dim must be an integer of at least 1, got 0"),
+        (lambda: multihead(heads=3), "num_heads must divide embed_dim 16, got 3"),
+        (lambda: multihead(embed_dim=514, heads=2), "embed_dim / num_heads must be at most 256, got 514 / 2 = 257"),
+        (lambda: multihead(kv_heads=3), "kv_heads must divide num_heads 4, got 3"),
+        (lambda: multihead(GROUPS, kv_heads=1), r"needs at least one KV head a branch \(2\), got 1"),
+        (lambda: multihead(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
+        (lambda: multihead(dtype=torch.int8), "dtype must be one of torch.float16, .* got torch.int8"),
+        (lambda: multihead(dtype=torch.complex64), "dtype must be one of .* got torch.complex64"),
+        (lambda: multihead(dtype="float32"), "dtype must be one of torch.float16, .* got 'float32'"),
+        (lambda: called(tokens(2, 9).to("meta")), r"query must be on the device of the parameters \(cpu\), got meta"),
+        (lambda: called(torch.ones(1, 9, 8)), "query must be tokens of size 16 in 2 or 3 dimensions"),
+        (
+            lambda: called(tokens(1, 12), *[tokens(1, 9)] * 2),
+            r"key must be tokens of size 16 .* shaped like query \(1, 12, 16\), got shape \(1, 9, 16\)",
+        ),
+        (lambda: called(need_weights=True), "need_weights must be False"),
+        (lambda: called(attn_mask=torch.ones(9, 9)), r"attn_mask must be None unless is_causal=True: .* \(9, 9\)"),
+        (
+            lambda: called(key_padding_mask=torch.full((2, 9), -1.0)),
+            "key_padding_mask must be bool, or hold 0 and -inf alone; got -1.0",
+        ),
+        (
+            lambda: ORDERED()(*tokens(2, 1, 9, 2), tokens(1, 3, 2)),
+            r"v must have the shape of k \(1, 9, 2, 16\), got \(1, 3, 2, 16\)",
+        ),
+        (lambda: multihead(kv_ordering=HILBERT(12))(tokens(1, 9)), r"must have the length of k \(9\), got 12"),
+    ],
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_is_refused_by_name_value_and_what_is_allowed(wrong):
-    build, words = WRONG[wrong]
-    with pytest.raises((ValueError, TypeError), match=words):
-        build()
+CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("error", "call", "words"), CASES)
+def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_the_largest_head_dim_is_served():
     module = MultiheadDilatedAttention(256, 1, DILATED, batch_first=True)
     assert module(torch.ones(1, 9, 256))[0].shape == (1, 9, 256)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_autocast_takes_tokens_of_another_dtype_than_the_parameters(dtype):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert multihead()(tokens(2, 9).to(dtype))[0].dtype == torch.bfloat16

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, Ordering, dilated_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.machine import kernel_mode
 
@@ -55,24 +55,28 @@ def results(attend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return out, lse, *torch.autograd.grad(out.float().square().sum(), tensors)
 
 
-def must_serve(backend: str, option: str) -> bool:
-    return backend != "sdpa" or option in ("plain", "causal", "ordering")
+# What each backend is asked for here. The reference and "auto" differ from eager in what they compute, not in how they
+# are called.
+ASKED = {backend: list(OPTIONS) for backend in BACKENDS}
+ASKED |= {"sdpa": ["plain", "causal", "ordering"], "reference": ["causal", "dropout"], "auto": ["ordering", "padding"]}
 
 
 def attention(backend: str, option: str):
     return partial(dilated_attention, pattern=PATTERN, backend=backend, return_lse=True, **OPTIONS[option])
 
 
-@pytest.mark.parametrize(("backend", "option"), [(b, o) for b in BACKENDS for o in OPTIONS if must_serve(b, o)])
+@pytest.mark.parametrize(("backend", "option"), [(b, o) for b in BACKENDS for o in ASKED[b]])
 def test_compiled_calls_are_one_graph_with_the_bits_of_eager_ones(backend, option):
     attend, tensors = attention(backend, option), qkv(rows=ROWS[option])
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, results(compiled, tensors), results(attend, tensors)))
 
 
+INDUCTOR = [("auto", "causal"), *((b, o) for b in BACKENDS[4:] for o in ("ordering", "dropout"))]
+
+
 @needs_compiler
-@pytest.mark.parametrize("option", ["causal", "ordering", "dropout"])
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
+@pytest.mark.parametrize(("backend", "option"), INDUCTOR)
 def test_inductor_compiles_calls_between_other_operators(backend, option):
     def block(q, k, v):
         out, lse = attention(backend, option)(q.sin(), k * 2, v.transpose(1, 2).contiguous().transpose(1, 2))
@@ -83,6 +87,14 @@ def test_inductor_compiles_calls_between_other_operators(backend, option):
     tensors = qkv(rows=ROWS[option])
     for got, expected in zip(results(compiled, tensors), results(block, tensors), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@needs_compiler
+def test_inductor_compiles_a_module():
+    torch.manual_seed(0)
+    ours = MultiheadDilatedAttention(16, 4, PATTERN, kv_ordering=partial(Ordering.from_curve, "hilbert"))
+    x = torch.randn(LENGTH, 2, 16)
+    torch.testing.assert_close(torch.compile(ours, fullgraph=True)(x, is_causal=True)[0], ours(x, is_causal=True)[0])
 
 
 @needs_compiler
@@ -127,8 +139,10 @@ CALLS = {  # backend: what the operators are given beside q, k and v
 }
 
 
-@pytest.mark.parametrize("is_empty", [False, True])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "auto"])
+CHECKED = [("eager", True), *((b, False) for b in BACKENDS if b != "auto")]  # what is empty reaches no backend
+
+
+@pytest.mark.parametrize(("backend", "is_empty"), CHECKED)
 def test_the_operators_pass_opcheck(backend, is_empty):
     *options, seed, padding, query_start, inverse = CALLS[backend]
     seed = None if seed is None else seed.to(DEVICE)
@@ -145,8 +159,7 @@ def test_the_operators_pass_opcheck(backend, is_empty):
         torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention_backward, (*saved, lse, *call))
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
+@pytest.mark.parametrize(("backend", "is_compiled"), [("auto", True), *((b, False) for b in BACKENDS[4:])])
 def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled):
     attend, tensors = attention(backend, "dropout"), qkv()
 
@@ -164,8 +177,7 @@ def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled)
         torch.testing.assert_close((dv * tensors[2]).sum(), total)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "is_compiled"), [(b, b in ("sdpa", "triton")) for b in BACKENDS])
 def test_autocast_casts_before_the_operator_and_nothing_inside(backend, is_compiled):
     attend, tensors = attention(backend, "causal"), qkv(head_dim=8)  # rows of 16 bytes, as torch's kernels ask for
 

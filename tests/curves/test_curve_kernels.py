@@ -14,19 +14,8 @@ from hilbert_lib.curves.hilbert import raster_index
 curves_triton = pytest.importorskip("hilbert_lib.curves.kernels", reason="triton has no build for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PLANES = [(1, 1), (2, 1), (1, 50), (50, 1), (3, 3), (8, 8), (13, 21), (21, 13), (17, 17), (32, 32), (2, 97), (41, 3)]
-BOXES = [
-    (1, 1, 1),
-    (1, 9, 1),
-    (30, 1, 1),
-    (8, 8, 8),
-    (5, 6, 7),
-    (7, 7, 7),
-    (3, 3, 3),
-    (2, 3, 40),
-    (31, 5, 4),
-    (1, 9, 8),
-]
+PLANES = [(1, 1), (1, 50), (50, 1), (3, 3), (8, 8), (13, 21), (21, 13), (17, 17), (2, 97), (41, 3)]
+BOXES = [(1, 1, 1), (1, 9, 1), (30, 1, 1), (8, 8, 8), (5, 6, 7), (7, 7, 7), (2, 3, 40), (1, 9, 8)]
 
 
 @pytest.fixture
@@ -60,7 +49,7 @@ def test_cells_and_places_are_bit_equal_to_the_torch_version(kernels, monkeypatc
     check(shape)
 
 
-@pytest.mark.parametrize("leaf_cells", [1, 2, 3, 7, 1024])
+@pytest.mark.parametrize("leaf_cells", [1, 3, 1024])
 @pytest.mark.parametrize("shape", [(5, 7), (3, 2, 5)])
 def test_cells_and_places_do_not_depend_on_the_size_of_a_leaf(kernels, monkeypatch, shape, leaf_cells):
     monkeypatch.setattr(curves_triton, "LEAF_CELLS", leaf_cells)
@@ -80,7 +69,7 @@ def test_cells_and_places_are_bit_equal_on_any_shape(shape):
         check(shape)
 
 
-@pytest.mark.parametrize("shape", [(1024, 5), (3, 700), (2, 1, 1500)])
+@pytest.mark.parametrize("shape", [(1024, 3), (2, 1, 1100)])
 def test_cells_are_right_where_a_leaf_takes_several_steps(kernels, monkeypatch, shape):
     monkeypatch.setattr(curves_triton, "LEAF_CELLS", 1024)
     check(shape)
@@ -133,30 +122,21 @@ def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels):
     assert curve_index("hilbert", cells[:0], (6, 10)).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("shape", "cell"),
-    [
-        ((4, 8), [0, 8]),
-        ((4, 8), [4, 0]),
-        ((4, 8), [-1, 0]),
-        ((4, 8), [0, 2**31]),
-        ((4, 8), [0, 2**32]),
-        ((4, 8), [2**32, 0]),
-        ((4, 8), [-(2**63), 0]),
-        ((4, 8, 2), [0, 0, 2]),
-        ((4, 8, 2), [0, 0, 2**32]),
-    ],
-    ids=str,
-)
-def test_a_cell_outside_is_named_as_the_torch_version_names_it(kernels, monkeypatch, shape, cell):
+OUTSIDE = [[0, 8], [4, 0], [-1, 0], [0, 2**31], [0, 2**32], [2**32, 0], [-(2**63), 0], [0, 0, 2], [0, 0, 2**32]]
+
+
+@pytest.mark.parametrize("cell", OUTSIDE, ids=str)
+def test_a_cell_outside_is_named_as_the_torch_version_names_it(kernels, monkeypatch, cell):
+    shape = (4, 8, 2)[: len(cell)]
     cells = torch.tensor([[0] * len(shape), cell], device=DEVICE)
-    with pytest.raises(ValueError, match="inside the shape") as ours:
-        curve_index("hilbert", cells, shape)
-    monkeypatch.setattr(curves, "_has_kernel", lambda device: False)
-    with pytest.raises(ValueError, match="inside the shape") as theirs:
-        curve_index("hilbert", cells, shape)
-    assert str(ours.value) == str(theirs.value)
-    assert str(cell) in str(ours.value)
+    said = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(curves, "_has_kernel", lambda device, answer=has_kernel: answer)
+        with pytest.raises(ValueError, match="inside the shape") as raised:
+            curve_index("hilbert", cells, shape)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+    assert str(cell) in said[0]
 
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted", "absent"])

@@ -38,19 +38,14 @@ def parity_forbids_unit_steps(shape):
 
 @settings(max_examples=150)
 @given(shape=SHAPES, kind=st.sampled_from(KINDS))
-def test_every_cell_is_met_once(shape, kind):
+def test_every_cell_is_met_once_and_index_is_the_inverse(shape, kind):
     cells = curve_coordinates(kind, shape)
     assert cells.dtype == torch.int64
     assert cells.shape == (prod(shape), len(shape))
     assert (cells >= 0).all()
     assert (cells < torch.tensor(shape)).all()
     assert torch.equal(raster_index(cells, shape).sort().values, torch.arange(prod(shape)))
-
-
-@settings(max_examples=100)
-@given(shape=SHAPES, kind=st.sampled_from(KINDS))
-def test_index_is_the_inverse_of_coordinates(shape, kind):
-    assert torch.equal(curve_index(kind, curve_coordinates(kind, shape), shape), torch.arange(prod(shape)))
+    assert torch.equal(curve_index(kind, cells, shape), torch.arange(prod(shape)))
 
 
 def check_hilbert_steps(shape):
@@ -60,7 +55,6 @@ def check_hilbert_steps(shape):
     assert (sums == 2).sum() == parity_forbids_unit_steps(shape)
 
 
-@settings(max_examples=200)
 @given(shape=SHAPES)
 def test_hilbert_steps_are_one_but_for_one_diagonal_where_parity_forbids(shape):
     check_hilbert_steps(shape)
@@ -71,7 +65,7 @@ def test_hilbert_steps_hold_for_every_small_shape():
         check_hilbert_steps(shape)
 
 
-def test_hilbert_starts_at_the_origin_and_ends_at_the_far_end_of_the_longest_side():
+def test_hilbert_goes_from_the_origin_to_the_end_of_the_longest_side():
     for shape in [(13, 21), (21, 13), (64, 64), (5, 6, 9), (1, 7), (9, 2, 4)]:
         cells = curve_coordinates("hilbert", shape)
         longest = shape.index(max(shape))
@@ -79,7 +73,7 @@ def test_hilbert_starts_at_the_origin_and_ends_at_the_far_end_of_the_longest_sid
         assert cells[-1].tolist() == [side - 1 if axis == longest else 0 for axis, side in enumerate(shape)]
 
 
-@pytest.mark.parametrize(("order", "ndim"), [(k, 2) for k in range(1, 9)] + [(k, 3) for k in range(1, 6)])
+@pytest.mark.parametrize(("order", "ndim"), [(1, 2), (2, 2), (7, 2), (1, 3), (2, 3), (5, 3)])
 def test_hilbert_visits_each_quarter_or_octant_whole(order, ndim):
     """On every scale: each aligned run of 2^(ndim * j) cells is one aligned cube of side 2^j."""
     cells = curve_coordinates("hilbert", (2**order,) * ndim)
@@ -98,29 +92,16 @@ def symmetries(cells, side):
             yield turned[::-1]
 
 
-def published_curves(order, ndim):
-    yield hilbert.decode(np.arange(2 ** (ndim * order)), ndim, order).astype(np.int64)
-    yield np.array(HilbertCurve(order, ndim).points_from_distances(range(2 ** (ndim * order))))
-
-
 @pytest.mark.parametrize("order", range(1, 7))
 def test_hilbert_square_is_the_published_curve_up_to_symmetry(order):
     ours = curve_coordinates("hilbert", (2**order, 2**order)).numpy()
-    for published in published_curves(order, 2):
+    places = np.arange(4**order)
+    by_packages = (
+        hilbert.decode(places, 2, order).astype(np.int64),
+        HilbertCurve(order, 2).points_from_distances(places),
+    )
+    for published in by_packages:
         assert any(np.array_equal(turned, published) for turned in symmetries(ours, 2**order))
-
-
-@pytest.mark.parametrize("order", range(1, 5))
-def test_hilbert_cube_has_the_properties_of_the_published_curves(order):
-    """There are many Hilbert curves of a cube, so ours need not be theirs; but the same checks pass on all three."""
-    side = 2**order
-    ours = curve_coordinates("hilbert", (side,) * 3)
-    for cells in (ours, *map(torch.from_numpy, published_curves(order, 3))):
-        assert torch.equal(raster_index(cells, (side,) * 3).sort().values, torch.arange(side**3))
-        assert (step_lengths(cells)[0] == 1).all()
-        for scale in range(order):
-            runs = (cells >> scale).view(-1, 8**scale, 3)
-            assert (runs == runs[:, :1]).all()
 
 
 def test_hilbert_square_keeps_near_slots_near():
@@ -196,43 +177,38 @@ def test_the_seed_function_is_no_hilbert_curve_and_one_letter_away_from_it():
         assert any(np.array_equal(turned, mended) for turned in symmetries(ours, side))
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "error", "words"),
-    [
-        ("hilbret", (4, 4), ValueError, "hilbert, morton, snake, raster, tile.*'hilbret'"),
-        ("hilbert", (4,), ValueError, r"2 or 3 sides.*\(4,\)"),
-        ("hilbert", (2, 2, 2, 2), ValueError, "2 or 3 sides"),
-        ("morton", (4, 0), ValueError, r"shape\[1\] must be .* at least 1, got 0"),
-        ("morton", (True, 2), TypeError, r"shape\[0\] must be an integer.*, got True"),
-        ("morton", {4, 2}, TypeError, "shape must be a sequence of integers"),
-        ("snake", (4, -1), ValueError, "at least 1"),
-        ("tile", (4, 2.5), TypeError, r"shape\[1\] must be an integer.*, got 2.5"),
-        ("raster", 4, TypeError, "integers.*4"),
+WRONG = {
+    TypeError: [
+        (lambda: curve_coordinates("morton", (True, 2)), r"shape\[0\] must be an integer.*, got True"),
+        (lambda: curve_coordinates("morton", {4, 2}), "shape must be a sequence of integers"),
+        (lambda: curve_coordinates("tile", (4, 2.5)), r"shape\[1\] must be an integer.*, got 2.5"),
+        (lambda: curve_coordinates("raster", 4), "integers.*4"),
+        (lambda: curve_index("hilbert", torch.tensor([[0.0, 1.0]]), (4, 4)), "integers, got torch.float32"),
+        (lambda: curve_index("hilbert", [[0, 1]], (4, 4)), "coordinates must be a tensor of integers, got list"),
     ],
-)
-def test_bad_kinds_and_shapes_are_named(kind, shape, error, words):
-    with pytest.raises(error, match=words):
-        curve_coordinates(kind, shape)
-
-
-def test_an_unknown_device_is_named():
-    with pytest.raises(ValueError, match=r"device must be a device that torch knows.*, got 'gpu'"):
-        curve_coordinates("hilbert", (2, 2), device="gpu")
-
-
-@pytest.mark.parametrize(
-    ("coordinates", "error", "words"),
-    [
-        (torch.tensor([[0, 4]]), ValueError, r"inside the shape \(4, 4\), got \[0, 4\]"),
-        (torch.tensor([[-1, 0]]), ValueError, r"got \[-1, 0\]"),
-        (torch.tensor([[0, 0, 0]]), ValueError, r"2 in the last axis, got \(1, 3\)"),
-        (torch.tensor([[0.0, 1.0]]), TypeError, "integers, got torch.float32"),
-        ([[0, 1]], TypeError, "coordinates must be a tensor of integers, got list"),
+    ValueError: [
+        (lambda: curve_coordinates("hilbret", (4, 4)), "hilbert, morton, snake, raster, tile.*'hilbret'"),
+        (lambda: curve_coordinates("hilbert", (4,)), r"2 or 3 sides.*\(4,\)"),
+        (lambda: curve_coordinates("hilbert", (2, 2, 2, 2)), "2 or 3 sides"),
+        (lambda: curve_coordinates("morton", (4, 0)), r"shape\[1\] must be .* at least 1, got 0"),
+        (
+            lambda: curve_coordinates("hilbert", (2, 2), device="gpu"),
+            "device must be a device that .* knows.*, got 'gpu'",
+        ),
+        (lambda: curve_index("hilbert", torch.tensor([[0, 4]]), (4, 4)), r"inside the shape \(4, 4\), got \[0, 4\]"),
+        (lambda: curve_index("hilbert", torch.tensor([[-1, 0]]), (4, 4)), r"got \[-1, 0\]"),
+        (lambda: curve_index("hilbert", torch.tensor([[0, 0, 0]]), (4, 4)), r"2 in the last axis, got \(1, 3\)"),
     ],
-)
-def test_bad_coordinates_are_named(coordinates, error, words):
+}
+
+
+CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
+
+
+@pytest.mark.parametrize(("error", "call", "words"), CASES)
+def test_bad_arguments_are_named(error, call, words):
     with pytest.raises(error, match=words):
-        curve_index("hilbert", coordinates, (4, 4))
+        call()
 
 
 def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():

@@ -26,7 +26,7 @@ NAMES = ["triton", "cudnn", "flash", *PACKAGES, "flex", "sdpa", "eager", "refere
 PATTERN = DilatedPattern((8, 16), (1, 2))
 
 
-def test_the_registry_has_every_backend_and_the_table_says_that_flash_attention_1_has_no_build():
+def test_every_backend_is_listed_and_flash_attention_1_has_no_build():
     assert list(BACKENDS) == NAMES
     q = torch.zeros(1, 16, 2, 16)
     explanation = explain_backend(q, q, q, PATTERN)
@@ -84,7 +84,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
 
 
 @pytest.mark.parametrize(("capability", "dtype", "head_dim", "served"), SERVED)
-def test_which_backends_serve_a_plain_call_by_architecture_dtype_and_head_dim(gpu, capability, dtype, head_dim, served):
+def test_which_backends_serve_a_plain_call(gpu, capability, dtype, head_dim, served):
     gpu(*capability)
     q = on_gpu(dtype, head_dim)
     serving = {name for name, backend in BACKENDS.items() if not backend.refusal(q, Call(PATTERN))}
@@ -101,7 +101,7 @@ def test_which_backends_serve_a_plain_call_by_architecture_dtype_and_head_dim(gp
     ],
     ids=lambda x: "",
 )
-def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(gpu, option, reason):
+def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option, reason):
     gpu(9, 0)
     for name in set(NAMES) - {"triton", "eager", "reference"}:
         assert BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option)).startswith(reason), name
@@ -109,7 +109,7 @@ def test_masks_dropout_and_decoding_are_refused_by_name_where_a_kernel_has_none(
         assert not BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option))
 
 
-def test_that_flex_fails_under_reduce_overhead_is_told_wherever_it_can_serve(gpu, monkeypatch):
+def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
     gpu(9, 0)
     monkeypatch.setattr(presence, "state", lambda package: "")
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
@@ -251,7 +251,7 @@ def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cu
         assert presence.state("xformers") == "xformers 0.0.35 compiled for torch 2.10.0+cu128"
 
 
-def test_xformers_without_its_compiled_part_cannot_serve(installed):
+def test_xformers_without_its_file_of_builds_cannot_serve(installed):
     installed({"xformers/__init__.py": ""}, {"xformers": "0.0.35"})
     assert "without its compiled part" in presence.absence("xformers")
 
@@ -282,9 +282,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_xformers_whose_compiled_part_does_not_load_cannot_serve_though_it_is_imported(
-    gpu, installed, importable, case
-):
+def test_xformers_without_its_compiled_part_cannot_serve(gpu, installed, importable, case):
     files = {"xformers/__init__.py": "from . import _cpp_lib", "xformers/ops.py": "pass"}
     installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, {"xformers": "0.0.35"})
     gpu(9, 0, with_packages=False)
@@ -313,7 +311,7 @@ def test_what_serves_on_this_gpu_equals_the_oracle(name, is_causal):
         torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
 
 
-def test_an_option_that_came_later_is_refused_by_every_backend_that_does_not_name_it(monkeypatch):
+def test_an_option_that_came_later_is_refused_unless_it_is_named(monkeypatch):
     monkeypatch.setattr(backends, "_LATER", (("softcap", 0.0),))
     q = torch.ones(1, 4, 1, 8)
 

@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 from cases import expected
+from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention.backends import flex
@@ -18,6 +19,21 @@ def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
     torch.testing.assert_close(got.double(), out, atol=2e-4, rtol=0)
     torch.testing.assert_close(got_lse.double(), lse, atol=2e-4, rtol=0)
     assert lse.isinf().any()  # rows that no branch has
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rates", [(1, 1), (1, 2)])
+def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
+    _, mask = flex._masks(DilatedPattern((320, 640), rates), is_causal, 640, 2, 2, torch.device("cpu"))
+    true = create_block_mask(mask.mask_mod, None, 2, 640, 640, device="cpu", BLOCK_SIZE=128)
+    some, full, true_some, true_full = (
+        _ordered_to_dense(counts, lists, 5).bool()[0]
+        for each in (mask, true)
+        for counts, lists in ((each.kv_num_blocks, each.kv_indices), (each.full_kv_num_blocks, each.full_kv_indices))
+    )
+    assert full.any()
+    assert (full <= true_full).all()
+    assert torch.equal(some | full, (true_some | true_full).expand_as(some))
 
 
 def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):

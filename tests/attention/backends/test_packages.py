@@ -143,7 +143,7 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4"], indirect=True)
-def test_what_its_compiler_says_of_an_argument_of_its_own_is_not_shown_and_other_warnings_are(kernel, monkeypatch):
+def test_a_warning_of_its_own_argument_is_not_shown_and_others_are(kernel, monkeypatch):
     products, said = dense, ["Argument aux_data (position 17) cannot be converted to a JitArgument for function 'f'."]
 
     def warned(*inputs):

@@ -98,7 +98,7 @@ def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causa
         (((9,), (4,)), 10, [], [(0,)]),
     ],
 )
-def test_branches_that_the_copy_engine_does_not_reach_are_left_to_the_plain_kernels(branches, length, ours, theirs):
+def test_branches_that_the_copy_engine_does_not_reach_are_left(branches, length, ours, theirs):
     found = division.launches(DilatedPattern(*branches), length, 1, False)
     assert [[one.branches for one in some] for some in found] == [ours, theirs]
 

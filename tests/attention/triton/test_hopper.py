@@ -83,9 +83,7 @@ def drawn(length, heads, kv_heads, head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_equal_the_reference_in_one_launch_or_more_and_in_plain_kernels(
-    served, case, heads_first, dtype
-):
+def test_output_and_gradients_equal_the_reference(served, case, heads_first, dtype):
     branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
     pattern = DilatedPattern(*branches)
     tensors = drawn(length, heads, kv_heads, head_dim, dtype)
@@ -150,7 +148,7 @@ def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_ca
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_forward_gives_the_same_bits_and_so_does_the_backward_where_asked(served, head_dim, is_causal, divided):
+def test_forward_and_where_asked_backward_repeat_their_bits(served, head_dim, is_causal, divided):
     tensors = drawn(4096, 4, 2, head_dim, torch.bfloat16)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
     assert torch.equal(*(served(tensors, pattern, divided=divided)[0] for _ in range(2)))
@@ -178,14 +176,6 @@ def test_a_nan_reaches_only_the_rows_that_attend_to_it(served, branches, length,
     assert exact.isnan().any()
     assert torch.equal(out.isnan(), exact.isnan())
     assert (out - exact)[~exact.isnan()].norm() < 4e-3 * exact[~exact.isnan()].norm()
-
-
-def test_a_call_of_whose_branches_the_copy_engine_reaches_none_is_left_to_the_plain_kernels():
-    from hilbert_lib.attention.call import Call
-    from hilbert_lib.attention.triton import launch
-
-    for pattern, is_served in ((DilatedPattern((9,), (4,)), False), (DilatedPattern((8, 9), (1, 4)), True)):
-        assert launch.hopper.runs(tuple(drawn(10, 1, 1, 64, torch.bfloat16)[:3]), 10, Call(pattern)) == is_served
 
 
 def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(served):
@@ -275,9 +265,7 @@ print(json.dumps([middle - start, time.perf_counter() - middle, kernels]))
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float32")]
 )
-def test_a_first_forward_and_backward_take_less_than_ten_seconds_each_with_what_is_compiled(
-    tmp_path, capsys, head_dim, dtype
-):
+def test_a_first_forward_and_backward_take_less_than_ten_seconds_each(tmp_path, capsys, head_dim, dtype):
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", FIRST_CALL.format(head_dim=head_dim, dtype=dtype)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)

@@ -1,6 +1,7 @@
 """compute-sanitizer finds no access out of bounds and no race in small calls of the kernels, and would find one."""
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -176,7 +177,7 @@ def test_a_race_is_found_and_where_it_is():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "named"), [("handed_over_by_one", True), ("handed_over_by_all", False)])
-def test_an_arrival_of_one_thread_for_its_warp_is_taken_for_a_race_and_those_of_all_are_not(family, named):
+def test_an_arrival_of_one_thread_is_taken_for_a_race(family, named):
     """Why `row_lines` are allowed: the two kernels are alike, and neither has a race."""
     status, said = run(family, "racecheck")
     assert launched(said) == {"__main__.hand_over_kernel"}
@@ -194,25 +195,11 @@ def test_every_access_of_every_race_is_read():
         races(RACE + "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n")
 
 
-def test_errors_are_counted_and_a_program_that_stops_early_fails():
-    assert errors("========= ERROR SUMMARY: 1 error\n") == 1
-    assert errors("========= ERROR SUMMARY: 0 errors\n") == 0
-    assert launched("\nready: hilbert_lib.attention.triton.hopper.forward.forward_kernel\n") == {
-        "hopper.forward.forward_kernel"
-    }
-    with pytest.raises(AssertionError, match="did not end well"):
-        launched("Traceback\n========= ERROR SUMMARY: 0 errors\n")
-
-
-def test_the_lines_at_which_races_are_allowed_hand_over_work_and_rows_and_nothing_else():
+def test_the_lines_at_which_races_are_allowed_are_few():
     def texts(lines):
         places = [place.split(":") for place in lines]
         return sorted((KERNELS / name).read_text().splitlines()[int(line) - 1].strip() for name, line in places)
 
     assert texts(hand_over_lines()) == ["def backward_kernel(", "def forward_kernel(", *["gl.warp_specialize(["] * 2]
-    assert texts(row_lines()) == [
-        "delta_row = delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))",
-        "delta_rows.index(stage).store(gl.load(delta_head + query, mask=number < n, other=0.0))",
-        "lse_row = lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))",
-        "lse_rows.index(stage).store(lse_row * LOG2_E)",
-    ]
+    accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
+    assert sorted(accesses) == list(itertools.product(("delta_rows", "lse_rows"), ("load", "store")))

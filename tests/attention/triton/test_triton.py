@@ -1,12 +1,11 @@
 """The fused kernels equal the oracle; without a GPU they run here in Triton's interpreter, at small sizes."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
-from allpairspy import AllPairs
-from cases import BRANCHES, LAYOUTS, SHAPES, check, tiles_of
+from cases import BRANCHES, LAYOUTS, check, in_pairs, tiles_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,32 +22,18 @@ from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-AXES = [
-    list(BRANCHES),
-    list(OFFSET_RULES),
-    list(MIXING_RULES),
-    ["none", "hilbert", "random", "chunked"],
-    list(DTYPES),
-    ["small", "small_grouped", "shorter"],
-    list(LAYOUTS),
-    [False, True],
-]
+SMALL = ("small", "small_grouped", "shorter")
+STORED = ("none", "hilbert", "random", "chunked")
+AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, STORED, DTYPES, SMALL, LAYOUTS, [False, True])
 
 
-def is_possible(case: list) -> bool:
-    return len(case) < 6 or case[2] == "softmax" or SHAPES[case[5]][3] >= len(BRANCHES[case[0]][0])
-
-
-@pytest.mark.parametrize(
-    "case", list(AllPairs(AXES, filter_func=is_possible)), ids=lambda case: "-".join(map(str, case))
-)
+@in_pairs(AXES, 5)
 def test_output_lse_and_gradients_equal_the_oracle(case):
     branches, offsets, mixing, ordering, dtype, shape, layout, is_causal = case
     check(branches, offsets, mixing, ordering, "triton", dtype, shape, layout, is_causal, device=DEVICE)
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("block_m", "block_n", "is_causal"), [(32, 16, True), (16, 32, False)])
 def test_tiles_that_are_no_squares_and_half_precision_equal_the_oracle(monkeypatch, block_m, block_n, is_causal):
     # As a GPU has them; otherwise the interpreter is given squares, and float32. A branch has several blocks of keys.
     monkeypatch.setitem(BRANCHES, "whole", ((45, 24), (1, 5)))
@@ -65,11 +50,24 @@ PASSES = {
     "coprime": (((40, 40), (7, 33)), 50),
     "geometric": (((4, 8, 32), (1, 4, 16)), 26),
     "unsorted": (((32, 4, 11), (32, 1, 3)), 27),
+    "across": (((12, 8), (1, 1)), 27),  # one pass, whose tiles lie across segments
 }
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "padding", "dropout", "decoding", "ordering"])
-@pytest.mark.parametrize("branches", PASSES)
+OPTIONS = ["plain", "causal", "padding", "dropout", "decoding", "ordering"]
+COMBINED = {  # of branches and options; `make test-all` runs all
+    *(("coprime", "plain"), ("coprime", "ordering"), ("coprime", "dropout"), ("geometric", "decoding")),
+    *(("unsorted", "padding"), ("unsorted", "causal"), ("unsorted", "decoding"), ("geometric", "ordering")),
+    *(("across", "plain"), ("across", "causal")),
+}
+
+
+def only(some: set[tuple], every) -> list:
+    """Cases of which every run has some, and the full one all."""
+    return [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in every]
+
+
+@pytest.mark.parametrize(("branches", "options"), only(COMBINED, product(PASSES, OPTIONS)))
 def test_several_passes_and_every_option_equal_the_reference(branches, options):
     branches, length = PASSES[branches]
     generator = torch.Generator().manual_seed(0)
@@ -111,10 +109,15 @@ def test_bits_near_the_bound_are_dropped_as_elsewhere():
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("rates", [(1, 2), (3, 4)], ids=["one pass", "two passes"])
-def test_a_token_that_is_not_finite_reaches_only_the_rows_that_attend_to_it(rates, bad, which):
+ONE_PASS, TWO_PASSES = (1, 2), (3, 4)  # rates
+SPOILT = {*((ONE_PASS, torch.nan, n) for n in range(3)), (ONE_PASS, torch.inf, 2), (TWO_PASSES, torch.nan, 2)}
+SPOILT |= {(TWO_PASSES, torch.inf, 1)}
+
+
+@pytest.mark.parametrize(
+    ("rates", "bad", "which"), only(SPOILT, product((ONE_PASS, TWO_PASSES), (torch.nan, torch.inf), range(3)))
+)
+def test_a_token_that_is_not_finite_stays_in_its_rows(rates, bad, which):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 24, 1, 4, generator=generator, device="cpu").to(DEVICE) for _ in range(3)]
     pattern = DilatedPattern((8, 16), rates)
@@ -130,6 +133,7 @@ def test_a_token_that_is_not_finite_reaches_only_the_rows_that_attend_to_it(rate
             assert torch.equal(out[0, query], clean[0, query])
 
 
+@pytest.mark.gpu
 def test_two_runs_give_the_same_bits():
     q, k, v = (torch.randn(1, 40, 2, 8, device=DEVICE).requires_grad_() for _ in range(3))
 
@@ -152,7 +156,7 @@ def test_large_scores_and_rows_with_one_key_are_exact(magnitude):
     assert torch.equal(dilated_attention(q, k, v, DilatedPattern((1,), (1,)), backend="triton"), v)
 
 
-@pytest.mark.parametrize("head_dim", [129, 256])
+@pytest.mark.parametrize("head_dim", [129, pytest.param(256, marks=pytest.mark.full)])
 def test_the_widest_heads_equal_the_reference(head_dim):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 20, heads, head_dim, generator=generator) for heads in (2, 1, 1, 2))
@@ -201,7 +205,7 @@ branches = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     branches,
     st.integers(1, 150),
@@ -211,9 +215,7 @@ branches = st.lists(
     st.sampled_from([0, 4, 16, 256]),
 )
 @example([(50, 1), (100, 3)], 700, "zero", 1, 16, 40)  # several tables of several chunks, of two kinds
-def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or_not(
-    pairs, length, rule, kv_heads, block, together
-):
+def test_tiles_hold_the_rows_of_their_branches_once(pairs, length, rule, kv_heads, block, together):
     pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
     todo = schedule.passes(pattern, length, block)
     assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
@@ -240,11 +242,9 @@ def test_tiles_hold_the_rows_of_their_branches_once_and_a_tile_is_in_a_branch_or
             assert all((tile.diff() > 0).all() for tile in tiles)
 
 
-@pytest.mark.parametrize(
-    ("segment_lengths", "dilation_rates"), [((64, 128, 256), (1, 2, 4)), ((64, 128, 256), (1, 2, 6))]
-)
-def test_the_tiles_of_several_chunks_stand_together_the_longest_first(segment_lengths, dilation_rates):
-    pattern, length, heads = DilatedPattern(segment_lengths, dilation_rates), 4096, 2
+@pytest.mark.parametrize("dilation_rates", [(1, 2, 4), (1, 2, 6)])
+def test_the_tiles_of_several_chunks_stand_together_the_longest_first(dilation_rates):
+    pattern, length, heads = DilatedPattern((64, 128, 256), dilation_rates), 4096, 2
     (one,) = schedule.passes(pattern, length, 8)
     tables = schedule.tables(pattern, one, length, heads, 8, 256, torch.device("cpu"))
     assert tables.chunk % one.chunk == 0
@@ -288,27 +288,23 @@ def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
     assert programs[0] <= programs[1] <= 1.05 * programs[0]
 
 
-@pytest.mark.parametrize(
-    ("offsets", "heads_first", "is_causal"),
-    [
-        ("head", False, False),
-        ("head", True, False),
-        ("head", True, True),
-        ("zero", False, True),
-        pytest.param("head", False, True, marks=pytest.mark.full),
-        pytest.param("zero", False, False, marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.parametrize("finest", [1, 2])  # of rate 2 some rows are in no branch
-@pytest.mark.parametrize("parts", ["one part", "two parts", "two parts, with NaN"])
+PARTS = ["one part", "two parts", "two parts, with NaN"]
+GOING_ON = {
+    *(("head", False, False, "one part", 2), ("head", True, False, "two parts", 1)),
+    *(("head", True, True, "two parts", 2), ("head", True, True, "two parts, with NaN", 1)),
+    *(("zero", False, True, "two parts, with NaN", 2), ("zero", False, True, "one part", 1)),
+}
+LAID_OUT = [("head", True), ("head", False), ("zero", False)]  # offsets, whether heads are stored first
+EVERY = [(*how, *rest) for how, *rest in product(LAID_OUT, [False, True], PARTS, [1, 2])]
+
+
+# finest: the first rates; of rate 2 some rows are in no branch.
+@pytest.mark.parametrize(("offsets", "heads_first", "is_causal", "parts", "finest"), only(GOING_ON, EVERY))
 def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     monkeypatch, offsets, heads_first, is_causal, parts, finest
 ):
     # As where the warp-specialised kernels compute the finest rates, in one launch or two; plain ones stand in. The
     # NaN are what tiles that are cut off may give: they are computed once more.
-    from hilbert_lib.attention.call import Call
-    from hilbert_lib.attention.triton import launch
-
     served = []
 
     def forward_of_one(q, k, v, call, one, out, lse, flag, *, first):
@@ -367,10 +363,10 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
     expected = out, *torch.autograd.grad(out, exact, dout.double())
     call = Call(pattern, is_causal=is_causal, scale=0.25)
+    found, lse = launch.forward(q, k, v, call)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            found, lse = launch.forward(q, k, v, call)
             grads = launch.backward(dout, q, k, v, found, lse, call)
         finally:
             torch.use_deterministic_algorithms(False)
@@ -380,25 +376,18 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     assert set(served) == ({(0, 1)} if parts == "one part" else {(0,), (1,)})
 
 
-@pytest.mark.parametrize(
-    ("segment_length", "rate", "is_causal", "is_masked"),
-    [(256, 2, False, False), (256, 2, True, True), (192, 1, False, True), (256, 4, False, True), (384, 1, False, True)],
-)
-def test_a_tile_of_keys_may_be_cut_off_by_causality_its_segment_or_the_last_one(
-    segment_length, rate, is_causal, is_masked
-):
-    pattern = DilatedPattern((segment_length,), (rate,))
-    call, one = Call(pattern, is_causal=is_causal), schedule.pass_of(pattern, (0,), 1024)
-    assert launch.hopper.is_masked(call, one, 1024, 128) == is_masked
+def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
+    cases = [(256, 2, False, False), (256, 2, True, True), (192, 1, False, True), (256, 4, False, True)]
+    for segment_length, rate, is_causal, is_masked in [*cases, (384, 1, False, True)]:
+        pattern = DilatedPattern((segment_length,), (rate,))
+        call, one = Call(pattern, is_causal=is_causal), schedule.pass_of(pattern, (0,), 1024)
+        assert launch.hopper.is_masked(call, one, 1024, 128) == is_masked
 
 
-@pytest.mark.parametrize(
-    ("segment_lengths", "rates", "length", "serves"),
-    [((8, 9), (1, 4), 10, True), ((9,), (4,), 10, False), ((9,), (4,), 12, True)],
-)
-def test_a_call_is_served_where_the_copy_engine_reaches_some_branch(segment_lengths, rates, length, serves):
-    q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
-    assert launch.hopper.serves(q, length, Call(DilatedPattern(segment_lengths, rates))) == serves
+def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
+    for branches, length, serves in ((((8, 9), (1, 4)), 10, True), (((9,), (4,)), 10, False), (((9,), (4,)), 12, True)):
+        q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
+        assert launch.hopper.serves(q, length, Call(DilatedPattern(*branches))) == serves
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
