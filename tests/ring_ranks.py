@@ -235,7 +235,7 @@ def _flex_on_the_cpu():
         out, lse = oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
         return out.to(q.dtype), lse.to(working_dtype(q.dtype))
 
-    serving = replace(BACKENDS["flex"], reason=lambda q, call: "")
+    serving = replace(BACKENDS["flex"], here=lambda q, call: "")
     with patch.object(flex, "attend", attend), patch.dict(BACKENDS, {"flex": serving}):
         yield
 
