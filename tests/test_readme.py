@@ -1,8 +1,6 @@
 """What the README says can be done, is done here."""
 
-import itertools
 import re
-from functools import partial
 from pathlib import Path
 
 import oracle
@@ -10,7 +8,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hilbert_lib import DilatedAttention, DilatedPattern, Ordering, run_ranks
 from hilbert_lib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -32,42 +29,11 @@ def test_the_library_examples_run_and_an_ordering_changes_nothing():
     torch.testing.assert_close(names["out"], oracle.neighbourhood_attention(q, k, v, names["near"]).float())
 
 
-def test_every_ring_of_the_documents_names_equals_the_oracle_on_two_ranks():
-    calls = [call for _, call in SEED_NAMES if call.startswith("RingDilatedAttention(")]
-    assert len(calls) == 6
-    asked = {"calls": [["calls_of_the_documents", {"calls": calls, "segment_length": 16}]]}
-    for (differences,) in run_ranks("ring_ranks:run", 2, asked):
-        assert len(differences) == len(calls)
-        assert max(differences) < 1e-5, dict(zip(calls, differences, strict=True))
-
-
-@pytest.mark.parametrize("call", [call for _, call in SEED_NAMES if call.startswith("DilatedAttention(")])
-def test_every_module_of_the_documents_names_equals_the_oracle(call):
-    if "triton" in call:
-        pytest.importorskip("triton")
-    pattern = DilatedPattern((16, 32), (1, 2), mixing="head_groups")
-    made = eval(
-        call, {"DilatedAttention": DilatedAttention, "Ordering": Ordering, "partial": partial, "pattern": pattern}
+def test_its_names_of_the_documents_are_those_of_docs():
+    theirs = re.findall(
+        r"^\| `(\w+)` \| `(.*?)`", (ROOT / "docs/names.md").read_text().split("## Their scripts")[0], re.M
     )
-    assert made.kv_ordering(32) != Ordering.linear(32)
-    q, k, v = torch.randn(3, 1, 32, 2, 16).unbind()
-    torch.testing.assert_close(made(q, k, v), oracle.attention(q, k, v, pattern)[0].float())
-
-
-def test_the_order_of_the_documents_mixin_is_a_hilbert_curve_and_is_undone():
-    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
-    order = eval(call, {"Ordering": Ordering, "length": 64})
-    x = torch.randn(2, 64, 3)
-    assert torch.equal(order.undo(order.apply(x, dim=1), dim=1), x)
-    cells = [divmod(position, 8) for position in order.perm.tolist()]
-    assert sorted(cells) == [(row, col) for row in range(8) for col in range(8)]
-    assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in itertools.pairwise(cells))
-    quarters = [(row // 4, col // 4) for row, col in cells]
-    assert len([key for key, _ in itertools.groupby(quarters)]) == 4, "each quarter is visited whole"
-
-
-def test_every_name_of_the_documents_is_there():
-    assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9  # 6 + 2 + 1 of the tests above
+    assert theirs == SEED_NAMES  # which tests/test_docs.py runs
 
 
 @pytest.mark.parametrize("command", COMMANDS + HELP)
