@@ -47,6 +47,7 @@ def files() -> dict[str, Path]:
     return found
 
 
+@cache
 def homes_of(text: str) -> dict[str, str]:
     """The modules of the names that a package imports lazily, without "hilbert_lib."."""
     tree = ast.parse(text)

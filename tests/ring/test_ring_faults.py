@@ -16,7 +16,7 @@ import pytest
 import torch
 from own_processes import mark, marked_processes, wait_for
 
-from hilbert_lib.launch import workers
+from hilbert_lib.launch import REFUSED, workers
 from hilbert_lib.launch.worker_main import beat_file
 from hilbert_lib.launch.workers import RankError, _fault, _Supervisor, run_ranks
 
@@ -70,6 +70,7 @@ def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
     assert fault != "stalls" or any("in stall" in line for line in error.output), "it must show where"
 
 
+@pytest.mark.full  # FAULTS has their reports, and tests of the ring what they say
 def test_ranks_that_disagree_all_raise_and_name_both_sides():
     error = fault_of("faulty_ranks:disagree", 2)
     assert error.ranks == (0, 1)
@@ -106,6 +107,7 @@ WATCHDOG = "Watchdog caught collective operation timeout"  # with an abort by NC
 HERE, TORCHS, OSS = ("rank 2:", "here"), "RuntimeError", "OSError"
 ABORTED, ENDED, KILLED = -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL
 LOST, OWN = ([said(kind, "Connection closed by peer"), {"result": 1}, {}, {"result": 3}] for kind in (TORCHS, OSS))
+TOLD = said("ValueError", f"rank 1 {REFUSED} TypeError: x must be")
 TIMED, SHOWN = "Timed out", ("rank 1:", "rank 0:", WATCHDOG)
 # Reports, exit codes and logs of ranks; those at fault, status or cause, and what is shown of their logs.
 FAULTS = {
@@ -115,6 +117,8 @@ FAULTS = {
     "another one had died": (LOST, {2: KILLED}, [], (2,), "by SIGKILL", ()),
     "one returned before": ([{}, {"result": 1}], {0: ABORTED}, [WATCHDOG], (1,), "rank 0 waited: by SIGABRT", SHOWN),
     "a download of its own": ([said(OSS, TIMED), {}], {1: ENDED}, [f"{OSS}: {TIMED}"], (0,), "OSError", ()),
+    "all raise alike": ([said("ValueError", "pattern must be")] * 2, {}, [], (0, 1), "pattern must be", ()),
+    "the other one refused": ([TOLD, said("TypeError", "x must be")], {}, [], (1,), "TypeError: x must be", ()),
     "it waited too long": ([said(TORCHS, TIMED), {}], {1: ENDED}, [f"{TORCHS}: {TIMED}"], (1,), "rank 0 waited", ()),
 }
 
@@ -150,11 +154,11 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
         assert supervisor.cause == "no sign of life for 2 s"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
-    program = """
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
+def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path):
+    program = f"""
         from hilbert_lib.launch.workers import run_ranks
-        run_ranks("faulty_ranks:all_hang", 2, backend="gloo")
+        run_ranks("faulty_ranks:all_hang", {ranks}, backend="gloo")
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -162,8 +166,8 @@ def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
         stderr=subprocess.DEVNULL,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
     )
-    # This process, the one that ends all below it, torchrun, two ranks, and what each of them started.
-    wait_for(lambda: len(marked_processes()) == 7, 300)  # on busy cores too; what is tested comes after
+    # This process, the one that ends all below it, torchrun, the ranks, and what each of them started.
+    wait_for(lambda: len(marked_processes()) == 3 + 2 * ranks, 300)  # on busy cores too; what is tested comes after
     process.send_signal(number)
     assert process.wait(PATIENCE) != 0
     wait_for(lambda: not marked_processes(), PATIENCE)
