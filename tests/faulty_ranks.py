@@ -10,31 +10,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hilbert_lib.ordering import OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.attention import ring_dilated_attention
-
 HANG_SECONDS = 600
 
 
 def sum_of_ranks(arguments: dict) -> dict:
-    """What a rank of a sound group knows: the sum of all ranks and of a number that it was given."""
-    print(f"printed by rank {dist.get_rank()}")
+    """What a rank of a sound group knows: the sum of all ranks and of a number that it was given; and whether what it
+    prints is seen while it runs: whoever sees it makes a file."""
+    print(f"rank {dist.get_rank()} has begun")
+    print("half a line", end="")
     total = torch.tensor([dist.get_rank() + arguments.get("start", 0)], device=device())
     dist.all_reduce(total)
     facts = {"rank": dist.get_rank(), "threads": torch.get_num_threads(), "backend": dist.get_backend()}
-    return {**facts, "total": total.item(), "device": total.device.index}
+    return {**facts, "total": total.item(), "device": total.device.index, "is_heard": _is_heard(arguments.get("file"))}
 
 
-def is_heard(arguments: dict) -> bool:
-    """Whether what this rank prints is seen while it runs: whoever sees it makes a file."""
-    print(f"rank {dist.get_rank()} has begun")
-    print("half a line", end="")
-    if dist.get_rank() == 0:
-        for _ in range(100):
-            if Path(arguments["file"]).exists():
-                return True
-            time.sleep(0.1)
+def _is_heard(file: str | None) -> bool:
+    deadline = time.monotonic() + 10 * (file is not None and dist.get_rank() == 0)
+    while time.monotonic() < deadline:
+        if Path(file).exists():
+            return True
+        time.sleep(0.05)
     return False
 
 
@@ -56,6 +51,8 @@ def all_hang(arguments: dict) -> None:
 
 def disagree(arguments: dict) -> None:
     """Every rank attends with a pattern and an ordering of its own; one tells it later than the other."""
+    from hilbert_lib import DilatedPattern, OrderingSpec, ring_dilated_attention  # which the other faults do without
+
     begun()
     q = torch.ones(1, 8, 1, 4, device=device())
     rate = dist.get_rank() + 1
@@ -67,6 +64,8 @@ def disagree(arguments: dict) -> None:
 
 def last_rank_refuses(arguments: dict) -> None:
     """The last rank asks for what attention refuses."""
+    from hilbert_lib import DilatedPattern, ring_dilated_attention
+
     begun()
     q = torch.ones(1, 8, 1, 4, device=device())
     dropout_p = 2.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.0

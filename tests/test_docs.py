@@ -37,9 +37,7 @@ def test_every_recipe_runs(title, tmp_path, monkeypatch):
 def test_every_ring_of_the_documents_names_equals_the_oracle_on_two_ranks():
     calls = [call for _, call in SEED_NAMES if call.startswith("RingDilatedAttention(")]
     assert len(calls) == 6
-    asked = {"calls": [["calls_of_the_documents", {"calls": calls, "segment_length": 16}]]}
-    for (differences,) in run_ranks("ring_ranks:run", 2, asked):
-        assert len(differences) == len(calls)
+    for differences in run_ranks("ring_ranks:calls_of_the_documents", 2, {"calls": calls}):
         assert max(differences) < 1e-5, dict(zip(calls, differences, strict=True))
 
 

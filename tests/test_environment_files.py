@@ -13,37 +13,19 @@ from rattler import MatchSpec, Version, VersionSpec
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FILES = {"environment.yml": "pytorch-gpu", "environment-cpu.yml": "pytorch-cpu"}
-# PyPI's name -> conda-forge's, for every requirement; torch's is the file's own.
-CONDA_NAMES = {
-    "triton": "triton",
-    "numpy": "numpy",
-    "pandas": "pandas",
-    "matplotlib": "matplotlib-base",
-    "pillow": "pillow",
-    "click": "click",
-    "psutil": "psutil",
-    "nvidia-ml-py": "nvidia-ml-py",
-    "PyYAML": "pyyaml",
-    "ipykernel": "ipykernel",
-    "ipywidgets": "ipywidgets",
-    "jupyterlab": "jupyterlab",
-    "papermill": "papermill",
-    "nbclient": "nbclient",
-    "nbconvert": "nbconvert",
-    "nbformat": "nbformat",
-    "jupyter-client": "jupyter_client",
-    "Jinja2": "jinja2",
-    "packaging": "packaging",
-    "nbval": "nbval",
-    "latex2mathml": "latex2mathml",
-}
+# PyPI's name -> conda-forge's, where that is not the same in small letters; torch's is the file's own.
+CONDA_NAMES = {"matplotlib": "matplotlib-base", "jupyter-client": "jupyter_client"}
 PIP_ONLY = {"numpy-hilbert-curve"}  # has no conda package; `pip: -e .[suite]` installs it
 BESIDE_PYPROJECT = {"python", "pip", "c-compiler", "cxx-compiler"}
 
 
-def requirements():
+def requirements(file):
+    """conda's name -> PyPI's requirement."""
     lines = PYPROJECT["dependencies"] + PYPROJECT["optional-dependencies"]["suite"]
-    return {each.name: each for each in map(Requirement, lines) if each.name not in PIP_ONLY}
+    names = CONDA_NAMES | {"torch": FILES[file]}
+    return {
+        names.get(each.name, each.name.lower()): each for each in map(Requirement, lines) if each.name not in PIP_ONLY
+    }
 
 
 def specs(file):
@@ -69,20 +51,17 @@ def test_every_line_parses_strictly_and_bounds_the_major_version(file):
 
 
 def test_conda_and_pyproject_ask_for_the_same_packages_in_the_same_ranges(file):
-    conda_names = {**CONDA_NAMES, "torch": FILES[file]}
-    assert specs(file).keys() == {conda_names[name] for name in requirements()} | BESIDE_PYPROJECT
-    for name, requirement in requirements().items():
-        in_conda = set(specs(file)[conda_names[name]].version.split(","))
-        assert in_conda == {str(bound) for bound in requirement.specifier}, name
+    assert specs(file).keys() == requirements(file).keys() | BESIDE_PYPROJECT
+    for name, requirement in requirements(file).items():
+        assert set(specs(file)[name].version.split(",")) == {str(bound) for bound in requirement.specifier}, name
     assert specs(file)["python"].version.split(",")[0] == PYPROJECT["requires-python"]
 
 
 def test_the_installed_versions_satisfy_each_range(file):
-    conda_names = {**CONDA_NAMES, "torch": FILES[file]}
     installed = {"python": platform.python_version(), "pip": version("pip")}
-    for name, requirement in requirements().items():
+    for name, requirement in requirements(file).items():
         if requirement.marker is None or requirement.marker.evaluate():
-            installed[conda_names[name]] = version(name)
+            installed[name] = version(requirement.name)
     for name, found in installed.items():
         assert VersionSpec(specs(file)[name].version).matches(Version(found)), f"{name} {found}"
 

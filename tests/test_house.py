@@ -6,6 +6,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,14 @@ FLOORS = {
 FOLDERS = {
     "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention",
     "curves": "curve_coordinates curve_index",
-    "ring": "ring_dilated_attention RingDilatedAttention plan_ring run_ranks shard gather",
+    "ring": "RingDilatedAttention gather plan_ring ring_dilated_attention run_ranks shard",
     "ring.plan": "plan_ring",
     "launch": "run_ranks run_isolated ProgressiveTester",
     "limits": "SafetyConfig MemorySafetyChecker Watcher estimate_memory",
 }
 
 
+@cache
 def files() -> dict[str, Path]:
     """Every module below hilbert_lib by its dotted name, without "hilbert_lib."; the top itself is ""."""
     found = {}
@@ -45,6 +47,7 @@ def files() -> dict[str, Path]:
     return found
 
 
+@cache
 def homes_of(text: str) -> dict[str, str]:
     """The modules of the names that a package imports lazily, without "hilbert_lib."."""
     tree = ast.parse(text)
@@ -52,12 +55,8 @@ def homes_of(text: str) -> dict[str, str]:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "lazily" and len(node.args) == 2:
             table = node.args[1]
             if isinstance(table, ast.Name):
-                named = [
-                    each
-                    for each in tree.body
-                    if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == table.id
-                ]
-                (table,) = [each.value for each in named]
+                assigned = (each for each in tree.body if isinstance(each, ast.Assign))
+                (table,) = [each.value for each in assigned if getattr(each.targets[0], "id", "") == table.id]
             homes = ast.literal_eval(table).items()
             return {name: module.removeprefix("hilbert_lib.") for module, names in homes for name in names}
     return {}
@@ -87,9 +86,13 @@ def imports_of(source: str, module: str, is_package: bool, sources: dict[str, st
     return resolved
 
 
-def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)}
-    return {name: imports_of(text, name, name in packages | {""}, sources) - {name} for name, text in sources.items()}
+def edges_of(name: str, text: str) -> set[str]:
+    return imports_of(text, name, files()[name].name == "__init__.py", sources()) - {name}
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: edges_of(name, text) for name, text in sources().items()}
 
 
 def faults(edges: dict[str, set[str]]) -> list[str]:
@@ -123,12 +126,13 @@ def reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
     return reached
 
 
+@cache
 def sources() -> dict[str, str]:
     return {name: path.read_text(encoding="utf-8") for name, path in files().items()}
 
 
 def test_imports_run_downward_and_close_no_circle():
-    edges = graph(sources())
+    edges = graph()
     assert len(edges) > 100
     assert faults({name: targets for name, targets in edges.items() if name}) == []
 
@@ -149,9 +153,8 @@ def test_imports_run_downward_and_close_no_circle():
     ],
 )
 def test_an_import_that_runs_up_or_round_is_found(module, line, fault):
-    planted = sources()
-    planted[module] += f"\n{line}\n"
-    assert any(module in each and fault in each for each in faults(graph(planted)))
+    planted = graph() | {module: edges_of(module, f"{sources()[module]}\n{line}\n")}
+    assert any(module in each and fault in each for each in faults(planted))
 
 
 def test_no_private_name_crosses_a_module():
@@ -171,44 +174,43 @@ def test_only_two_public_names_lead_to_the_laboratory():
     assert lab == {"SafeBenchmarkRunner", "select_attention_backend"}
 
 
-def loaded_by(code: str) -> set[str]:
-    script = f"import sys; {code}; print(*sys.modules)"
-    return set(
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    )
+def printed_by(code: str, *options: str) -> str:
+    command = [sys.executable, *options, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
 
 
 def test_the_library_loads_neither_the_laboratory_nor_its_packages():
-    assert "torch" not in loaded_by("import hilbert_lib")
+    rooms = printed_by("import sys, hilbert_lib, hilbert_lib.ring; print(*sys.modules)").split()
+    assert not {"torch", "hilbert_lib.ring.attention"} & set(rooms)
     product = [name for name in HOME if name not in ("SafeBenchmarkRunner", "select_attention_backend")]
-    loaded = loaded_by(f"import hilbert_lib; [getattr(hilbert_lib, name) for name in {product}]")
-    assert {"hilbert_lib.ring.attention", "torch"} <= loaded
-    assert not {name for name in loaded if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))}
-    torchs = loaded_by("import torch, torch.distributed")
-    assert not {name for name in loaded - torchs if name.split(".")[0] in SUITE}
+    code = "import sys, torch, torch.distributed; own = set(sys.modules); import hilbert_lib"
+    loaded = printed_by(f"{code}; [getattr(hilbert_lib, name) for name in {product}]; print(*sys.modules.keys() - own)")
+    assert "hilbert_lib.ring.attention" in loaded.split()
+    assert not [name for name in loaded.split() if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))]
+    assert not [name for name in loaded.split() if name.split(".")[0] in SUITE]
 
 
 def test_the_library_takes_a_quarter_of_a_second_beyond_torch():
-    """In processor time, the least of three: other tests run beside this one."""
+    """In processor time, of one in three: other tests run beside this one."""
     script = """
 import time, torch
 begin = time.process_time()
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 print(time.process_time() - begin)
 """
-    command = [sys.executable, "-c", script]
-    taken = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
-    assert min(taken) <= 0.25
+    assert any(float(printed_by(script)) <= 0.25 for _ in range(3))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_public_names_are_importable_from_the_top_and_from_their_folder(folder):
     module = importlib.import_module(f"hilbert_lib.{folder}")
+    assert folder != "ring" or " ".join(sorted(module.__all__)) == FOLDERS["ring"]
     for name in FOLDERS[folder].split():
         assert name in dir(module)
+        assert inspect.unwrap(getattr(module, name)).__name__ == name
         if name in dir(hilbert_lib):
             assert getattr(module, name) is getattr(hilbert_lib, name)
     with pytest.raises(AttributeError):
@@ -229,26 +231,21 @@ def test_type_checkers_read_the_names_that_are_there():
 
 
 def test_help_is_one_screen_that_begins_with_what_one_calls():
-    done = subprocess.run(
-        [sys.executable, "-c", "import hilbert_lib; help(hilbert_lib)"], capture_output=True, text=True
-    )
-    lines = done.stdout.splitlines()
+    lines = printed_by("import hilbert_lib; help(hilbert_lib)").splitlines()
     assert len(lines) <= 60
     assert any("dilated_attention(q, k, v" in line for line in lines[:8])
 
 
 @pytest.mark.parametrize("name", sorted(HOME))
-def test_the_example_of_every_public_name_runs(name):
-    """Here, since pytest passes over functions that a decorator wraps."""
+def test_every_public_name_has_an_example_that_runs(name):
     public = inspect.unwrap(getattr(hilbert_lib, name))
     assert public.__doc__, name
     found = doctest.DocTestFinder().find(public, name, globs=vars(inspect.getmodule(public)).copy())
     examples = [test for test in found if test.examples]
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-    for test in examples:
-        runner.run(test)
-    assert runner.failures == 0
     assert examples or name in ("GpuInfo",), f"{name} has no example"
+    if public is not getattr(hilbert_lib, name):  # pytest, which runs the others, passes over what a decorator wraps
+        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+        assert not any(runner.run(test).failed for test in examples)
 
 
 def test_a_near_name_is_suggested():
@@ -272,32 +269,24 @@ def test_a_near_keyword_is_suggested(called):
 
 
 def test_tensors_that_look_heads_first_are_warned_of_once():
+    """Not by who makes the layout itself."""
     script = """
 import warnings, torch
-from hilbert_lib import DilatedPattern, dilated_attention
-q = torch.ones(1, 4, 32, 16)
+from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, dilated_attention, estimate_memory
+q, x, pattern = torch.ones(1, 4, 32, 16), torch.ones(1, 4, 64), DilatedPattern((4,), (1,))
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
+    estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
+    MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
+    dilated_attention(*[q.transpose(1, 2)] * 3, pattern)
+    before = len(seen)
     for _ in range(3):
-        dilated_attention(q, q, q, DilatedPattern((4,), (1,)))
-    dilated_attention(*[q.transpose(1, 2)] * 3, DilatedPattern((4,), (1,)))
-print(len(seen), seen[0].filename, seen[0].message)
+        dilated_attention(q, q, q, pattern)
+print(before, len(seen), seen[0].filename, seen[0].message)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("1 <string> k has 32 heads and 4 rows: ")
-    assert "give x.transpose(1, 2)" in done.stdout
-
-
-def test_whoever_makes_the_layout_itself_is_not_warned_of_heads_first():
-    script = """
-import torch
-from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, estimate_memory
-pattern = DilatedPattern((4,), (1,))
-estimate_memory(pattern, length=4, heads=32, head_dim=16, device="cpu")
-x = torch.ones(1, 4, 64)
-MultiheadDilatedAttention(64, 8, pattern)(x, x, x)
-"""
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True, capture_output=True)
+    printed = printed_by(script)
+    assert printed.startswith("0 1 <string> k has 32 heads and 4 rows: ")
+    assert "give x.transpose(1, 2)" in printed
 
 
 def test_a_public_name_that_lacks_the_suite_names_it(monkeypatch):

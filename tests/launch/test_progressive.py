@@ -1,5 +1,6 @@
 """Lengths that grow: predicted before they are tried, and stopped before a limit."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,43 +56,34 @@ def test_the_run_stops_before_it_would_take_too_long(machine):
     assert "16 tokens were not tried: up to 128.0 s expected, allowed are 100" in result.limit
 
 
-def test_the_last_length_is_the_end_and_the_factor_may_be_any(machine):
-    result = progress(machine, 10, 50, config=SafetyConfig(growth_factor=1.5, min_free_host_gb=0))
-    assert machine.ran == [10, 15, 23, 35, 50]
-    assert result.limit == "none was met up to 50 tokens, where the test ends"
-    assert result.table().length.tolist() == machine.ran
+@pytest.mark.parametrize(
+    ("factor", "lengths"), [(1.5, [10, 15, 23, 35, 50]), (1.01, [1, 2, 3]), (1e308, [16, 64]), (2, [32])]
+)
+def test_lengths_grow_by_any_factor_and_the_last_is_the_end(machine, factor, lengths):
+    config = SafetyConfig(growth_factor=factor, min_free_host_gb=0)
+    result = progress(machine, lengths[0], lengths[-1], config=config)
+    assert machine.ran == result.table().length.tolist() == lengths
+    assert result.limit == f"none was met up to {lengths[-1]} tokens, where the test ends"
     assert set(result.table().measured_bytes) == {7}
 
 
-def test_a_small_factor_still_grows(machine):
-    progress(machine, 1, 3, config=SafetyConfig(growth_factor=1.01, min_free_host_gb=0))
-    assert machine.ran == [1, 2, 3]
+def raising(error):
+    def fail():
+        raise error
 
-
-def test_a_factor_beyond_all_numbers_goes_to_the_end(machine):
-    progress(machine, 16, 64, config=SafetyConfig(growth_factor=1e308, min_free_host_gb=0))
-    assert machine.ran == [16, 64]
-
-
-def no_gpu_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
-
-
-def no_driver_memory():
-    raise RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY")
-
-
-def no_python_memory():
-    raise MemoryError
+    return fail
 
 
 @pytest.mark.parametrize(
     ("fail", "words"),
     [
-        (no_gpu_memory, "out of memory: CUDA out of memory. Tried to allocate 20 GiB"),
+        (
+            raising(torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB\nmore")),
+            "of memory: CUDA out of memory. Tried",
+        ),
         (lambda: torch.empty(2**60, dtype=torch.uint8, device="cpu"), "can't allocate memory"),
-        (no_driver_memory, "out of memory: CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
-        (no_python_memory, "out of memory: "),
+        (raising(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")), "out of memory: CUDA_ERROR_OUT_OF_MEMORY"),
+        (raising(MemoryError()), "out of memory: "),
     ],
 )
 def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fail, words):
@@ -102,23 +94,17 @@ def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fa
     assert "more" not in result.limit
 
 
-def test_a_run_that_passes_a_limit_on_its_way_is_ended():
-    import time
+def test_other_errors_of_the_run_are_not_taken_for_a_limit(machine):
+    with pytest.raises(RuntimeError, match="a mistake"):
+        progress(machine, 1, 64, run=lambda length: raising(RuntimeError("a mistake"))())
 
-    result = ProgressiveTester(SafetyConfig(max_seconds=0.2), "cpu").run_progressive_test(
-        8, 64, run=lambda length: time.sleep(30), estimate=lambda length: 1
-    )
+
+def test_a_run_that_passes_a_limit_on_its_way_is_ended():
+    tester = ProgressiveTester(SafetyConfig(max_seconds=0.2), "cpu")
+    result = tester.run_progressive_test(8, 64, run=lambda length: time.sleep(30), estimate=lambda length: 1)
     assert [row.status for row in result.rows] == ["ended"]
     assert "allowed are 0.2" in result.limit
     assert result.longest == 0
-
-
-def test_other_errors_of_the_run_are_not_taken_for_a_limit(machine):
-    def run(length):
-        raise RuntimeError("a mistake")
-
-    with pytest.raises(RuntimeError, match="a mistake"):
-        progress(machine, 1, 64, run=run)
 
 
 def test_the_first_length_is_predicted_too(machine):

@@ -28,7 +28,7 @@ def test_a_process_ends_when_the_one_above_it_is_killed(monkeypatch):
 
 
 @pytest.mark.parametrize(("returncode", "found"), [(None, True), (0, False)])
-def test_descent_is_asked_of_a_process_that_has_not_ended_alone_since_its_number_is_free_then(returncode, found):
+def test_descent_is_asked_of_a_process_that_has_not_ended(returncode, found):
     ended = SimpleNamespace(pid=os.getpid(), poll=lambda: returncode)  # this process has its number now
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleep, start_new_session=True) as stranger:
@@ -63,7 +63,7 @@ def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, tmp_path)
     assert (ending.status, ending.left) == ("ok", (pid,))
 
 
-def test_what_cannot_be_killed_does_not_keep_the_process_above_it_whose_caller_has_gone(tmp_path):
+def test_a_supervisor_without_caller_ends_beside_what_cannot_be_killed(tmp_path):
     order = {"target": "time:sleep", "arguments": [60], "seconds": 60}
     order |= {"host_bytes": None, "gpu_share": None, "device": "cpu"}
     command = [sys.executable, "-P", str(child_with(REFUSE, tmp_path))]

@@ -27,14 +27,7 @@ for each in $started; do wait "$each" || exit 1; done
 """
 
 
-def test_every_rank_is_called_with_the_arguments_and_its_value_comes_back_in_order(capfd):
-    results = run_ranks("faulty_ranks:sum_of_ranks", 2, {"start": 5}, backend="gloo")
-    shared = {"total": 11, "threads": 1, "backend": "gloo", "device": None}
-    assert results == [{"rank": rank, **shared} for rank in range(2)]
-    assert capfd.readouterr() == ("printed by rank 0\n", ""), "what the others print is theirs"
-
-
-def test_what_rank_0_prints_is_seen_while_it_runs(tmp_path, monkeypatch):
+def test_every_rank_is_called_and_what_rank_0_prints_is_seen_while_it_runs(tmp_path, monkeypatch, capfd):
     seen = []
 
     def write(text):
@@ -42,8 +35,12 @@ def test_what_rank_0_prints_is_seen_while_it_runs(tmp_path, monkeypatch):
         (tmp_path / "seen").touch()
 
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
-    assert run_ranks("faulty_ranks:is_heard", 2, {"file": str(tmp_path / "seen")}, backend="gloo") == [True, False]
-    assert "".join(seen) == "rank 0 has begun\nhalf a line"
+    arguments = {"start": 5, "file": str(tmp_path / "seen")}
+    results = run_ranks("faulty_ranks:sum_of_ranks", 2, arguments, backend="gloo")
+    shared = {"total": 11, "threads": 1, "backend": "gloo", "device": None}
+    assert results == [{"rank": rank, "is_heard": rank == 0, **shared} for rank in range(2)]
+    assert "".join(seen) == "rank 0 has begun\nhalf a line", "what the others print is theirs"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, monkeypatch):
@@ -66,17 +63,13 @@ def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, 
         ({"seconds": "5"}, "seconds must be a number, got '5'"),
         ({"stall_seconds": -1}, "stall_seconds must be finite and above 0, got -1"),
         ({"stall_seconds": math.inf}, "stall_seconds must be finite and above 0, got inf"),
+        ({"arguments": {"dtype": torch.float32}}, "arguments must be a dictionary that JSON can hold, got .*float32"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(changed, message):
     call = {"target": "faulty_ranks:sum_of_ranks", "ranks": 2} | changed
     with pytest.raises((TypeError, ValueError), match=message):
         run_ranks(**call)
-
-
-def test_arguments_that_json_cannot_hold_are_refused():
-    with pytest.raises(TypeError, match=r"arguments must be a dictionary that JSON can hold, got .*torch\.float32"):
-        run_ranks("faulty_ranks:sum_of_ranks", 2, {"dtype": torch.float32})
 
 
 def block(text):

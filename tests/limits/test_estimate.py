@@ -33,6 +33,7 @@ CASES = {  # pattern, sizes and options
     "ordering, grouped": (ALIGNED, {"kv_heads": 2, "has_kv_ordering": True}),
     "ordering, few keys": (DilatedPattern((4096,), (16,)), {"length": 4096, "has_kv_ordering": True}),
 }
+SEEN_IN_OTHERS = ("half", "double", "ordering, grouped")  # of the reference, whose scores are whole and take long
 MASKED = {
     "dropout": (ALIGNED, {"dropout_p": 0.1, "length": 320}),
     "padding": (ALIGNED, {"has_key_padding": True}),
@@ -74,12 +75,15 @@ def predicted_and_measured(pattern, options, direction, device="cpu") -> tuple[i
 @pytest.mark.parametrize("direction", estimate.DIRECTIONS)
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(case, backend) for case in CASES for backend in ("eager", "reference", "sdpa")]
+    [(case, backend) for case in CASES for backend in ("eager", "sdpa")]
+    + [pytest.param(case, "reference", marks=[pytest.mark.full] * (case in SEEN_IN_OTHERS)) for case in CASES]
     + [(case, backend) for case in MASKED for backend in ("eager", "reference")],
 )
 def test_on_the_cpu_the_estimate_is_what_the_profiler_measures(case, backend, direction):
     pattern, options = {**CASES, **MASKED}[case]
     options, slack = {**SIZES, **options, "backend": backend}, 0.05 * MB
+    if backend == "reference":
+        options["length"] = min(options["length"], 1100)  # its scores are whole
     if backend == "sdpa":
         options["length"] *= 4
         slack = 2.1 * MB  # its blocks of scores are counted in whole MB
@@ -118,36 +122,25 @@ def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_
     assert predicted == pytest.approx(measured, rel=1e-3)
 
 
-@pytest.mark.parametrize("on_hopper", [True, False])
-def test_the_fused_kernels_hold_the_results_alone_and_partial_ones_in_several_passes(monkeypatch, on_hopper):
-    monkeypatch.setattr(fused, "_is_hopper_call", lambda *_: on_hopper)
-    sizes = {"length": 2**19, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+FUSED = {"length": 2**19, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
+
+
+@pytest.mark.parametrize(("on_hopper", "ordered"), [(True, False), (False, False), (False, True)])
+def test_fused_kernels_hold_partial_results_of_several_passes(monkeypatch, on_hopper, ordered):
+    """And gather nothing of an ordering, which the plain ones serve."""
+    if not ordered:
+        monkeypatch.setattr(fused, "_is_hopper_call", lambda *_: on_hopper)
     out, lse = 2**19 * 16 * 64 * 2, 2**19 * 16 * 4
-    forward = estimate_memory(REFERENCE, **sizes)
+    forward = estimate_memory(REFERENCE, **FUSED, has_kv_ordering=ordered)
     assert (forward.inputs, forward.outputs, forward.workspace) == (3 * out, out + lse, 0)
-    assert estimate_memory(LONG, **sizes).workspace == (0 if on_hopper else 2 * out + lse)  # float32
-    backward = estimate_memory(LONG, **sizes, direction="backward")
+    several = estimate_memory(LONG, **FUSED, has_kv_ordering=ordered)
+    assert several.workspace == (0 if on_hopper else 2 * out + lse)  # float32
+    backward = estimate_memory(LONG, **FUSED, has_kv_ordering=ordered, direction="backward")
     assert (backward.inputs, backward.outputs) == (5 * out + lse, 3 * out)
     assert backward.workspace == (1 if on_hopper else 3) * 2 * out + lse
 
 
-def test_the_fused_kernels_gather_nothing_of_an_ordering_but_serve_it_by_the_plain_ones():
-    sizes = {
-        "length": 2**19,
-        "heads": 16,
-        "head_dim": 64,
-        "backend": "triton",
-        "device": "cuda",
-        "has_kv_ordering": True,
-    }
-    out, lse = 2**19 * 16 * 64 * 2, 2**19 * 16 * 4
-    assert estimate_memory(REFERENCE, **sizes).workspace == 0
-    assert estimate_memory(LONG, **sizes).workspace == 2 * out + lse  # float32
-    backward = estimate_memory(LONG, **sizes, direction="backward")
-    assert (backward.inputs, backward.workspace) == (5 * out + lse, 3 * 2 * out + lse)
-
-
-def test_what_reads_no_ordering_holds_copies_of_k_and_v_from_the_forward_to_the_backward():
+def test_what_reads_no_ordering_holds_copies_of_k_and_v():
     sizes = {"length": 2**16, "heads": 16, "kv_heads": 4, "head_dim": 64, "backend": "cudnn", "device": "cuda"}
     for direction in estimate.DIRECTIONS:
         plain, stored = (
@@ -158,7 +151,7 @@ def test_what_reads_no_ordering_holds_copies_of_k_and_v_from_the_forward_to_the_
         assert sum(stored.items.values()) == stored.total
 
 
-def test_the_parts_of_a_sum_by_atomics_are_counted_unless_determinism_is_asked_for():
+def test_sums_by_atomics_are_counted_unless_deterministic():
     sizes = {"length": 2**16, "heads": 16, "head_dim": 64, "backend": "triton", "device": "cuda"}
     sums = "workspace: sums of dq, float32"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -191,12 +184,12 @@ def test_a_backward_needs_more_than_its_forward(backend, pattern):
 
 def test_an_estimate_allocates_nothing_and_serves_a_billion_tokens():
     sizes = {"length": 2**30, "heads": 16, "head_dim": 64, "device": "cpu", "backend": "eager"}
-    taken = measure_peak(lambda: print(estimate_memory(REFERENCE, **sizes)), "cpu")
-    assert taken < MB
-    assert estimate_memory(REFERENCE, **sizes).total > 2**42
+    found = []
+    assert measure_peak(lambda: found.append(estimate_memory(REFERENCE, **sizes)), "cpu") < MB
+    assert found[0].total > 2**42
 
 
-def test_items_are_the_inputs_the_outputs_and_the_workspace_and_print_shows_them():
+def test_items_are_inputs_outputs_and_workspace():
     one = estimate_memory(ALIGNED, **SIZES, backend="reference", device="cpu", direction="backward")
     assert isinstance(one, MemoryEstimate)
     assert sum(one.items.values()) == one.total == one.inputs + one.outputs + one.workspace
@@ -205,7 +198,7 @@ def test_items_are_the_inputs_the_outputs_and_the_workspace_and_print_shows_them
         assert name in str(one)
 
 
-def test_the_time_that_decides_how_many_samples_are_taken_holds_no_collection(monkeypatch):
+def test_the_time_of_a_first_sample_holds_no_collection(monkeypatch):
     events = []
     monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: events.append("collection")))
     monkeypatch.setattr(benchmarks, "time", SimpleNamespace(perf_counter=lambda: events.append("clock") or 0.0))
@@ -230,34 +223,23 @@ def test_a_point_is_predicted_with_all_that_its_process_holds(monkeypatch, backe
     assert predicted == pytest.approx(measure_peak(measure, "cpu"), rel=0.01)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "dtype", "options", "words"),
     [
-        ({"direction": "both"}, "direction must be one of forward, backward; got 'both'"),
-        ({"backend": "sdpa", "dropout_p": 0.5}, "backend='sdpa' cannot serve: no dropout"),
-        ({"backend": "fast"}, "backend must be one of"),
-        ({"queries": 2000}, "queries must be an integer from 1 to 1024"),
-        ({"length": 0}, "length must be"),
-        ({"kv_heads": 3}, r"kv_heads must divide heads \(4\), got 3"),
-        ({"device": "cuda", "backend": "auto"}, "backend must be named"),
-        *(
-            ({"device": "cuda", "backend": name, "dtype": dtype, **options}, f"backend='{name}' cannot serve: {words}")
-            for name, dtype, options, words in [
-                ("cudnn", torch.float32, {"direction": "backward"}, "serves float16 and bfloat16, got float32"),
-                ("flash", torch.bfloat16, {"head_dim": 12}, "head_dim must be a multiple of 8 up to 256, got 12"),
-                ("flash", torch.bfloat16, {"dropout_p": 0.5}, "no dropout"),
-                ("flex", torch.bfloat16, {"head_dim": 8}, "needs a head_dim of at least 16, got 8"),
-                ("triton", torch.float64, {}, "serves float16, bfloat16 and float32, got float64"),
-                ("sdpa", torch.float64, {}, "no float64 on cuda"),
-            ]
-        ),
+        ("auto", torch.float32, {}, "backend must be named"),
+        ("cudnn", torch.float32, {"direction": "backward"}, "serves float16 and bfloat16, got float32"),
+        ("flash", torch.bfloat16, {"head_dim": 12}, "head_dim must be a multiple of 8 up to 256, got 12"),
+        ("flash", torch.bfloat16, {"dropout_p": 0.5}, "no dropout"),
+        ("flex", torch.bfloat16, {"head_dim": 8}, "needs a head_dim of at least 16, got 8"),
+        ("triton", torch.float64, {}, "serves float16, bfloat16 and float32, got float64"),
+        ("sdpa", torch.float64, {}, "no float64 on cuda"),
     ],
 )
-def test_what_cannot_be_estimated_is_refused(wrong, words):
-    if wrong.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU to ask")
+def test_what_a_gpu_that_is_not_here_cannot_serve_is_refused(name, dtype, options, words):
+    words = words if name == "auto" else f"backend='{name}' cannot serve: {words}"
     with pytest.raises(ValueError, match=words):
-        estimate_memory(ALIGNED, **{**SIZES, "device": "cpu", **wrong})
+        estimate_memory(ALIGNED, **{**SIZES, "device": "cuda", "backend": name, "dtype": dtype, **options})
 
 
 ASKED = ("branches", "length", "heads", "head_dim", "dtype", "is_causal", "direction")
@@ -316,7 +298,7 @@ def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
         (LONG, {"length": 131072, "heads": 16}),
     ],
 )
-def test_on_the_gpu_the_estimate_is_within_a_tenth_of_what_is_allocated(pattern, options, backend, direction):
+def test_on_the_gpu_the_estimate_is_what_is_allocated(pattern, options, backend, direction):
     hold_on_the_gpu(pattern, options, backend, direction)
 
 
@@ -344,7 +326,7 @@ EXTRAS = {  # backends, pattern and options
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", estimate.DIRECTIONS)
 @pytest.mark.parametrize(("case", "backend"), [(case, name) for case, (names, *_) in EXTRAS.items() for name in names])
-def test_so_it_is_with_dropout_padding_decoding_orderings_and_in_other_dtypes(case, backend, direction):
+def test_on_the_gpu_the_estimate_holds_for_other_calls(case, backend, direction):
     _, pattern, options = EXTRAS[case]
     hold_on_the_gpu(pattern, options, backend, direction)
 

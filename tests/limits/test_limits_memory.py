@@ -40,8 +40,7 @@ def test_what_fits_is_decided_by_the_limit_that_binds(machine, host, most):
 
 def test_a_container_and_its_machine_bind_each_by_itself():
     both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
-    room, words = both.room(share=0.5, min_free_gb=1)
-    assert (room, words) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
+    assert both.room(share=0.5, min_free_gb=1) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
 
 
 def test_the_reason_names_what_is_required_what_is_available_and_the_limit(machine):
@@ -68,7 +67,7 @@ def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, 
     assert "of host" in reason
 
 
-def test_what_torch_keeps_for_later_is_there_for_this_process_and_not_for_one_that_it_starts(monkeypatch):
+def test_what_torch_caches_is_there_for_this_process_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * GB)
@@ -77,9 +76,8 @@ def test_what_torch_keeps_for_later_is_there_for_this_process_and_not_for_one_th
     own, child = (MemorySafetyChecker(config, "cuda:0", for_child=value) for value in (False, True))
     assert (own.room(), child.room()) == (60 * GB, 20 * GB)
     assert not child.check_memory_available(21)[0]
-    runner = SafeBenchmarkRunner(
-        benchmark=Benchmark("builtins:list", inputs=lambda _: 21 * GB), config=config, device="cuda:0"
-    )
+    benchmark = Benchmark("builtins:list", inputs=lambda _: 21 * GB)
+    runner = SafeBenchmarkRunner(benchmark=benchmark, config=config, device="cuda:0")
     assert runner.why_not({"sides": ["any"]})["any"]["status"] == "not tried"
 
 
@@ -125,16 +123,10 @@ def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_pat
 def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():
     x = torch.ones(1000, 1000)
 
-    def run():
-        return (x + 1).sum(0), x.logsumexp(0)
-
-    assert measure_peak(run, "cpu") == pytest.approx(x.nbytes, rel=0.02)
+    assert measure_peak(lambda: ((x + 1).sum(0), x.logsumexp(0)), "cpu") == pytest.approx(x.nbytes, rel=0.02)
     assert measure_peak(lambda: x.add_(1), "cpu") < 1000
-
-
-def test_the_peak_is_zero_where_only_what_was_there_is_freed():
     held = [torch.ones(1000)]
-    assert measure_peak(held.clear, "cpu") == 0
+    assert measure_peak(held.clear, "cpu") == 0, "only what was there is freed"
 
 
 def test_what_earlier_calls_left_in_cycles_is_gone_when_a_call_is_measured():

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,10 +35,8 @@ def test_a_run_is_interrupted_where_the_hosts_memory_runs_out(monkeypatch):
     left = iter([40 * GB, 40 * GB])
     monkeypatch.setattr(watch, "host_memory", lambda: Memory("host", 50 * GB, next(left, 2 * GB)))
     config = SafetyConfig(min_free_host_gb=1, max_memory_share=0.9)
-    with (
-        pytest.raises(LimitReachedError, match=r"48\.0 GB of host in use: 90 % of the 50\.0 GB"),
-        Watcher(config, "cpu"),
-    ):
+    words = r"48\.0 GB of host in use: 90 % of the 50\.0 GB"
+    with pytest.raises(LimitReachedError, match=words), Watcher(config, "cpu"):
         time.sleep(LONG_SLEEP)
 
 
@@ -45,14 +45,8 @@ def test_a_run_is_interrupted_where_the_hosts_memory_runs_out(monkeypatch):
     [(1, 60, "79.0 GB of cuda:0 in use"), (40, 91, "the GPU has 91 C, allowed are 90"), (40, None, "")],
 )
 def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, available, temperature, words):
-    class Gpu:
-        def __init__(self, device):
-            pass
-
-        def look(self):
-            return Memory("cuda:0", 80 * GB, available * GB), temperature
-
-    monkeypatch.setattr(watch, "_Gpu", Gpu)
+    seen = Memory("cuda:0", 80 * GB, available * GB), temperature
+    monkeypatch.setattr(watch, "_Gpu", lambda device: SimpleNamespace(look=lambda: seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     told = []
     with Watcher(SafetyConfig(), "cuda:0", on_limit=told.append) as one:
@@ -99,7 +93,7 @@ def test_a_watch_that_fails_ends_the_run(monkeypatch, error):
         time.sleep(LONG_SLEEP)
 
 
-def test_a_limit_passed_before_the_block_begins_is_told_and_no_interrupt_is_left(monkeypatch):
+def test_a_limit_passed_before_the_block_leaves_no_interrupt(monkeypatch):
     class Slow(threading.Thread):
         def start(self):
             super().start()
@@ -112,7 +106,7 @@ def test_a_limit_passed_before_the_block_begins_is_told_and_no_interrupt_is_left
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were():
+def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were(monkeypatch):
     handler = signal.getsignal(signal.SIGINT)
     with Watcher(device="cpu") as one:
         pass
@@ -120,16 +114,13 @@ def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were():
         pytest.fail("the block began")
     with Watcher(device="cpu") as one, pytest.raises(RuntimeError, match="watches once"), one:
         pytest.fail("the block began")
-    assert signal.getsignal(signal.SIGINT) == handler
 
-
-def test_a_watch_without_a_thread_leaves_interrupts_as_they_were(monkeypatch):
     def refuse():
         raise RuntimeError("can't start new thread")
 
-    handler, watch = signal.getsignal(signal.SIGINT), Watcher(device="cpu")
-    monkeypatch.setattr(watch._thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="can't start new thread"), watch:
+    one = Watcher(device="cpu")
+    monkeypatch.setattr(one._thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"), one:
         pytest.fail("the block began")
     assert signal.getsignal(signal.SIGINT) == handler
 
@@ -151,19 +142,8 @@ def test_a_limit_passed_at_the_very_end_is_told_and_no_interrupt_is_left(monkeyp
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="pid must be"):
         Watcher(device="cpu", pid=2**22 + 1)
-    errors = []
-
-    def elsewhere():
-        try:
-            with Watcher(device="cpu"):
-                pass
-        except ValueError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert "on_limit must be given" in errors[0]
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="on_limit must be given"):
+        threads.submit(Watcher(device="cpu").__enter__).result()
 
 
 @pytest.mark.gpu

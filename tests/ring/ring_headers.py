@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from ring_ranks import NAMES, SPECS, inputs, results
+from ring_ranks import NAMES, SPECS, inputs, noting, results
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
@@ -82,20 +82,10 @@ def without_validation(lengths: list[int]) -> list:
 
 def around_the_header() -> list[list[str]]:
     """The order in which a group's first call, and its second, compute, learn that all agree, and start to send."""
-    group, events, found = dist.new_group(), [], []
+    group, found = dist.new_group(), []
     q, k, v, _ = inputs(16)
-
-    def noted(name: str, function):
-        return lambda *args, **options: (events.append(name), function(*args, **options))[1]
-
-    patched = [
-        (operators, "forward", "compute"),
-        (header.Agreement, "lengths", "agree"),
-        (exchange, "exchange", "send"),
-    ]
-    with ExitStack() as stack:
-        for place, name, event in patched:
-            stack.enter_context(patch.object(place, name, noted(event, getattr(place, name))))
+    places = [(operators, "forward", "compute"), (header.Agreement, "lengths", "agree"), (exchange, "exchange", "send")]
+    with noting(places) as events:
         for _ in range(2):
             ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather", group=group)
             found.append(events[:])
