@@ -17,7 +17,6 @@ from hilbert_lib.lab.suite.points import read_notebook
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_PARAMETERS = 12
-NO_LESSONS_YET = {"03_cache_lines", "04_safe_benchmarking", "05_backend_selection", "06_kernel_benchmarks"}
 keep_outputs = load_script("keep_outputs")
 STRICT = re.search(r"^STRICT := (.*)$", (ROOT / "Makefile").read_text(), re.M).group(1).split()
 
@@ -50,7 +49,7 @@ def test_its_parameters_are_few_typed_explained_literals(path, cells):
     assert parameters[-1].name == "output_dir"
     assert parameters[-1].default == ""
     assert all(parameter.meaning for parameter in parameters)
-    assert len(parameters) <= MOST_PARAMETERS + 1 or path.stem in NO_LESSONS_YET
+    assert len(parameters) <= MOST_PARAMETERS + 1
 
 
 def test_it_prints_the_environment(cells):
