@@ -25,9 +25,10 @@ def keep(path: Path, executed: list[Path]) -> str:
         ran = json.loads(run.read_text(encoding="utf-8"))
         if code_hash(ran) == code_hash(notebook):
             outputs = {cell["id"]: cell["outputs"] for cell in ran["cells"] if cell["cell_type"] == "code"}
-            for cell in notebook["cells"]:
-                if cell["cell_type"] == "code":
-                    cell["outputs"] = [shown for each in outputs[cell["id"]] if (shown := _shown(each))]
+            own = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+            for place, cell in enumerate(own, start=1):
+                cell["outputs"] = [shown for each in outputs[cell["id"]] if (shown := _shown(each))]
+                cell["execution_count"] = place  # nbval refuses outputs of a cell that never ran
             notebook["metadata"][KEPT] = code_hash(notebook)
             path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             return f"{path.name}: from {run.relative_to(ROOT)}"

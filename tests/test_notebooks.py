@@ -113,3 +113,7 @@ def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
     assert "FAILED warns.ipynb::Cell 1" in done.stdout
     assert "the cell wrote to stderr" in done.stdout
     assert "UserWarning: look here" in done.stdout
+
+
+def test_cells_with_outputs_have_run(cells):  # nbval refuses others
+    assert all(cell.execution_count for cell in code_of(cells) if cell.outputs)
