@@ -38,6 +38,7 @@ def test_every_ring_of_the_documents_names_equals_the_oracle_on_two_ranks():
     calls = [call for _, call in SEED_NAMES if call.startswith("RingDilatedAttention(")]
     assert len(calls) == 6
     for differences in run_ranks("ring_ranks:calls_of_the_documents", 2, {"calls": calls}):
+        assert len(differences) == len(calls)
         assert max(differences) < 1e-5, dict(zip(calls, differences, strict=True))
 
 
