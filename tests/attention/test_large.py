@@ -1,6 +1,5 @@
 """Tensors past 2^31 elements: the fused kernels address both ends of them. Run by `make test-gpu`."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from cases import TOLERANCE
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
-from hilbert_lib.graph_cache import GraphCache
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import decode  # noqa: E402
@@ -37,12 +35,7 @@ def packed() -> list[torch.Tensor]:
 @pytest.fixture(params=[dense, packed], ids=["dense", "packed"])
 def qkv(request):
     torch.manual_seed(0)
-    yield request.param()
-    # Kept tables lie in what was left of these tensors' memory, which the allocator then cannot give back.
-    ours = [vars(module) for name, module in sys.modules.items() if name.startswith("hilbert_lib")]
-    for kept in (each for names in ours for each in names.values() if isinstance(each, GraphCache)):
-        kept.cache_clear()
-    torch.cuda.empty_cache()
+    return request.param()
 
 
 def assert_equal(got: tuple, expected: tuple, tolerances: tuple[float, ...]) -> None:
