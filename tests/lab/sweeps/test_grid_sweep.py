@@ -70,12 +70,12 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
     ordering = Ordering.from_curve("hilbert", 144, grid=(12, 12))
     stored = [[ordering.apply(x, dim=1) for x in results] for results in ((out.detach(),), gradients)]
     for results in stored:
-        assert work.error(results, ordering) < 1e-12
-        assert work.error(results, Ordering.linear(144)) > 0.1
+        assert work.sampled.error(results, ordering.inverse) < 1e-12
+        assert work.sampled.error(results) > 0.1
     for wrong in range(3 if window < 12 else 1):
         changed = [x.clone() for x in stored[1]]
         changed[wrong] *= 1.5
-        assert work.error(changed, ordering) == pytest.approx(0.5)
+        assert work.sampled.error(changed, ordering.inverse) == pytest.approx(0.5)
 
 
 def test_storing_in_each_call_stands_beside_the_gain_of_its_work():
