@@ -23,9 +23,7 @@ AXES = [
 
 
 def is_possible(case: list) -> bool:
-    served = case[0] != "fkodom" or (case[2:3] in ([], ["branch"], ["zero"]) and case[3:4] in ([], ["head_groups"]))
-    fits = len(case) < 5 or case[3] == "softmax" or SHAPES[case[4]][3] >= len(BRANCHES[case[1]][0])
-    return served and fits
+    return len(case) < 5 or case[3] == "softmax" or SHAPES[case[4]][3] >= len(BRANCHES[case[1]][0])
 
 
 @pytest.mark.parametrize(
@@ -48,8 +46,6 @@ def test_output_and_gradients_equal_the_oracle(case):
 @pytest.mark.parametrize("mixing", MIXING_RULES)
 @pytest.mark.parametrize("name", BASELINES)
 def test_output_and_gradients_equal_the_oracle_on_cuda(name, mixing):
-    if (name, mixing) == ("fkodom", "softmax"):
-        pytest.skip("it serves head_groups alone")
     case = "sparse", "branch", mixing, torch.bfloat16, "wide", True
     pattern, (*tensors, dout), out, _, grads = expected(*case)
     leaves = [x.cuda().requires_grad_() for x in tensors]
@@ -95,7 +91,6 @@ def test_blocks_of_the_flex_mask_hold_the_pattern(branches, is_causal):
 def test_refusals_say_what_is_served():
     q = torch.zeros(1, 8, 2, 16)
     pattern = DilatedPattern((4, 8), (1, 2))
-    assert "head_groups" in BASELINES["fkodom"].refusal(q, Call(pattern))
     assert "dropout" in BASELINES["torchscale"].refusal(q, Call(pattern, dropout_p=0.1))
     assert "kv_ordering" in BASELINES["flex"].refusal(q, Call(pattern, inverse=torch.arange(8)))
     assert "backward" in BASELINES["flex"].refusal(q.requires_grad_(), Call(pattern))
