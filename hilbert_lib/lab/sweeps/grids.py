@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import pandas as pd
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -85,24 +84,6 @@ def compare_orders(
                 anew = _side(work, REORDERED, reordered, order["hilbert"], order["raster"], direction)
                 yield sides["hilbert"], anew
         grids.add(shape)
-
-
-def gains(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Raster's time over that of each order, and of Hilbert where each call stores q, k and v anew.
-
-    Args:
-        ratios: `ratio_table` of the sweep.
-
-    Returns:
-        order, direction, side, window, block_size, ratio, low and high, by size. For the last of these orders it is the
-        product of two ratios, raster over Hilbert and Hilbert over reordered, and so are the ends of its interval.
-    """
-    work, interval = ["side", "window", "block_size", "direction"], ["ratio", "low", "high"]
-    against = ratios[ratios.a == "raster"].rename(columns={"b": "order"})[["order", *work, *interval]]
-    hilbert = against[against.order == "hilbert"].set_index(work)[interval]
-    anew = ratios[ratios.b == REORDERED].set_index(work)[interval]
-    anew = (hilbert * anew).dropna().reset_index().assign(order="hilbert, stored in each call")
-    return pd.concat([against, anew], ignore_index=True).sort_values(work[:3], kind="stable")
 
 
 def _side(work: GridWork, name: str, attend: Attention, order: Ordering, stored: Ordering, direction: str) -> Side:

@@ -1,13 +1,12 @@
-"""Tables of rings: what is planned, by ranks and tokens, and what was measured."""
+"""Tables of what is planned for rings, by ranks and tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.checks import integer
-from hilbert_lib.lab.figures.axes import short
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -87,21 +86,3 @@ def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads:
             held = held.view(-1, ranks)
             received += ((held.sum(1, keepdim=True) - held) * (held > 0)).sum(0)
     return int(received.max())
-
-
-def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
-    """The records of these sweeps, a row a side, with work, tokens_per_s, tflop_per_s, sent_mb, peak_gb and planned_gb.
-
-    The two speeds are of a rank: of forward and backward, where both ran, and of the forward; sent_mb is of a forward.
-    """
-    table = pd.DataFrame([record for record in records if record["sweep"] in sweeps])
-    table["work"] = table.tokens.map(short) + " tokens, " + table.ranks.map(str) + " GPUs"
-    table["work"] += table.is_causal.map({True: ", causal", False: ""})
-    together = table.forward_ms + table.backward_ms.astype(float).fillna(0.0)
-    return table.assign(
-        tokens_per_s=table.tokens / table.ranks / together * 1e3,
-        tflop_per_s=table.flop_forward / table.forward_ms / 1e9,
-        sent_mb=table.sent_forward / 1e6,
-        peak_gb=table.peak_bytes.astype(float) / 1e9,
-        planned_gb=table.planned_bytes.astype(float) / 1e9,
-    )

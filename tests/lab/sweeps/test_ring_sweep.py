@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
-from hilbert_lib.lab.sweeps import ring, ring_tables
+from hilbert_lib.lab.sweeps import ring
 from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work, run_works
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
@@ -48,17 +48,6 @@ def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
     assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == records
     monkeypatch.setattr(ring, "run_ranks", lambda *_, **__: pytest.fail("measured again"))
     assert run_works(works, output_dir=str(folder), backend="gloo") == records
-
-
-def test_tables_are_of_the_records(measured):
-    _, _, records = measured
-    table = ring_tables.ring_table(records, "weak", "strong", "lengths")
-    assert len(table) == len(records)
-    (long,) = (each for each in records if each["sweep"] == "lengths")
-    assert table.iloc[-1].forward_ms == long["forward_ms"]
-    speed = table.set_index(["sweep", "ranks", "side"]).tokens_per_s
-    both = next(each for each in records if each["sweep"] == "strong" and each["ranks"] == 2)
-    assert speed["strong", 2, "auto"] == pytest.approx(32e3 / (both["forward_ms"] + both["backward_ms"]))
 
 
 def test_windows_of_calls_are_timed_by_the_call():
