@@ -15,7 +15,7 @@ from hilbert_lib.lab.cache.neighbourhood import (
     count_exchange,
     neighbourhood_orderings,
 )
-from hilbert_lib.lab.exact_rows import exact_grid_dk_dv, exact_grid_dq, exact_grid_out
+from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
 from hilbert_lib.ordering import Ordering
 
 CASES = [((16, 16), 5), ((16, 16), 9), ((13, 10), 4), ((24, 20), 7), ((9, 9), 9), ((1, 30), 1)]
@@ -128,11 +128,11 @@ def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     out = oracle.neighbourhood_attention(*leaves, near)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     close = {"atol": 1e-12, "rtol": 0}
-    for p in (0, near.length // 2, near.length - 1):
-        torch.testing.assert_close(exact_grid_out(q, k, v, near, head=1, query=p), out[0, p, 1].detach(), **close)
-        torch.testing.assert_close(exact_grid_dq(q, k, v, dout, near, head=1, query=p), dq[0, p, 1], **close)
-        exact = exact_grid_dk_dv(q, k, v, dout, near, head=1, key=p)
-        torch.testing.assert_close(exact, (dk[0, p, 1], dv[0, p, 1]), **close)
+    rows = torch.tensor([near.length - 1, 0, near.length // 2])
+    exact = exact_rows(q, k, v, dout, near, head=1, queries=rows)
+    torch.testing.assert_close(exact, (out[0, rows, 1].detach(), dq[0, rows, 1]), **close)
+    exact = exact_keys(q, k, v, dout, near, head=1, keys=rows)
+    torch.testing.assert_close(exact, (dk[0, rows, 1], dv[0, rows, 1]), **close)
 
 
 def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
@@ -254,9 +254,8 @@ def test_nothing_depends_on_the_default_device():
         lambda: mask_blocks(near, own, q_block=4, kv_block=2),
         lambda: block_pairs(near, own, q_block=4, kv_block=2),
         lambda: neighbourhood_attention(q, k, v, near, ordering=own),
-        lambda: exact_grid_out(q, k, v, near, head=1, query=9),
-        lambda: exact_grid_dq(q, k, v, dout, near, head=1, query=9),
-        lambda: exact_grid_dk_dv(q, k, v, dout, near, head=1, key=9),
+        lambda: exact_rows(q, k, v, dout, near, head=1, queries=torch.tensor([9], device="cpu")),
+        lambda: exact_keys(q, k, v, dout, near, head=1, keys=torch.tensor([9], device="cpu")),
     ]
     for result in results:
         neighbourhood_mask.cache_clear()

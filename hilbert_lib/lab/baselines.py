@@ -1,29 +1,23 @@
 """Other people's ways to dilated attention, restated: what the fused kernels are measured against.
 
-Each computes the function of `dilated_attention`, exactly. "torchscale" and "fkodom" go through the steps of those
-packages in eager mode; where a package computes something else, the restatement keeps the steps and corrects that.
-"torchscale": a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse.
-"fkodom": one group of heads a branch: slices, dense attention, zeros.
+Each computes the function of `dilated_attention`, exactly. "torchscale" goes through the steps of that package in eager
+mode: a copy of each branch's rows, dense attention, a full-length copy back, softmax over the stacked lse. Where the
+package computes something else, the restatement keeps the steps and corrects that.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.pattern import DilatedPattern, rows_in_segment
-
-# Without cuDNN: over strided segments it ended in an illegal memory access on an H200 (torch 2.11).
-DENSE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Baseline(NamedTuple):
@@ -102,7 +96,8 @@ def _gathers(
     # heads have a row more or less.
     w, r = pattern.branches[branch]
     gathers = []
-    for start, segments, size in _stretches(length, w):
+    whole, tail = divmod(length, w)
+    for start, segments, size in ((0, whole, w), (whole * w, 1, tail))[not whole :]:
         by_rows: dict[int, list[tuple[int, int, int]]] = {}
         for g in pattern.branch_heads(branch, kv_heads):
             offset = pattern.offset(branch, g, kv_heads)
@@ -118,49 +113,10 @@ def _gathers(
     return gathers
 
 
-def _stretches(length: int, w: int) -> Iterator[tuple[int, int, int]]:
-    # First position, segments and their length: the whole segments, and the tail.
-    whole, tail = divmod(length, w)
-    if whole:
-        yield 0, whole, w
-    if tail:
-        yield whole * w, 1, tail
-
-
-def _fkodom(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    kv_heads = k.shape[2]
-    group = q.shape[2] // kv_heads
-    out = torch.zeros_like(q)
-    for branch, (w, r) in enumerate(call.pattern.branches):
-        ((o, own),) = call.pattern.offset_heads(branch, kv_heads).items()
-        heads = slice(own.start * group, own.stop * group)
-        for start, segments, size in _stretches(q.shape[1], w):
-            if o >= size:
-                continue
-
-            def view(x, heads, start=start, shape=(segments, size), o=o, r=r):
-                return x[:, start : start + shape[0] * shape[1], heads].unflatten(1, shape)[:, :, o::r]
-
-            qs, ks, vs = (view(x, some).flatten(0, 1).transpose(1, 2) for x, some in ((q, heads), (k, own), (v, own)))
-            with sdpa_kernel(DENSE):
-                part = scaled_dot_product_attention(
-                    qs, ks, vs, is_causal=call.is_causal, scale=call.scale, enable_gqa=group > 1
-                )
-            view(out, heads).copy_(part.transpose(1, 2).unflatten(0, (-1, segments)))
-    return out
-
-
 def _eager_refusal(q: Tensor, call: Call) -> str:
     if call.inverse is not None:
         return "no kv_ordering: it takes k and v in sequence order"
     return BACKENDS["flash" if q.is_cuda else "sdpa"].refusal(q, call)
-
-
-def _fkodom_refusal(q: Tensor, call: Call) -> str:
-    if call.pattern.mixing != "head_groups" or call.pattern.offsets not in ("branch", "zero"):
-        rules = f"mixing {call.pattern.mixing!r}, offsets {call.pattern.offsets!r}"
-        return f"serves mixing 'head_groups' with one offset a branch ('branch' or 'zero'), got {rules}"
-    return _eager_refusal(q, call)
 
 
 def _flex_refusal(q: Tensor, call: Call) -> str:
@@ -173,5 +129,4 @@ BASELINES = {
     # Under autograd: unlike the backend, its backward runs no second forward.
     "flex": Baseline(_flex_refusal, lambda q, k, v, call: flex.attend(q, k, v, call)[0]),
     "torchscale": Baseline(_eager_refusal, _Torchscale.apply),
-    "fkodom": Baseline(_fkodom_refusal, _fkodom),
 }

@@ -1,18 +1,62 @@
 """A few rows of attention and of its gradients in float64: the reference where a whole one has no room.
 
-Each row is one softmax over all its keys, a key seen through c branches weighted c times. Tensors are (batch, seq,
-heads, head_dim), of which the first sequence counts.
+Each row is one softmax over all its keys, a key seen through c branches weighted c times; gradients are autograd's.
+Tensors are (batch, seq, heads, head_dim), of which the first sequence counts, with as many KV heads as heads. Scores
+have the usual scale.
 """
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.lab.pairs import Results, relative_difference
 from hilbert_lib.pattern import DilatedPattern
 
-Parts = list[tuple[Tensor, Tensor, Tensor]]
+Seen = Call | Neighbourhood  # what a query sees
+Blocks = list[tuple[Tensor, Tensor, Tensor]]  # which of the queries, which keys, and which pairs of them attend
 QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
+
+
+class SampledRows:
+    """Some rows of what a call on q, k, v and dout should give, computed when first compared.
+
+    Args:
+        tensors: q, k, v and dout. first: the position of q's first row.
+        seen: what a query sees.
+        queries: positions in each head, in whose rows out and dq are compared. keys: dk and dv in the first so many.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], seen: Seen, queries: Sequence[Tensor], *, keys: int, first: int = 0):
+        self._tensors, self._seen, self._first, self._keys = tensors, seen, first, keys
+        self._queries = [rows.to(tensors[0].device) for rows in queries]
+
+    def error(self, results: Results, slots: Tensor | None = None) -> float:
+        """Relative difference of (out,), or the largest of (dq, dk, dv). slots: the row of each position, if not it."""
+        out, dq = self._of_queries
+        exact = [out] if len(results) == 1 else [dq, *self._of_keys]
+        rows = [positions - self._first if slots is None else slots[positions] for positions in self._queries]
+        keys = [own[: self._keys] for own in rows]
+        sampled = [
+            torch.cat([x[0, own, head] for head, own in enumerate(of_heads)])
+            for x, of_heads in zip(results, (rows, keys, keys), strict=False)
+        ]
+        return relative_difference(sampled, exact)
+
+    @cached_property
+    def _of_queries(self) -> list[Tensor]:
+        given = enumerate(self._queries)
+        found = [exact_rows(*self._tensors, self._seen, head=h, queries=own, first=self._first) for h, own in given]
+        return [torch.cat(of_heads) for of_heads in zip(*found, strict=True)]
+
+    @cached_property
+    def _of_keys(self) -> list[Tensor]:
+        given = enumerate(self._queries)
+        found = [exact_keys(*self._tensors, self._seen, head=h, keys=own[: self._keys]) for h, own in given]
+        return [torch.cat(of_heads) for of_heads in zip(*found, strict=True)]
 
 
 def sampled_positions(
@@ -37,130 +81,79 @@ def sampled_positions(
     return positions.unique()
 
 
-def exact_out(q: Tensor, k: Tensor, v: Tensor, call: Call, *, head: int, queries: Tensor) -> Tensor:
-    """Rows of the output at some (sorted) positions of a query head, (rows, head_dim) float64, without dropout."""
-    parts = _weights(q, k, call, head, queries.to(q.device))
-    return _weighted(parts, v[0, :, _kv_head(q, k, head)], len(queries))
+def exact_rows(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Seen, *, head: int, queries: Tensor, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Rows of the output and of dq of a head at some positions, each (rows, head_dim) float64, without dropout."""
+    blocks, at = blocks_of(seen, queries, k.shape[1], head, k.shape[2]), queries - first
+    _, out, dq, _, _ = from_blocks(q[0, at, head], dout[0, at, head], blocks, lambda x: (k[0, x, head], v[0, x, head]))
+    return out, dq
 
 
-def exact_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call, *, kv_head: int, queries: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of dq, of the first query head of a KV head, at `queries`, and of dk and dv at `keys`; as in `exact_out`."""
-    group = q.shape[2] // k.shape[2]
-
-    def rows_of(head: int, positions: Tensor) -> tuple[Tensor, Tensor, Parts, Parts]:
-        q_rows, dout_rows = (x[0, positions - call.first_query, head] for x in (q, dout))
-        parts = _weights(q, k, call, head, positions)
-        return q_rows, dout_rows, parts, _score_gradients(parts, v[0, :, kv_head], dout_rows)
-
-    *_, dscores = rows_of(kv_head * group, queries.to(q.device))
-    dq = _weighted(dscores, k[0, :, kv_head], len(queries))
+def exact_keys(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Seen, *, head: int, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of dk and dv likewise, from all queries that attend to a key: on a grid window**4 weights at once."""
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
-        for some in _attending(q, k, call, kv_head, key).split(QUERIES_AT_ONCE):
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                q_rows, dout_rows, parts, dscores = rows_of(head, some)
-                dk[n] += _of_key(dscores, key, q_rows)
-                dv[n] += _of_key(parts, key, dout_rows)
-    return dq * call.scale, dk * call.scale, dv
+        queries = _attending(seen, key, q.shape[1], head, q.shape[2]).to(q.device)
+        for some in queries.split(QUERIES_AT_ONCE if isinstance(seen, Call) else len(queries)) if len(queries) else ():
+            blocks, rows = blocks_of(seen, some, k.shape[1], head, k.shape[2]), (q[0, some, head], dout[0, some, head])
+            named, _, _, dk_rows, dv_rows = from_blocks(*rows, blocks, lambda x: (k[0, x, head], v[0, x, head]))
+            dk[n] += dk_rows[named == key][0]
+            dv[n] += dv_rows[named == key][0]
+    return dk, dv
 
 
-def exact_grid_out(q: Tensor, k: Tensor, v: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int) -> Tensor:
-    """One row of the output, (head_dim,) float64, from its own keys alone. Tensors are in raster order."""
-    parts = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device))
-    return _weighted(parts, v[0, :, head], 1)[0]
+def from_blocks(
+    q: Tensor, dout: Tensor, blocks: Blocks, keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows of one head in float64: the keys that blocks name, out and dq (rows of q), dk and dv (of those keys).
+
+    A row without a key has an output of 0. keys_and_values: of (keys,) positions the rows of k and v.
+    """
+    named = torch.cat([keys for _, keys, _ in blocks] or [torch.empty(0, dtype=torch.int64, device=q.device)]).unique()
+    leaves = q, k, v = [x.detach().double().requires_grad_() for x in (q, *keys_and_values(named))]
+    highest, scores = torch.full((len(q),), -torch.inf, dtype=torch.float64, device=q.device), []
+    for rows, keys, attends in blocks:
+        products = q[rows] @ k[torch.searchsorted(named, keys)].T * q.shape[1] ** -0.5
+        scores.append(products.masked_fill(~attends, -torch.inf))
+        highest[rows] = highest[rows].maximum(scores[-1].detach().amax(-1))
+    total, out = torch.zeros_like(highest), q * 0
+    for (rows, keys, _), each in zip(blocks, scores, strict=True):
+        weights = (each - highest[rows, None]).exp()
+        total = total.index_add(0, rows, weights.sum(-1))
+        out = out.index_add(0, rows, weights @ v[torch.searchsorted(named, keys)])
+    out = out / torch.where(total > 0, total, 1.0)[:, None]
+    zeros = {"allow_unused": True, "materialize_grads": True}  # where there are no keys
+    return named, out.detach(), *torch.autograd.grad(out, leaves, dout.double(), **zeros)
 
 
-def exact_grid_dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, query: int
-) -> Tensor:
-    """One row of dq, likewise."""
-    parts = _grid_weights(q, k, neighbourhood, head, torch.tensor([query], device=q.device))
-    dscores = _score_gradients(parts, v[0, :, head], dout[0, [query], head])
-    return _weighted(dscores, k[0, :, head], 1)[0] * q.shape[3] ** -0.5
-
-
-def exact_grid_dk_dv(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, neighbourhood: Neighbourhood, *, head: int, key: int
-) -> tuple[Tensor, Tensor]:
-    """One row of dk and one of dv, from the queries that attend to the key. Memory grows with window to the fourth."""
-    queries = neighbourhood.queries(key).to(q.device)
-    parts = _grid_weights(q, k, neighbourhood, head, queries)
-    dscores = _score_gradients(parts, v[0, :, head], dout[0, queries, head])
-    dk = _of_key(dscores, key, q[0, queries, head]) * q.shape[3] ** -0.5
-    return dk, _of_key(parts, key, dout[0, queries, head])
-
-
-# Below, parts are blocks of pairs: which rows among the queries, which keys, and a value of each pair.
-
-
-def _weighted(parts: Parts, x: Tensor, count: int) -> Tensor:
-    # Of each of so many rows, the sum over its keys of value times x's row.
-    out = torch.zeros(count, x.shape[1], dtype=torch.float64, device=x.device)
-    for rows, keys, values in parts:
-        out[rows] += values @ x[keys].double()
-    return out
-
-
-def _of_key(parts: Parts, key: int, x: Tensor) -> Tensor:
-    # Of one key, the sum over its rows of value times x's row.
-    return sum((values[:, keys == key].T @ x[rows].double()).sum(0) for rows, keys, values in parts)
-
-
-def _score_gradients(weights: Parts, v: Tensor, dout: Tensor) -> Parts:
-    # Of the softmax weights, the gradients of the scores.
-    delta = torch.zeros(len(dout), dtype=torch.float64, device=dout.device)  # = rowsum(dout * out)
-    parts = [(rows, keys, each, dout[rows].double() @ v[keys].double().T) for rows, keys, each in weights]
-    for rows, _, each, dweights in parts:
-        delta[rows] += (each * dweights).sum(-1)
-    return [(rows, keys, each * (dweights - delta[rows, None])) for rows, keys, each, dweights in parts]
-
-
-def _weights(q: Tensor, k: Tensor, call: Call, head: int, queries: Tensor) -> Parts:
-    # Softmax weights, segment by segment of each branch.
-    g = _kv_head(q, k, head)
-    parts = []
-    for i in call.pattern.head_branches(g, k.shape[2]):
-        w, r = call.pattern.branches[i]
-        offset = call.pattern.offset(i, g, k.shape[2])
-        inside = call.pattern.contains(i, queries, g, k.shape[2])
+def blocks_of(seen: Seen, queries: Tensor, length: int, head: int, heads: int) -> Blocks:
+    """What some queries of a KV head attend to: segment by segment of each branch, or on a grid all in one block."""
+    if isinstance(seen, Neighbourhood):
+        keys = torch.cat([seen.keys(query) for query in queries.tolist()]).unique().to(queries.device)
+        return [(torch.arange(len(queries), device=queries.device), keys, seen.attends(queries[:, None], keys))]
+    blocks = []
+    for branch in seen.pattern.head_branches(head, heads):
+        w, r = seen.pattern.branches[branch]
+        inside = seen.pattern.contains(branch, queries, head, heads)
         for segment in (queries[inside] // w).unique().tolist():
             rows = (inside & (queries // w == segment)).nonzero()[:, 0]
-            end = min(segment * w + w, k.shape[1])
-            keys = torch.arange(segment * w + offset, end, r, device=q.device)
-            scores = q[0, queries[rows] - call.first_query, head].double() @ k[0, keys, g].double().T * call.scale
-            if call.is_causal:
-                scores.masked_fill_(keys > queries[rows, None], -torch.inf)
-            parts.append((rows, keys, scores))
-    # One softmax over all of them: a key that is seen through two branches counts twice.
-    lse = torch.full((len(queries),), -torch.inf, dtype=torch.float64, device=q.device)
-    for rows, _, scores in parts:
-        lse[rows] = torch.logaddexp(lse[rows], scores.logsumexp(-1))
-    return [(rows, keys, (scores - lse[rows, None]).exp()) for rows, keys, scores in parts]
+            first, end = segment * w + seen.pattern.offset(branch, head, heads), min(segment * w + w, length)
+            keys = torch.arange(first, end, r, device=queries.device)
+            blocks.append((rows, keys, (keys <= queries[rows, None]) | (not seen.is_causal)))
+    return blocks
 
 
-def _grid_weights(q: Tensor, k: Tensor, neighbourhood: Neighbourhood, head: int, queries: Tensor) -> Parts:
-    # One part: each query beside the keys of all.
-    keys = torch.cat([neighbourhood.keys(query) for query in queries.tolist()]).unique().to(q.device)
-    scores = q[0, queries, head].double() @ k[0, keys, head].double().T * q.shape[3] ** -0.5
-    scores.masked_fill_(~neighbourhood.attends(queries[:, None], keys), -torch.inf)
-    return [(torch.arange(len(queries), device=q.device), keys, scores.softmax(-1))]
-
-
-def _attending(q: Tensor, k: Tensor, call: Call, kv_head: int, key: int) -> Tensor:
+def _attending(seen: Seen, key: int, length: int, head: int, heads: int) -> Tensor:
     # Positions of the queries that see a key.
-    found = [torch.empty(0, dtype=torch.int64, device=q.device)]
-    first, last = call.first_query, call.first_query + q.shape[1]
-    for i in call.pattern.head_branches(kv_head, k.shape[2]):
-        w, r = call.pattern.branches[i]
-        offset = call.pattern.offset(i, kv_head, k.shape[2])
-        start = key // w * w
+    if isinstance(seen, Neighbourhood):
+        return seen.queries(key)
+    found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    for i in seen.pattern.head_branches(head, heads):
+        (w, r), offset = seen.pattern.branches[i], seen.pattern.offset(i, head, heads)
         if key % w % r == offset:
-            queries = torch.arange(key if call.is_causal else start + offset, min(start + w, last), r, device=q.device)
-            found.append(queries[queries >= first])
+            start, end = key if seen.is_causal else key // w * w + offset, min(key // w * w + w, length)
+            found.append(torch.arange(start, end, r, device="cpu"))
     return torch.cat(found).unique()
-
-
-def _kv_head(q: Tensor, k: Tensor, head: int) -> int:
-    return head // (q.shape[2] // k.shape[2])

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
 
 
@@ -39,11 +38,6 @@ def seed_key_sets(length: int, segment_length: int, dilation_rate: int) -> tuple
     m of the Hilbert kernel serves query h[m] and reads keys h[s + i r] with s = (h[m] div w) w. The length is a
     multiple of the segment length w, which is at least the dilation rate r. Sets are (length, length), query by key.
     """
-    length = integer("length", length, least=1)
-    segment_length = integer("segment_length", segment_length, least=1, most=length)
-    dilation_rate = integer("dilation_rate", dilation_rate, least=1, most=segment_length)
-    if length % segment_length:
-        raise ValueError(f"segment_length must divide length ({length}), got {segment_length}")
     h = Ordering.from_curve("snake", length).perm
     steps = torch.arange(segment_length // dilation_rate, device="cpu") * dilation_rate
     row = torch.arange(length, device="cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
-from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
-from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
+from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -130,36 +130,18 @@ class Workload:
         moved = (2 * rows + 2 * count * self.heads) * self.head_dim * element  # k and v once; q and the output
         return 4 * pairs * self.head_dim, moved, 0, 0
 
-    @cached_property
-    def _samples(self) -> list[Tensor]:
-        if self.queries is not None:
-            return [torch.arange(self.queries[0], sum(self.queries))] * self.heads
-        drawn = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}
-        return [sampled_positions(self.pattern, self.length, kv_head=g, seed=g, **drawn) for g in range(self.heads)]
-
-    @cached_property
-    def _exact_out(self) -> list[Tensor]:
-        q, k, v, _ = self.tensors
-        rows = [exact_out(q, k, v, self.call, head=g, queries=queries) for g, queries in enumerate(self._samples)]
-        return [torch.cat(rows)]
-
-    @cached_property
-    def _exact_gradients(self) -> list[Tensor]:
-        rows = [
-            exact_gradients(*self.tensors, self.call, kv_head=g, queries=queries, keys=queries[:SAMPLED_KEYS])
-            for g, queries in enumerate(self._samples)
-        ]
-        return [torch.cat(of_heads) for of_heads in zip(*rows, strict=True)]
-
     def error(self, results: Results) -> float:
-        """Relative difference of the output, or of the largest of dq, dk and dv, from float64 on the sampled rows."""
-        queries = [rows.to(self.device) - self.call.first_query for rows in self._samples]
-        keys = [rows[:SAMPLED_KEYS] for rows in queries]
-        sampled = [
-            torch.cat([x[0, rows, g] for g, rows in enumerate(of_heads)])
-            for x, of_heads in zip(results, (queries, keys, keys), strict=False)
-        ]
-        return relative_difference(sampled, self._exact_out if len(results) == 1 else self._exact_gradients)
+        """Relative difference of (out,), or the largest of (dq, dk, dv), from float64 on the sampled rows."""
+        return self._sampled.error(results)
+
+    @cached_property
+    def _sampled(self) -> SampledRows:
+        if self.queries is not None:
+            rows = [torch.arange(self.queries[0], sum(self.queries))] * self.heads
+        else:
+            drawn, heads = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}, range(self.heads)
+            rows = [sampled_positions(self.pattern, self.length, kv_head=g, seed=g, **drawn) for g in heads]
+        return SampledRows(self.tensors, self.call, rows, keys=SAMPLED_KEYS, first=self.call.first_query)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]

@@ -48,14 +48,6 @@ def test_an_image_keeps_its_mean():
     assert sample_image(4, 4).mean() == pytest.approx(sample_image(1, 1).item(), abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: text_tokens(0), ValueError, "length must be .* at least 1, got 0"),
-        (lambda: seed_key_sets(16, 8, 1.5), TypeError, "dilation_rate must be an integer from 1 to 8, got 1.5"),
-        (lambda: seed_key_sets(16, 5, 1), ValueError, r"segment_length must divide length \(16\), got 5"),
-    ],
-)
-def test_bad_arguments_are_named(make, error, words):
-    with pytest.raises(error, match=words):
-        make()
+def test_a_text_without_length_is_refused():
+    with pytest.raises(ValueError, match=r"length must be .* at least 1, got 0"):
+        text_tokens(0)

@@ -6,7 +6,7 @@ import torch
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
-from hilbert_lib.lab.exact_rows import exact_gradients, exact_out, sampled_positions
+from hilbert_lib.lab.exact_rows import exact_keys, exact_rows, sampled_positions
 from hilbert_lib.lab.workload import BOTH, Workload, grid
 
 CPU = torch.device("cpu")
@@ -20,26 +20,23 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: str(pattern.branches))
 def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 50, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    call = Call(pattern, is_causal=is_causal, scale=0.7)
+    q, k, v, dout = (torch.randn(1, 50, 3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    call = Call(pattern, is_causal=is_causal, scale=0.5)
     out, lse = reference.forward(q, k, v, call)
     dq, dk, dv = reference.backward(dout, q, k, v, out, lse, call)
-    for head in range(4):
-        rows = torch.arange(head, 50, 3)
-        exact = exact_out(q, k, v, call, head=head, queries=rows)
-        torch.testing.assert_close(exact, out[0, rows, head], atol=1e-12, rtol=0)
-    for g in range(2):
-        queries, keys = torch.arange(3, 50, 7), torch.tensor([0, 21, 49])
-        exact = exact_gradients(q, k, v, dout, call, kv_head=g, queries=queries, keys=keys)
-        expected = dq[0, queries, 2 * g], dk[0, keys, g], dv[0, keys, g]
-        torch.testing.assert_close(exact, expected, atol=1e-12, rtol=0)
+    for head in range(3):
+        rows, keys = torch.arange(head, 50, 3), torch.tensor([0, 21, 49])
+        exact = exact_rows(q, k, v, dout, call, head=head, queries=rows)
+        torch.testing.assert_close(exact, (out[0, rows, head], dq[0, rows, head]), atol=1e-12, rtol=0)
+        exact = exact_keys(q, k, v, dout, call, head=head, keys=keys)
+        torch.testing.assert_close(exact, (dk[0, keys, head], dv[0, keys, head]), atol=1e-12, rtol=0)
 
 
 def test_sampled_rows_of_decoding_equal_the_reference():
     q, k, v = (torch.randn(1, rows, 2, 4, dtype=torch.float64) for rows in (3, 30, 30))
-    call = Call(DilatedPattern((8, 30), (1, 4)), is_causal=True, query_start=11)
+    call = Call(DilatedPattern((8, 30), (1, 4)), is_causal=True, scale=0.5, query_start=11)
     out, _ = reference.forward(q, k, v, call)
-    exact = exact_out(q, k, v, call, head=1, queries=torch.arange(11, 14))
+    exact, _ = exact_rows(q, k, v, q, call, head=1, queries=torch.arange(11, 14), first=11)
     torch.testing.assert_close(exact, out[0, :, 1], atol=1e-12, rtol=0)
 
 

@@ -13,8 +13,6 @@ from hilbert_lib import (
     estimate_memory,
 )
 from hilbert_lib.lab.guarded.cases import attention_points
-from hilbert_lib.lab.sweeps.memory import graph_gains, pool_comparison
-from hilbert_lib.lab.workload import Workload
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.limits.memory import measure_peak
 
@@ -42,9 +40,6 @@ def ran(point):
 
 def estimated(pattern=PATTERN, **options):
     return estimate_memory(pattern, **{**SIZES, **options})
-
-
-WORK = Workload(PATTERN, 8, 2, 4, torch.device("cpu"))
 
 
 TYPES = [
@@ -108,9 +103,6 @@ VALUES = [
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
     (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
     (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),
-    (lambda: next(graph_gains([WORK])), "device must be a CUDA device, got cpu"),
-    (lambda: pool_comparison([[WORK]]), "device must be a CUDA device, got cpu"),
-    (lambda: pool_comparison([[WORK]], direction="backward"), "direction must be forward or training, got 'backward'"),
     (lambda: SafetyConfig(max_memory_share=0), "max_memory_share must be above 0 and at most 1, got 0"),
     (lambda: SafetyConfig(max_memory_share=1.01), "max_memory_share must be above 0 and at most 1, got 1.01"),
     (lambda: SafetyConfig(min_free_gpu_gb=-1), "min_free_gpu_gb must be at least 0 and finite, got -1"),

@@ -6,8 +6,6 @@ the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neit
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
 
 import pandas as pd
 import torch
@@ -19,7 +17,8 @@ from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.sweep import Kept
+from hilbert_lib.lab.sweep import sweep
+from hilbert_lib.lab.sweeps.kernels import single_branches
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.ordering import Ordering
@@ -35,92 +34,71 @@ FORWARD_TABLES, PAIR_BYTES = 4, 12
 
 @dataclass(frozen=True)
 class Work:
-    """One call of one kernel on k and v stored heads first in one order, in bfloat16: one branch, of offset 0."""
+    """One call of one kernel on k and v stored heads first in one order; record: what its record begins with."""
 
     kernel: str
-    layout: str
     ordering: Ordering
-    length: int
-    heads: int
-    dilation: int
-    keys: int
-    row_bytes: int
-
-    @property
-    def record(self) -> dict:
-        """What a record begins with."""
-        names = ("layout", "length", "heads", "dilation", "keys", "row_bytes")
-        parameters = {"sweep": SWEEP, **{name: getattr(self, name) for name in names}}
-        return {"kind": SWEEP, "name": self.kernel, "parameters": parameters}
-
-    @cached_property
-    def pattern(self) -> DilatedPattern:
-        return DilatedPattern((min(self.length, self.keys * self.dilation),), (self.dilation,), offsets="zero")
-
-    @property
-    def query(self) -> int:
-        """The position that decoding asks for: the branch's last."""
-        return (self.length - 1) // self.dilation * self.dilation
+    inputs: Workload
+    record: dict
 
     @property
     def storage(self) -> Storage:
-        return Storage(self.ordering, self.row_bytes, self.heads, "bhsd")
+        inputs = self.inputs
+        return Storage(self.ordering, inputs.head_dim * torch.bfloat16.itemsize, inputs.heads, "bhsd")
 
-    def call(self, device: torch.device) -> Callable[[], Tensor]:
+    def call(self) -> Callable[[], Tensor]:
         """The call on random inputs, which are drawn here."""
-        head_dim = self.row_bytes // 2
-        asked = (self.query, 1) if self.kernel == "decoding" else None
-        work = Workload(self.pattern, self.length, self.heads, head_dim, device, queries=asked, heads_first=True)
+        work = self.inputs
         q, (k, v) = work.tensors[0], work.stored(self.ordering)
         if self.kernel == "gather":
-            rows = k.transpose(1, 2).reshape(-1, head_dim)
-            slots = self.ordering.inverse[:: self.dilation].to(device)
-            numbers = (torch.arange(self.heads, device=device)[:, None] * self.length + slots).flatten()
+            rows = k.transpose(1, 2).reshape(-1, work.head_dim)
+            slots = self.ordering.inverse[:: work.pattern.dilation_rates[0]].to(k.device)
+            numbers = (torch.arange(work.heads, device=k.device)[:, None] * work.length + slots).flatten()
             return lambda: rows[numbers]
         options = {"query_start": work.call.query_start, "kv_ordering": self.ordering, "backend": "triton"}
-        return lambda: dilated_attention(q, k, v, self.pattern, **options)
+        return lambda: dilated_attention(q, k, v, work.pattern, **options)
 
     def predicted(self, gpu: Gpu) -> Predicted:
         """What the model predicts of the kernel as it runs here, with its tiles."""
+        work, pattern = self.inputs, self.inputs.pattern
         if self.kernel == "gather":
-            return gather_reads(self.storage, self.pattern, gpu=gpu)
+            return gather_reads(self.storage, pattern, gpu=gpu)
         from hilbert_lib.attention.triton import decode  # only here: not every system has triton
         from hilbert_lib.attention.triton.arguments import config_of
 
-        head_dim, pattern = self.row_bytes // 2, self.pattern
         if self.kernel == "forward":
-            config = config_of("forward", torch.empty(0, head_dim, dtype=torch.bfloat16))
+            config = config_of("forward", torch.empty(0, work.head_dim, dtype=torch.bfloat16))
             queries, keys, tables = config.block_m, config.block_n, FORWARD_TABLES
         else:
-            keys = decode.step_keys(head_dim, torch.bfloat16.itemsize)
-            chunk, *_ = decode.split(pattern, self.length, self.query, 1, 1, self.heads, decode.KEYS_PER_ROW, keys)
-            pattern = DilatedPattern((chunk * self.dilation,), (self.dilation,), offsets="zero")
-            queries, tables = None, -(-PAIR_BYTES * self.heads // SECTOR_BYTES)
+            keys, rates = decode.step_keys(work.head_dim, torch.bfloat16.itemsize), pattern.dilation_rates
+            asked = work.length, work.queries[0], 1, 1, work.heads
+            chunk, *_ = decode.split(pattern, *asked, decode.KEYS_PER_ROW, keys)
+            pattern = DilatedPattern((chunk * rates[0],), rates, offsets="zero")
+            queries, tables = None, -(-PAIR_BYTES * work.heads // SECTOR_BYTES)
         tiles = {"tile_queries": queries, "tile_keys": keys, "table_sectors": tables}
         return attention_reads(self.storage, pattern, **tiles, gpu=gpu)
 
 
-def works(
-    kernel: str, *, lengths: list[int], heads: int, dilations: list[int], row_bytes: list[int], keys: int
-) -> Iterator[Work]:
-    """The works of one kernel: every length, dilation and row size [bytes], in every order of `compared_orderings`.
+def works(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **sizes) -> Iterator[Work]:
+    """The works of one kernel: `single_branches`, in every order of `compared_orderings`.
 
     keys: that a query of the forward sees at most; the other kernels read the whole sequence's branch.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    for length, rate, size in product(lengths, dilations, row_bytes):
-        if size % SECTOR_BYTES:
-            raise ValueError(f"row_bytes must be multiples of {SECTOR_BYTES}, got {size}")
-        seen = keys if kernel == "forward" else length
-        for layout, ordering in compared_orderings(length, rate, segment=seen * rate).items():
-            yield Work(kernel, layout, ordering, length, heads, rate, seen, size)
+    for length in lengths:
+        seen, queries = keys if kernel == "forward" else length, int(kernel == "decoding")
+        asked = {"lengths": [length], "keys": seen, "queries": queries, "device": torch.device(device)}
+        for inputs, about in single_branches(**asked, **sizes):
+            rate = about["dilation"]
+            for layout, ordering in compared_orderings(length, rate, segment=seen * rate).items():
+                names = {"sweep": SWEEP, "layout": layout, "length": length, "heads": inputs.heads, "dilation": rate}
+                parameters = names | {"keys": seen, "row_bytes": about["row_bytes"]}
+                yield Work(kernel, ordering, inputs, {"kind": SWEEP, "name": kernel, "parameters": parameters})
 
 
 def calls(**options) -> Iterator[Callable[[], Tensor]]:
     """The calls of `works`, one at a time: what `count` watches."""
-    for work in works(**options):
-        yield work.call(torch.device("cuda"))
+    for work in works(**options, device="cuda"):
+        yield work.call()
 
 
 def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
@@ -129,23 +107,23 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     What the folder's results.jsonl holds from this code on this hardware is not counted again; an empty name keeps
     nothing. A record a work; what this GPU does not count is None.
     """
-    todo = list(works(kernel, **options))
-    kept = Kept(output_dir, _key)
-    if any(_key(work.record) not in kept.known for work in todo):
-        info = get_gpu_info()
+    todo, counted = list(works(kernel, **options)), []
+
+    def measure(point: tuple[int, Work]) -> dict:
+        if not counted:  # all in one run
+            table = count_calls(f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}, kernel=KERNELS[kernel])
+            if len(table) != len(todo):
+                raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
+            counted.extend(table.astype(object).where(table.notna(), None).to_dict("records"))
+        info, (n, work) = get_gpu_info(), point
         gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-        table = count_calls(f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}, kernel=KERNELS[kernel])
-        if len(table) != len(todo):
-            raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
-        for work, row in zip(todo, table.to_dict("records"), strict=True):
-            counted = {name: None if pd.isna(value) else value for name, value in row.items()}
-            model = {"predicted": vars(work.predicted(gpu)), "model": vars(gpu)}
-            kept.add({**work.record, "counted": counted, **model})
-    return [kept.known[_key(work.record)] for work in todo]
+        return work.record | {"counted": counted[n], "predicted": vars(work.predicted(gpu)), "model": vars(gpu)}
 
+    def key(record: dict) -> tuple | None:
+        return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
 
-def _key(record: dict) -> tuple | None:
-    return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
+    of_point = {"key": lambda point: key(point[1].record), "of_record": key}
+    return sweep(enumerate(todo), measure, output_dir=output_dir, **of_point)
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import pandas as pd
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -12,8 +11,8 @@ from torch._functorch import config as functorch_config
 from hilbert_lib.attention.grid import neighbourhood_mask
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import neighbourhood_orderings
-from hilbert_lib.lab.exact_rows import exact_grid_dk_dv, exact_grid_dq, exact_grid_out
-from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.exact_rows import SampledRows
+from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.ordering import Ordering
 
 SAMPLED_QUERIES = 8  # of each head, held against float64; of keys, which cost window**4, one of each head
@@ -24,10 +23,7 @@ SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
 class GridWork:
     """Random q, k, v and a gradient of the output on a grid, made when first used, and some exact rows in float64.
 
-    Args:
-        neighbourhood: which keys a query attends to.
-        block_size: tokens of a block of the mask, each way.
-        heads, head_dim, device, dtype: of the tensors; the dtype by its name.
+    block_size: tokens of a block of the mask, each way. dtype: by its name.
     """
 
     neighbourhood: Neighbourhood
@@ -45,38 +41,16 @@ class GridWork:
         drawn = {"generator": generator, "device": self.device, "dtype": getattr(torch, self.dtype)}
         return tuple(torch.randn(shape, **drawn) for _ in range(4))
 
-    def error(self, results: Results, stored: Ordering) -> float:
-        """Relative difference from float64 of sampled rows of (out,) or (dq, dk, dv), which are stored in an order.
+    @cached_property
+    def sampled(self) -> SampledRows:
+        """Rows at random and, in the first head, at the grid's corners.
 
         Where every query attends to every key, a row of dk or dv would cost the whole work: then of dq alone.
         """
-        exact = self._exact_out if len(results) == 1 else self._exact_gradients
-        slots = stored.inverse
-        kept = [torch.stack([x[0, slots[p], h] for h, p in rows]) for x, rows in zip(results, self._rows, strict=False)]
-        return relative_difference(kept[: len(exact)], exact)
-
-    @cached_property
-    def _rows(self) -> list[list[tuple[int, int]]]:
-        # (head, position) of the rows compared: of out or dq, of dk, of dv. The grid's corners are among them.
-        generator, last = torch.Generator("cpu").manual_seed(0), self.neighbourhood.length - 1
-        drawn = torch.randint(last + 1, (self.heads, SAMPLED_QUERIES), generator=generator).tolist()
-        drawn[0][:2] = [0, last]
-        keys = [(head, positions[0]) for head, positions in enumerate(drawn)]
-        return [[(head, p) for head, positions in enumerate(drawn) for p in positions], keys, keys]
-
-    @cached_property
-    def _exact_out(self) -> list[Tensor]:
-        q, k, v, _ = self.tensors
-        return [torch.stack([exact_grid_out(q, k, v, self.neighbourhood, head=h, query=p) for h, p in self._rows[0]])]
-
-    @cached_property
-    def _exact_gradients(self) -> list[Tensor]:
-        inputs = (*self.tensors, self.neighbourhood)
-        exact = [torch.stack([exact_grid_dq(*inputs, head=h, query=p) for h, p in self._rows[0]])]
-        if self.neighbourhood.window < max(self.neighbourhood.shape):
-            both = [exact_grid_dk_dv(*inputs, head=h, key=p) for h, p in self._rows[1]]
-            exact += [torch.stack(rows) for rows in zip(*both, strict=True)]
-        return exact
+        near, generator = self.neighbourhood, torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randint(near.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
+        drawn[0, 0], drawn[0, 1] = 0, near.length - 1
+        return SampledRows(self.tensors, near, list(drawn), keys=int(near.window < max(near.shape)))
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork], Tensor]
@@ -112,24 +86,6 @@ def compare_orders(
         grids.add(shape)
 
 
-def gains(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Raster's time over that of each order, and of Hilbert where each call stores q, k and v anew.
-
-    Args:
-        ratios: `ratio_table` of the sweep.
-
-    Returns:
-        order, direction, side, window, block_size, ratio, low and high, by size. For the last of these orders it is the
-        product of two ratios, raster over Hilbert and Hilbert over reordered, and so are the ends of its interval.
-    """
-    work, interval = ["side", "window", "block_size", "direction"], ["ratio", "low", "high"]
-    against = ratios[ratios.a == "raster"].rename(columns={"b": "order"})[["order", *work, *interval]]
-    hilbert = against[against.order == "hilbert"].set_index(work)[interval]
-    anew = ratios[ratios.b == REORDERED].set_index(work)[interval]
-    anew = (hilbert * anew).dropna().reset_index().assign(order="hilbert, stored in each call")
-    return pd.concat([against, anew], ignore_index=True).sort_values(work[:3], kind="stable")
-
-
 def _side(work: GridWork, name: str, attend: Attention, order: Ordering, stored: Ordering, direction: str) -> Side:
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
     near = work.neighbourhood
@@ -153,7 +109,7 @@ def _side(work: GridWork, name: str, attend: Attention, order: Ordering, stored:
         compute()
         return ()
 
-    error = cache(lambda _: work.error(compute(), stored))
+    error = cache(lambda _: work.sampled.error(compute(), stored.inverse))
     # Two products for every pair that attends; the backward has five where the forward has two.
     flop = 4 * work.heads * work.head_dim * near.pairs * (1 if direction == "forward" else 2.5)
     return Side(name, parameters, run, error, flop)

@@ -1,18 +1,16 @@
 """The sweeps of notebook 06: which pairs of calls answer how fast the kernels are, and what a layout changes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
-import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.baselines import BASELINES
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.pairs import Side
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -29,8 +27,6 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
     attend: the output of (name, q, k, v, work). opponents: names of `BACKENDS` and `BASELINES`.
     """
     known, told = {**BACKENDS, **BASELINES}, set()
-    if unknown := [name for name in opponents if name not in known]:
-        raise ValueError(f"opponents must be of {', '.join(known)}; got {unknown[0]!r}")
     for label, work in works:
         about = {"sweep": "backends", "pattern": label}
         base = {each: work.side("triton", partial(attend, "triton"), each, **about) for each in ("forward", "backward")}
@@ -41,22 +37,6 @@ def backends(works: Named, attend: Callable[..., Tensor], opponents: Sequence[st
             elif (name, reason) not in told:
                 told.add((name, reason))
                 print(f"{name} is left out: {reason}")
-
-
-def determinism(works: Named, attend: Callable[..., Tensor]) -> Pairs:
-    """The fused backward as torch's determinism asks for it, beside the one that adds in any order."""
-    for label, work in works:
-        free = work.side("triton", partial(attend, "triton"), "backward", sweep="determinism", pattern=label)
-
-        def run(free=free) -> Results:
-            before = torch.are_deterministic_algorithms_enabled()
-            torch.use_deterministic_algorithms(True)
-            try:
-                return free.run()
-            finally:
-                torch.use_deterministic_algorithms(before)
-
-        yield replace(free, name="triton, deterministic", run=run), free
 
 
 def single_branches(
@@ -100,46 +80,3 @@ def stored_side(work: Workload, name: str, ordering: Ordering | None, attend: Ca
     """A call that finds k and v stored in an ordering."""
     stored = cache(lambda: work.tensors[1:3] if ordering is None else work.stored(ordering))
     return work.side(name, lambda q, k, v, work: attend(q, *stored(), work, ordering), **about)
-
-
-def ceilings(*, copied_bytes: int, matrix_side: int, device: torch.device) -> Iterator[tuple[Side]]:
-    """What this device can do at best: a copy (bytes read and written), and an n x n x n product in bfloat16."""
-    parameters = {"sweep": "ceilings"}
-    n = matrix_side
-
-    @cache
-    def buffers() -> tuple[Tensor, Tensor]:
-        source = torch.randint(256, (copied_bytes // 2,), device=device, dtype=torch.uint8)
-        return source, torch.empty_like(source)
-
-    matrices = cache(lambda: torch.randn(2, n, n, device=device, dtype=torch.bfloat16))
-
-    def copy() -> Results:
-        source, target = buffers()
-        return (target.copy_(source),)
-
-    def multiply() -> Results:
-        a, b = matrices()
-        return (a @ b,)
-
-    def copy_error(results: Results) -> float:
-        return (buffers()[0] != results[0]).double().mean().item()
-
-    def product_error(results: Results) -> float:
-        a, b = matrices()
-        return relative_difference([results[0][:8]], [a[:8].double() @ b.double()])
-
-    yield (Side("copy", {**parameters, "bytes": copied_bytes}, copy, copy_error, useful_bytes=copied_bytes),)
-    yield (Side("matrix product", {**parameters, "n": n}, multiply, product_error, 2 * n**3),)
-
-
-def layout_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
-    """By row size, in how many cases an order's whole interval lies above 1 (faster) or below (slower)."""
-    marked = ratios.assign(faster=ratios.low > 1, slower=ratios.high < 1)
-    return marked.groupby(["row_bytes", "b"], as_index=False, sort=False).agg(
-        cases=("ratio", "size"),
-        faster=("faster", "sum"),
-        slower=("slower", "sum"),
-        best=("ratio", "max"),
-        worst=("ratio", "min"),
-    )

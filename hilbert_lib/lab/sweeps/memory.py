@@ -4,18 +4,14 @@ All times are from an idle device to the finished result: what the host spends o
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
-from typing import NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor
 
-from hilbert_lib import checks
-from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.lab.pairs import (
@@ -37,18 +33,6 @@ from hilbert_lib.ordering import Ordering, ordering_tables
 Calls = Callable[[int], Results]  # of a length
 
 
-def require_cuda(device: torch.device) -> None:
-    """Raise ValueError unless a device is a CUDA device: graphs and the allocator's counters exist nowhere else."""
-    if checks.device(device).type != "cuda":
-        raise ValueError(f"device must be a CUDA device, got {device}")
-
-
-def from_idle(call: Callable[[], Results], device: torch.device) -> Results:
-    """A call that begins when the device has done all before it: its launches cannot hide behind earlier work."""
-    torch.cuda.synchronize(device)
-    return call()
-
-
 def captured(run: Callable[[], Results], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Results]:
     """A CUDA graph of a call, in a memory pool, and the tensors into which every replay writes its results."""
     stream = torch.cuda.Stream()
@@ -68,67 +52,54 @@ def pair_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return ratio_table(records, sweep).assign(**medians)
 
 
+def _call(work: Workload, direction: str) -> Callable[[], Results]:
+    # The output of the module, or with "training" the gradients, with a forward in their time.
+    module = DilatedAttention(work.pattern)
+
+    def run() -> Results:
+        if direction == "forward":
+            with torch.no_grad():
+                return (module(*work.tensors[:3]),)
+        return torch.autograd.grad(module(*work.leaves), work.leaves, work.tensors[3])
+
+    return run
+
+
+def _from_idle(call: Callable[[], Results], device: torch.device) -> Results:
+    torch.cuda.synchronize(device)
+    return call()
+
+
 def graph_gains(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
-    """The two modules called, beside replays of their CUDA graphs with the copy of their inputs.
+    """`DilatedAttention` called, beside replays of its CUDA graph with the copy of its inputs.
 
-    direction: "forward", or "training" with the backward. Errors are against float64.
+    direction: "forward", or "training" with the backward.
     """
-    for work, kind, direction in product(works, ("attention", "multihead"), ("forward", "training")):
-        require_cuda(work.device)
+    for work, direction in product(works, ("forward", "training")):
         about = {name: value for name, value in work.parameters.items() if name != "is_causal"}
-        parameters = {"sweep": "graphs", "module": kind, "direction": direction, **about}
-        yield _eager_and_replay(cache(partial(_module_and_inputs, kind, work)), parameters, work.device)
+        about = {"sweep": "graphs", "module": "attention", "direction": direction, **about}
+        call = _call(work, direction)
+        eager = Side("eager", about, partial(_from_idle, call, work.device), work.error)
+        yield eager, replace(eager, name="replay", run=_replay(call, work))
 
 
-def _eager_and_replay(prepared: Callable, parameters: dict, device: torch.device) -> tuple[Side, Side]:
-    def call() -> Results:
-        return _called(*prepared(), parameters["direction"])
-
+def _replay(call: Callable[[], Results], work: Workload) -> Callable[[], Results]:
     @cache
     def graph() -> tuple[torch.cuda.CUDAGraph, Results]:
-        with torch.cuda.device(device):  # a graph is of the current one's stream
+        with torch.cuda.device(work.device):  # a graph is of the current one's stream
             return captured(call)
 
-    fresh = cache(lambda: [x.detach().clone() for x in prepared()[1]])
+    fresh = cache(lambda: [x.clone() for x in work.tensors[:3]])
 
     def replay() -> Results:
         (replayed, results), values = graph(), fresh()
-        torch.cuda.synchronize(device)
-        with torch.no_grad():
-            for x, value in zip(prepared()[1], values, strict=True):
-                x.copy_(value)
+        torch.cuda.synchronize(work.device)
+        for x, value in zip(work.tensors, values, strict=False):
+            x.copy_(value)
         replayed.replay()
         return results
 
-    @cache
-    def exact() -> Results:
-        module, inputs = prepared()
-        wide = deepcopy(module).double()
-        getattr(wide, "attention", wide).backend = "eager"
-        return _called(wide, [x.detach().double().requires_grad_() for x in inputs], parameters["direction"])
-
-    def error(results: Results) -> float:
-        return relative_difference(results, exact())
-
-    return Side("eager", parameters, partial(from_idle, call, device), error), Side("replay", parameters, replay, error)
-
-
-def _module_and_inputs(kind: str, work: Workload) -> tuple[torch.nn.Module, list[Tensor]]:
-    if kind == "attention":
-        return DilatedAttention(work.pattern), list(work.leaves)
-    to = {"device": work.device, "dtype": getattr(torch, work.dtype)}
-    module = MultiheadDilatedAttention(work.heads * work.head_dim, work.heads, work.pattern, batch_first=True, **to)
-    return module, [work.tensors[0].flatten(2).requires_grad_()]
-
-
-def _called(module: torch.nn.Module, inputs: list[Tensor], direction: str) -> Results:
-    # The output; with "training" also the gradients of half its squared norm: the output is its own gradient.
-    with torch.set_grad_enabled(direction == "training"):
-        result = module(*inputs)
-        out = result[0] if isinstance(result, tuple) else result
-        if direction == "forward":
-            return (out,)
-        return out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], out.detach())
+    return replay
 
 
 def _kept(call: Calls, lengths: Sequence[int]) -> Calls:
@@ -179,42 +150,24 @@ def pool_comparison(
     strategy begins with empty caches and serves it twice before its memory is read: peak_bytes and reserved_bytes are
     what was allocated, and held by the allocator, beyond the inputs. direction: "forward", or "training" for both.
     """
-    if direction not in ("forward", "training"):
-        raise ValueError(f"direction must be forward or training, got {direction!r}")
-    workloads = [tuple(works) for works in workloads]
-    for works in workloads:
-        require_cuda(works[0].device)
 
-    def points() -> Iterator[tuple]:
-        for works in workloads:
-            # What is kept of a workload is dropped before the next one's memory is watched.
-            caching = cache(lambda works=works: _watched("caching", works, direction))
-            for name in STRATEGIES:
-                if name != "caching":
-                    yield works, name, caching
-
-    def measure(point: tuple) -> dict:
-        works, name, caching = point
+    def measure(point: tuple[Sequence[Workload], str]) -> dict:
+        works, name = point
         with torch.cuda.device(works[0].device):  # pools and graphs are of the current one
-            base, other = caching(), _watched(name, works, direction)
-            difference = relative_difference(other.results(), base.results())
+            found = [_watched(each, works, direction) for each in ("caching", name)]
+            (base, serve_base, *base_bytes), (other, serve_other, *other_bytes) = found
+            difference = relative_difference(serve_other(), serve_base())
             how = {"device": works[0].device, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
-            pair = compare_paired(base.case, other.case, repetitions=repetitions, **how)
-        record = Recorded(pair, (base.allocated_bytes, other.allocated_bytes), difference).record()
-        return record | {"reserved_bytes": (base.reserved_bytes, other.reserved_bytes)}
+            pair = compare_paired(base, other, repetitions=repetitions, **how)
+        allocated, reserved = zip(base_bytes, other_bytes, strict=True)
+        return Recorded(pair, allocated, difference).record() | {"reserved_bytes": reserved}
 
-    def key(point: tuple) -> str:
+    def key(point: tuple[Sequence[Workload], str]) -> str:
         parameters = _pool_parameters(point[0], direction)
         return identity(*(Case(name, None, parameters, 0.0) for name in ("caching", point[1])))
 
-    return sweep(
-        points(),
-        measure,
-        key=key,
-        of_record=record_identity,
-        output_dir=output_dir,
-        label=lambda point: f"{point[1]} at {', '.join(str(work.length) for work in point[0])} tokens",
-    )
+    points = product(workloads, [name for name in STRATEGIES if name != "caching"])
+    return sweep(points, measure, key=key, of_record=record_identity, output_dir=output_dir)
 
 
 def _pool_parameters(works: Sequence[Workload], direction: str) -> dict:
@@ -223,25 +176,13 @@ def _pool_parameters(works: Sequence[Workload], direction: str) -> dict:
     return {"sweep": "pools", "lengths": lengths, "direction": direction, **about}
 
 
-class _Watched(NamedTuple):
-    """A strategy at work on a workload."""
-
-    case: Case
-    results: Callable[[], Results]
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-def _watched(name: str, works: Sequence[Workload], direction: str) -> _Watched:
+def _watched(name: str, works: Sequence[Workload], direction: str) -> tuple[Case, Callable[[], Results], int, int]:
+    # A strategy on a workload: what is timed, what it gives, and bytes allocated and reserved at the peaks.
     fresh, lengths = {work.length: replace(work) for work in works}, [work.length for work in works]
-    device, module = works[0].device, DilatedAttention(works[0].pattern)
+    device, calls = works[0].device, {length: _call(work, direction) for length, work in fresh.items()}
 
     def call(length: int) -> Results:
-        work = fresh[length]  # whose tensors go with it
-        if direction == "forward":
-            with torch.no_grad():
-                return (module(*work.tensors[:3]),)
-        return torch.autograd.grad(module(*work.leaves), work.leaves, work.tensors[3])
+        return calls[length]()  # of a work whose tensors go with it
 
     for length in lengths:
         call(length)  # draws inputs, compiles, fills caches
@@ -259,8 +200,7 @@ def _watched(name: str, works: Sequence[Workload], direction: str) -> _Watched:
     torch.cuda.synchronize(device)
     peaks = torch.cuda.max_memory_allocated(device) - before, torch.cuda.max_memory_reserved(device) - before
     error = fresh[lengths[-1]].error(serve())
-    case = Case(name, partial(from_idle, serve, device), _pool_parameters(works, direction), error)
-    return _Watched(case, serve, *peaks)
+    return Case(name, partial(_from_idle, serve, device), _pool_parameters(works, direction), error), serve, *peaks
 
 
 def _emptied(device: torch.device) -> int:
@@ -295,23 +235,23 @@ def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:
 
     Times are the host's: `run_sides` takes them with device="cpu" and on_cpu=True.
     """
-    for work, what in product(works, ("schedule tables", "Hilbert ordering")):
-        build, find = _build_and_find(what, work)
-        about = {"sweep": "pattern cache", "what": what, "tables_on": work.device.type, **work.parameters}
-        building = Side("build", about, partial(_finished, build, work.device), lambda results: 0.0)
-        yield building, Side("look-up", about, find, lambda results: 0.0)
-        if work.device.type == "cuda":
-            yield building, _whole_call(work, about)
-
-
-def _build_and_find(what: str, work: Workload) -> tuple[Callable[[], Results], Callable[[], Results]]:
-    if what == "schedule tables":
-        found = division.launches, schedule.tables
-        built = (each.__wrapped__ for each in found)
-        return partial(_schedule_tables, work, *built), partial(_schedule_tables, work, *found)
-    ordering = Ordering.from_curve("hilbert", work.length).to(work.device)
-    build = partial(ordering_tables.__wrapped__, ordering, ordering.device)
-    return build, lambda: (ordering.perm, ordering.inverse, ordering.slots(ordering.device))
+    for work in works:
+        order = Ordering.from_curve("hilbert", work.length).to(work.device)
+        tables = division.launches, schedule.tables
+        built = [each.__wrapped__ for each in tables]
+        build_and_find = {
+            "schedule tables": (partial(_schedule_tables, work, *built), partial(_schedule_tables, work, *tables)),
+            "Hilbert ordering": (
+                partial(ordering_tables.__wrapped__, order, order.device),
+                lambda order=order: (order.perm, order.inverse, order.slots(order.device)),
+            ),
+        }
+        for what, (build, find) in build_and_find.items():
+            about = {"sweep": "pattern cache", "what": what, "tables_on": work.device.type, **work.parameters}
+            building = Side("build", about, partial(_finished, build, work.device), lambda results: 0.0)
+            yield building, replace(building, name="look-up", run=find)
+            if work.device.type == "cuda":
+                yield building, _whole_call(work, about)
 
 
 def _schedule_tables(work: Workload, launches: Callable, tables: Callable) -> Results:
@@ -322,13 +262,9 @@ def _schedule_tables(work: Workload, launches: Callable, tables: Callable) -> Re
 
 
 def _whole_call(work: Workload, about: dict) -> Side:
-    call = cache(lambda: partial(DilatedAttention(work.pattern), *work.tensors[:3]))
-
-    def run() -> Results:
-        _finished(call(), work.device)
-        return ()  # nothing that the other side computes too
-
-    return Side("call", about, run, lambda _: work.error((call()(),)))
+    call = _call(work, "forward")
+    # It returns nothing that the other side computes too.
+    return Side("call", about, lambda: _finished(call, work.device)[:0], lambda _: work.error(call()))
 
 
 def _finished(call: Callable[[], Results], device: torch.device) -> Results:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.lab.environment import environment, sm_clocks_mhz
+from hilbert_lib.attention.call import Call
+from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
 from hilbert_lib.lab.sweep import Kept
@@ -30,14 +31,13 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-VALIDATED, GATHERED, DENSE_RING, ALONE = "auto, validated", "gathered", "dense ring", "each by itself"
+GATHERED, DENSE_RING, ALONE = "gathered", "dense ring", "each by itself"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
 SIDES = {
     "auto": "dilated rows of k and v travel, each branch by the way that the plan chooses",
     "ring": "dilated rows travel from rank to rank (isend, irecv)",
     "all_gather": "dilated rows travel in one collective",
     "all_to_all": "heads travel: a rank computes some heads of a whole segment",
-    VALIDATED: "auto, and every call compares the ranks' arguments, not the first alone",
     GATHERED: "all rows of k and v, dilated or not, are gathered on every rank: the same function",
     DENSE_RING: "all rows of k and v go round a ring, and attention is dense: another function",
     ALONE: "every rank computes the branches inside its shard, without the others",
@@ -45,6 +45,7 @@ SIDES = {
 }
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
+OF_ALL_SIDES = ("sides", "repetitions")
 WARM_UP = 1  # after the calls that were checked
 SECONDS = 540.0  # of all that one number of ranks measures
 STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
@@ -54,15 +55,9 @@ STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other rank
 class Work:
     """One sequence over some ranks, and the sides that compute it in turn.
 
-    Args:
-        sweep: what it belongs to.
-        ranks, tokens: the whole sequence is split into equal shards.
-        heads, kv_heads, head_dim, dtype, segment_lengths, dilation_rates, is_causal: of the attention.
-        sides: of `SIDES`.
-        backward: whether gradients are computed too.
-        repetitions: samples a side.
-        sustained_seconds: how long forwards and backwards run back to back before they are timed so too, in windows of
-            a fifth of it; 0 for single calls alone.
+    tokens: of the whole sequence, which is split into equal shards. sides: of `SIDES`. backward: whether gradients are
+    computed too. repetitions: samples a side. sustained_seconds: how long forwards and backwards run back to back
+    before they are timed so too, in windows of a fifth of it; 0 for single calls alone.
     """
 
     sweep: str
@@ -109,9 +104,7 @@ class Work:
 
     def identity(self, side: str) -> dict:
         """What a record of a side is known by."""
-        given = asdict(self)
-        del given["sides"], given["repetitions"]
-        return given | {"side": side}
+        return {name: value for name, value in asdict(self).items() if name not in OF_ALL_SIDES} | {"side": side}
 
 
 def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | None = None) -> list[dict]:
@@ -133,23 +126,24 @@ def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | Non
             sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
             todo += [asdict(replace(work, sides=sides))] if sides else []
         if todo:
-            folder = str(Path(output_dir).resolve()) if output_dir else ""
-            order = {"works": todo, "output_dir": folder, "facts": environment()}
+            file = str(Path(output_dir).resolve() / RESULTS) if output_dir else ""
+            order = {"works": todo, "file": file, "facts": environment()}
             limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS, "backend": backend}
-            records = run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]
-            found |= {_key(record): record for record in records}
-            print(*map(_line, records), sep="\n", flush=True)
+            for record in run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]:
+                found[_key(record)] = record
+                title = f"{record['sweep']}, {ranks} ranks, {record['tokens']:,} tokens, {record['side']}"
+                print(f"{title}: errors {record['out_error']}, {record['dq_error']}", flush=True)
     return [found[_key(work.identity(side))] for work in works for side in work.sides]
 
 
 def measure_all(order: dict) -> list[dict]:
-    """A target of `run_ranks`: measures "works"; rank 0 adds each to the results of "output_dir" with "facts"."""
+    """A target of `run_ranks`: measures "works"; rank 0 adds each record, with "facts", to "file"."""
     records = []
     for given in order["works"]:
         for record in measure(Work(**given)):
             records.append({**record, "environment": order["facts"]})
-            if order["output_dir"] and dist.get_rank() == 0:
-                append_lines(records[-1:], Path(order["output_dir"]) / RESULTS)
+            if order["file"] and dist.get_rank() == 0:
+                append_lines(records[-1:], Path(order["file"]))
     return records
 
 
@@ -163,8 +157,7 @@ def measure(work: Work) -> list[dict]:
         watts_by_rank as `back_to_back` finds them; sent_forward and sent_backward (planned bytes of the costliest
         rank), flop_forward (of the costliest rank), peak_bytes (None without a GPU) and planned_bytes of memory;
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms, hidden and
-        exchange_begins_ms, each _forward and _backward, as `_traced` finds them; sm_clocks_mhz, each rank's after the
-        last single call. What was not asked for is None.
+        exchange_begins_ms, each _forward and _backward, as `_traced` finds them. What was not asked for is None.
     """
     q, k, v, dout = _inputs(work)
     records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
@@ -173,11 +166,9 @@ def measure(work: Work) -> list[dict]:
     passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
     for side, times in _times(passes, work, q.device).items():
         records[side] |= times
-    clocks = _from_ranks(sm_clocks_mhz()[q.device.index], q.device) if q.is_cuda else None
     for side, record in records.items():  # after single calls, whose clocks it would lower, and before any trace
         record |= _sustained(passes[side][: 1 + work.backward], record, work, q.device)
     for side, record in records.items():
-        record["sm_clocks_mhz"] = clocks
         for name, run in zip(("forward", "backward"), passes[side], strict=True):  # one backward for each forward
             traced = _traced(run, q.device) if name == "forward" or work.backward else NOT_TRACED
             record |= {f"{what}_{name}": value for what, value in traced.items()}
@@ -231,7 +222,7 @@ def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
         else:
             how = {"transport": _transport(side), "is_causal": work.is_causal}
             out = ring_dilated_attention(q, k, v, pattern, **how, **options)
-            options["validate"] = side == VALIDATED  # the first call is, and the shards are equal
+            options["validate"] = False  # the first call was, and the shards are equal
         graph.append(out)
         return out
 
@@ -266,8 +257,8 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
     if device.type == "cuda":
         found["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
     if side != DENSE_RING:
-        tensors = [x if x is None else x.detach() for x in inputs]
-        errors = sampled_errors(*tensors, out, dq, work.pattern_of(side), is_causal=work.is_causal)
+        call = Call(work.pattern_of(side), is_causal=work.is_causal)
+        errors = sampled_errors(*(x if x is None else x.detach() for x in inputs), out, dq, call)
         if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
             raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
         found |= {f"{name}_error": error for name, error in errors.items()}
@@ -275,20 +266,18 @@ def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[
 
 
 def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict]:
-    names = ("forward", "backward")[: 1 + work.backward]
     samples = {side: {"forward": [], "backward": []} for side in passes}
-    for _ in range(WARM_UP + work.repetitions):
+    for n in range(WARM_UP + work.repetitions):
         for side, calls in passes.items():
-            for name, call in zip(names, calls, strict=False):
+            for name, call in list(zip(samples[side], calls, strict=True))[: 1 + work.backward]:
                 _meet(device)
                 started = time.perf_counter()
                 call()
                 _wait(device)
-                samples[side][name].append((time.perf_counter() - started) * 1e3)
+                samples[side][name] += [(time.perf_counter() - started) * 1e3] if n >= WARM_UP else []
     return {
-        side: _over_ranks("forward", times["forward"][WARM_UP:], device)
-        | _over_ranks("backward", times["backward"][WARM_UP:], device)
-        for side, times in samples.items()
+        side: _over_ranks("forward", own["forward"], device) | _over_ranks("backward", own["backward"], device)
+        for side, own in samples.items()
     }
 
 
@@ -352,13 +341,5 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
 
 
 def _key(record: dict) -> str:
-    names = (*Work.__dataclass_fields__, "side")
+    names = {*Work.__dataclass_fields__, "side"} - set(OF_ALL_SIDES)
     return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)
-
-
-def _line(record: dict) -> str:
-    names = [name for name in ("forward", "backward", "sustained") if record[f"{name}_ms"] and record["peak_bytes"]]
-    told = [f"{name} {record[f'{name}_ms']:.4g} ms" for name in names]  # none of emulated ranks
-    told += [f"{name} {record[name]:.1e}" for name in ("out_error", "dq_error") if record[name] is not None]
-    title = f"{record['sweep']}, {record['ranks']} ranks, {record['tokens']:,} tokens, {record['side']}"
-    return f"{title}: {', '.join(told)}"

@@ -1,15 +1,12 @@
-"""Tables of rings: what is planned, by ranks and tokens, and what was measured."""
+"""Tables of what is planned for rings, by ranks and tokens."""
 
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib.checks import integer
-from hilbert_lib.lab.figures.axes import short
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -89,57 +86,3 @@ def _most_received(pattern: DilatedPattern, owner: Tensor, ranks: int, kv_heads:
             held = held.view(-1, ranks)
             received += ((held.sum(1, keepdim=True) - held) * (held > 0)).sum(0)
     return int(received.max())
-
-
-def ring_table(records: Sequence[dict], *sweeps: str) -> pd.DataFrame:
-    """The records of these sweeps, a row a side, with work, tokens_per_s, tflop_per_s, sent_mb, peak_gb and planned_gb.
-
-    The two speeds are of a rank: of forward and backward, where both ran, and of the forward; sent_mb is of a forward.
-    """
-    table = pd.DataFrame([record for record in records if record["sweep"] in sweeps])
-    table["work"] = table.tokens.map(short) + " tokens, " + table.ranks.map(str) + " GPUs"
-    table["work"] += table.is_causal.map({True: ", causal", False: ""})
-    together = table.forward_ms + table.backward_ms.astype(float).fillna(0.0)
-    return table.assign(
-        tokens_per_s=table.tokens / table.ranks / together * 1e3,
-        tflop_per_s=table.flop_forward / table.forward_ms / 1e9,
-        sent_mb=table.sent_forward / 1e6,
-        peak_gb=table.peak_bytes.astype(float) / 1e9,
-        planned_gb=table.planned_bytes.astype(float) / 1e9,
-    )
-
-
-def by_pass(table: pd.DataFrame) -> pd.DataFrame:
-    """A row a side and pass ("forward" or "backward") of `ring_table`: work, side, pass, ms and quartiles low, high."""
-    rows = []
-    for record, name in product(table.to_dict("records"), ("forward", "backward")):
-        if samples := record[f"{name}_samples_ms"]:
-            low, ms, high = np.quantile(samples, [0.25, 0.5, 0.75])
-            rows.append((record["work"], record["side"], name, ms, low, high))
-    return pd.DataFrame(rows, columns=["work", "side", "pass", "ms", "low", "high"])
-
-
-def weak_scaling(records: Sequence[dict]) -> pd.DataFrame:
-    """Weak scaling by single calls and back to back, over one GPU and over each of the same GPUs by itself.
-
-    Returns:
-        tokens (of a rank), ranks, timing, ring_ms (forward and backward) with the least and the most (low, high); the
-        speed that the ring keeps of one GPU's while the others rest (of_one), and of the slowest's while each works by
-        itself (of_slowest); slowest, its rank; back to back also host_ms, the most that a rank's host takes to queue a
-        call. Empty where no rank was timed by itself.
-    """
-    weak = {(r["ranks"], r["tokens"] // r["ranks"], r["side"]): r for r in records if r["sweep"] == "weak"}
-    rows = []
-    for (ranks, tokens, side), alone in weak.items():
-        one, ring = weak.get((1, tokens, "auto")), weak.get((ranks, tokens, "auto"))
-        for timing, names in (("single calls", ("forward", "backward")), ("back to back", ("sustained",))):
-            if side == "auto" or not one or not ring or not ring[f"{names[0]}_samples_ms"]:
-                continue
-            took, one_took = (sum(each[f"{name}_ms"] for name in names) for each in (ring, one))
-            samples = sum(np.array(ring[f"{name}_samples_ms"]) for name in names)
-            alone_ms = sum(np.array(alone[f"{name}_by_rank_ms"]) for name in names)
-            row = {"tokens": tokens, "ranks": ranks, "timing": timing, "ring_ms": took, "low": samples.min()}
-            row |= {"high": samples.max(), "of_one": one_took / took, "of_slowest": alone_ms.max() / took}
-            row["slowest"] = alone_ms.argmax()
-            rows.append(row | ({"host_ms": max(ring["host_by_rank"])} if timing == "back to back" else {}))
-    return pd.DataFrame(rows)

@@ -1,28 +1,21 @@
 """What a trace of the kernels of one call tells of the exchange in it."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 Kernel = tuple[str, float, float]  # name, begin and end in microseconds
 
 
-class Exchange(NamedTuple):
-    """How long a rank's exchange ran, the share of it under other kernels, and when it began after the ranks met."""
+def exchange_of(kernels: Iterable[Kernel]) -> tuple[float, float, float] | None:
+    """How many ms a rank's exchange ran, the share of it under other kernels, and ms from the ranks' meeting to it.
 
-    took_ms: float
-    hidden: float
-    begins_ms: float
-
-
-def exchange_of(kernels: Iterable[Kernel]) -> Exchange | None:
-    """The exchange in a trace that begins with a barrier; None where nothing was exchanged.
+    None where nothing was exchanged: the trace begins with a barrier.
 
     Args:
         kernels: of one rank; those of the exchange and of the barrier have "nccl" in their names, in any case.
 
     >>> barrier, own = ("ncclKernel", 0.0, 10.0), ("attention", 20.0, 50.0)
     >>> exchange_of([barrier, own, ("ncclKernel", 40.0, 60.0)])
-    Exchange(took_ms=0.02, hidden=0.5, begins_ms=0.03)
+    (0.02, 0.5, 0.03)
     >>> exchange_of([own]), exchange_of([barrier, own])
     (None, None)
     """
@@ -35,7 +28,7 @@ def exchange_of(kernels: Iterable[Kernel]) -> Exchange | None:
     (_, met), *exchange = communicated  # however many events tell of one barrier
     took = sum(end - begin for begin, end in exchange)
     shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in others)
-    return Exchange(took / 1e3, shared / took, (exchange[0][0] - met) / 1e3)
+    return took / 1e3, shared / took, (exchange[0][0] - met) / 1e3
 
 
 def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

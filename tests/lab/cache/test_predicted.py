@@ -76,11 +76,11 @@ def test_counted_works_are_predicted_with_the_tiles_of_their_kernel(loaded, layo
     monkeypatch.setattr(decode, "merge_kernel", NoMerge())
     monkeypatch.setattr(benchmarks, "FORWARD_TABLES", benchmarks.FORWARD_TABLES + 1)  # as above, interpreted
     # On the CPU the same elements are float32: rows twice as wide.
-    wide = property(lambda work: Storage(work.ordering, 2 * work.row_bytes, work.heads, "bhsd"))
+    wide = property(lambda work: Storage(work.ordering, 4 * work.inputs.head_dim, HEADS, "bhsd"))
     monkeypatch.setattr(benchmarks.Work, "storage", wide)
     sizes = {"lengths": [384], "heads": HEADS, "dilations": [2], "row_bytes": [32], "keys": 96}
-    (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.layout == layout)
-    work.call(torch.device("cpu"))()
+    (work,) = (each for each in benchmarks.works(kernel, **sizes) if each.record["parameters"]["layout"] == layout)
+    work.call()()
     found = work.predicted(LARGE)
     assert found.l1_sectors == sum(map(len, loaded.values()))
     assert found.dram_read_bytes == pytest.approx(fetched_bytes(loaded), abs=128)  # two tables

@@ -1,7 +1,6 @@
 """The sweep of notebook 08 holds every order against float64; its tables and pictures show what was counted."""
 
 import oracle
-import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,7 +10,7 @@ from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks
 from hilbert_lib.lab.figures.grids import draw_block_maps, draw_idea
 from hilbert_lib.lab.pairs import run_sides
-from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_orders, gains
+from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_orders
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.ordering import Ordering
 
@@ -70,29 +69,12 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
     ordering = Ordering.from_curve("hilbert", 144, grid=(12, 12))
     stored = [[ordering.apply(x, dim=1) for x in results] for results in ((out.detach(),), gradients)]
     for results in stored:
-        assert work.error(results, ordering) < 1e-12
-        assert work.error(results, Ordering.linear(144)) > 0.1
+        assert work.sampled.error(results, ordering.inverse) < 1e-12
+        assert work.sampled.error(results) > 0.1
     for wrong in range(3 if window < 12 else 1):
         changed = [x.clone() for x in stored[1]]
         changed[wrong] *= 1.5
-        assert work.error(changed, ordering) == pytest.approx(0.5)
-
-
-def test_storing_in_each_call_stands_beside_the_gain_of_its_work():
-    work = {"side": 8, "window": 3, "block_size": 16, "direction": "forward"}
-    timed = [
-        ("raster", "tile", 4.0),
-        ("raster", "hilbert", 3.0),
-        ("hilbert", REORDERED, 0.5),
-        ("dense", "hilbert", 9.0),
-    ]
-    rows = [{"a": a, "b": b, **work, "ratio": ratio, "low": ratio, "high": ratio + 1} for a, b, ratio in timed]
-    rows.append({**rows[1], "direction": "backward", "ratio": 7.0})
-    told = gains(pd.DataFrame(rows)).set_index(["direction", "order"])
-    forward = told.loc["forward"]
-    assert forward.ratio.to_dict() == {"tile": 4.0, "hilbert": 3.0, "hilbert, stored in each call": 1.5}
-    assert forward.loc["hilbert, stored in each call", ["low", "high"]].tolist() == [1.5, 4.0 * 1.5]
-    assert told.loc["backward"].ratio.to_dict() == {"hilbert": 7.0}
+        assert work.sampled.error(changed, ordering.inverse) == pytest.approx(0.5)
 
 
 def test_the_pictures_say_what_is_counted():

@@ -36,7 +36,6 @@ class Replayed:
 def on_cpu(monkeypatch):
     """The measurements without a GPU: graphs and pools are stood in for, and every byte counted is 2 or 3, tenfold at
     the peak."""
-    monkeypatch.setattr(sweeps, "require_cuda", lambda device: None)
     monkeypatch.setattr(sweeps, "captured", lambda run, pool=None: ((graph := Replayed(run)), graph.results))
     monkeypatch.setattr(sweeps, "begin_peak", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -50,20 +49,9 @@ def on_cpu(monkeypatch):
 
 def test_a_replay_computes_what_the_call_does_forward_and_backward(on_cpu):
     table = ratio_table(run_sides(graph_gains(works(16, 20)), device="cpu"), "graphs")
-    assert len(table) == len(table.drop_duplicates(["length", "module", "direction"])) == 8
+    assert len(table) == len(table.drop_duplicates(["length", "direction"])) == 4
     assert (table.output_difference == 0).all()
     assert 0 < table[["error_a", "error_b"]].max(axis=None) < 1e-4
-
-
-def test_a_wrong_module_shows_as_an_error(on_cpu, monkeypatch):
-    original = sweeps._called
-
-    def wrong(module, inputs, direction):
-        results = original(module, inputs, direction)
-        return results if inputs[0].dtype == torch.float64 else (*results[:-1], results[-1] * 1.5)
-
-    monkeypatch.setattr(sweeps, "_called", wrong)
-    assert ratio_table(run_sides(graph_gains(works(16)), device="cpu"), "graphs").error_b.min() > 0.4
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
@@ -131,7 +119,7 @@ def on_gpu(*lengths):
 @pytest.mark.alone
 def test_on_a_gpu_replays_are_timed_and_give_the_calls_bits():
     table = pair_table(run_sides(graph_gains(on_gpu(256)), device="cuda", repetitions=5), "graphs")
-    assert len(table) == 4
+    assert len(table) == 2
     assert (table[table.direction == "forward"].output_difference == 0).all()
     assert table[["error_a", "error_b", "output_difference"]].max(axis=None) < 0.02
     assert table.ratio.min() > 1, "a replay of a short call must be faster than the call"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
-from hilbert_lib.lab.sweeps import ring, ring_tables
-from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, VALIDATED, Work, run_works
+from hilbert_lib.lab.sweeps import ring
+from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work, run_works
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
 EVERY = (*TRANSPORTS, GATHERED, *ORDERS, DENSE_RING)
@@ -50,54 +50,11 @@ def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
     assert run_works(works, output_dir=str(folder), backend="gloo") == records
 
 
-def test_tables_are_of_the_records(measured):
-    _, _, records = measured
-    table = ring_tables.ring_table(records, "weak", "strong", "lengths")
-    assert len(table) == len(records)
-    (long,) = (each for each in records if each["sweep"] == "lengths")
-    assert table.iloc[-1].forward_ms == long["forward_ms"]
-    bars = ring_tables.by_pass(table)
-    assert len(bars) == 2 * len(table) - 1  # the longest has no backward
-    assert bars[(bars.side == GATHERED) & (bars["pass"] == "backward")].ms.item() == next(
-        each["backward_ms"] for each in records if each["side"] == GATHERED
-    )
-    speed = table.set_index(["sweep", "ranks", "side"]).tokens_per_s
-    both = next(each for each in records if each["sweep"] == "strong" and each["ranks"] == 2)
-    assert speed["strong", 2, "auto"] == pytest.approx(32e3 / (both["forward_ms"] + both["backward_ms"]))
-
-
-def test_weak_scaling_is_over_one_rank_and_each_by_itself(measured):
-    works, _, records = measured
-    side = {(each["ranks"], each["side"]): each for each in records if each["sweep"] == "weak"}
-    one, both, alone = side[1, "auto"], side[2, "auto"], side[2, ALONE]
-    assert works[2].pattern_of(ALONE).branches == ring_tables.spanning_pattern(32, 16).branches  # one rank's
-    table = ring_tables.weak_scaling(records).set_index("timing")
-    together = [sum(each) for each in zip(alone["forward_by_rank_ms"], alone["backward_by_rank_ms"], strict=True)]
-    for timing, alone_ms in (("single calls", together), ("back to back", alone["sustained_by_rank_ms"])):
-        row, names = table.loc[timing], ["sustained_ms"] if timing == "back to back" else ["forward_ms", "backward_ms"]
-        assert row.ring_ms == sum(both[name] for name in names)
-        assert row.of_one == pytest.approx(sum(one[name] for name in names) / row.ring_ms)
-        assert row.of_slowest == pytest.approx(max(alone_ms) / row.ring_ms)
-    assert table.loc["back to back"].host_ms == max(both["host_by_rank"]) > 0
-    assert ring_tables.weak_scaling([each for each in records if each["side"] != ALONE]).empty
-
-
 def test_windows_of_calls_are_timed_by_the_call():
     calls = []
     found = back_to_back(lambda: calls.append(time.sleep(0.002)), torch.device("cpu"), calls=3)
     assert len(calls) >= 3 * (WARM_WINDOWS + WINDOWS)
     assert all(2 <= each < 20 for each in [*found["windows_ms"], found["host"]])
-
-
-def test_only_the_validated_side_pays_for_the_header_of_every_call(monkeypatch):
-    work, q = Work.spanning("transports", 1, 64, **SIZES), torch.zeros(1, 64, 2, 8)
-    asked = []
-    monkeypatch.setattr(ring, "ring_dilated_attention", lambda *_, validate=True, **__: asked.append(validate))
-    for side in (*TRANSPORTS, VALIDATED, *ORDERS):
-        forward, _ = ring._passes(side, work, q, q, q, None)
-        for _ in range(3):
-            forward()
-        assert asked[-3:] == [True, side == VALIDATED, side == VALIDATED]
 
 
 @pytest.mark.parametrize(
