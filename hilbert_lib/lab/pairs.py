@@ -145,9 +145,7 @@ def record_identity(record: dict) -> str | None:
 
 def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Results]) -> dict:
     results = [call(side.run) for side in sides]
-    names = ("name", "parameters", "useful_flop", "useful_bytes")
-    parts = [{name: getattr(side, name) for name in names} for side in sides]
-    parts = [{**part, "error": error} for part, error in zip(parts, _errors(sides, results), strict=True)]
+    parts = [{name: value for name, value in vars(case).items() if name != "run"} for case in _cases(sides, results)]
     shown = dict(zip("ab", parts, strict=True)) if len(parts) == 2 else parts[0]
     return {"kind": "check", **shown, "peak_bytes": (0,) * len(sides), "output_difference": _difference(results)}
 
@@ -155,13 +153,9 @@ def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Resu
 def _time(sides: tuple[Side, ...], device: torch.device, repetitions: int, seconds: float) -> dict:
     runs = [_once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
-    errors, difference = _errors(sides, results), _difference(results)
+    cases, difference = _cases(sides, results), _difference(results)
     peaks, took = tuple(peak for _, peak, _ in runs), sum(each for _, _, each in runs)
     del runs, results  # they are as large as what is timed next
-    cases = [
-        Case(side.name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes)
-        for side, error in zip(sides, errors, strict=True)
-    ]
     measured = time_cases(*cases, device=device, took=took, repetitions=repetitions, seconds=seconds)
     return Recorded(measured, peaks, difference).record()
 
@@ -184,8 +178,9 @@ def _requested_bytes(when: str, device: torch.device) -> int:
     return torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]
 
 
-def _errors(sides: tuple[Side, ...], results: list[Results]) -> list[float]:
-    return [side.error(result) for side, result in zip(sides, results, strict=True)]
+def _cases(sides: tuple[Side, ...], results: list[Results]) -> list[Case]:
+    # The sides with their errors.
+    return [Case(**vars(side) | {"error": side.error(each)}) for side, each in zip(sides, results, strict=True)]
 
 
 def _difference(results: list[Results]) -> float | None:
