@@ -93,39 +93,10 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
     rows = []
     for key, group in ratios.groupby(work, sort=False):
         times = {group.b.iloc[0]: 1.0, **dict(zip(group.a, group.ratio, strict=True))}
-        best, worst = min(times, key=times.get), max(times, key=times.get)
-        summary = {"automatic": group.b.iloc[0], "best": best, "worst": worst}
-        summary |= {"over_best": 1 / times[best], "over_worst": times[worst]}
+        summary = {"automatic": group.b.iloc[0], "best": min(times, key=times.get)}
+        summary |= {"over_best": 1 / min(times.values()), "over_worst": max(times.values())}
         rows.append({**dict(zip(work, key, strict=True)), **summary, **times})
     return pd.DataFrame(rows)
-
-
-def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
-    """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
-
-    slower: the geometric mean of its time over the choice's. worst: the largest of these ratios.
-    """
-    times = choices[[name for name in BACKENDS if name in choices]].astype(float)
-    table = {
-        "served": times.notna().sum(),
-        "fastest": choices.best.value_counts().reindex(times.columns, fill_value=0),
-        "slower": times.apply(lambda each: each.dropna().pow(1 / each.count()).prod()),
-        "worst": times.max(),
-    }
-    return pd.DataFrame(table).rename_axis("backend").reset_index()
-
-
-def ordering_table(records: list[dict]) -> pd.DataFrame:
-    """After how many calls on the same k and v the copy that stores them in another order is repaid (inf: never).
-
-    one_call: time in sequence order over that of a call that stores. later: over that of one that finds them stored.
-    """
-    rows = ["length", "dilation", "row_bytes", "queries"]
-    table = ratio_table(records, ORDERING_SWEEP).pivot(index=rows, columns="b", values="ratio").reset_index()
-    table = table.rename_axis(columns=None).rename(columns={"stored by the call": "one_call", "stored before": "later"})
-    saved, storing = 1 - 1 / table.later, 1 / table.one_call - 1 / table.later
-    table["repaid"] = (storing / saved).where(saved > 0, float("inf"))
-    return table
 
 
 def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:
