@@ -114,30 +114,6 @@ def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
 def test_candidates_are_backends_but_neither_the_reference_nor_interpreted():
     work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
     assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]
-    with pytest.raises(ValueError, match=r"names must be of triton, .* got 'fast'"):
-        next(selection.pairs([], attend, ["eager", "fast"]))
-
-
-@pytest.mark.parametrize("queries", [0, 2])
-def test_an_ordering_is_stored_by_each_call_and_once_before(queries):
-    seen = []
-
-    def read(q, k, v, work, ordering):
-        seen.append(k)
-        return dilated_attention(q, k, v, work.pattern, query_start=work.call.query_start, kv_ordering=ordering)
-
-    options = {"length": 64, "dilations": [4], "row_bytes": [32], "heads": 2, "device": CPU}
-    pairs = list(selection.orderings(read, queries=queries, **options))
-    ratios = ratio_table(run_sides(pairs, device="cpu"), selection.ORDERING_SWEEP)
-    assert ratios.b.tolist() == ["stored by the call", "stored before"]
-    assert (ratios.output_difference == 0).all()
-    assert (ratios.queries == queries).all()
-    ((_, by_call), (_, before)) = pairs
-    for side, copies in ((by_call, 2), (before, 1)):
-        seen.clear()
-        side.run()
-        side.run()
-        assert len({k.data_ptr() for k in seen}) == copies
 
 
 def test_the_command_measures_and_auto_goes_by_it(place):
