@@ -172,10 +172,10 @@ def test_launches_that_outlast_the_lead_are_given_a_longer_one(gpu):
 
 
 def test_the_hosts_time_holds_no_wait_for_room_in_the_queue(gpu):
-    many = Case("many", lambda: [gpu.launch(0.01, 0.01) for _ in range(150)], parameters={}, error=0.0)
+    many = Case("many", lambda: [gpu.launch(0.01, 0.05) for _ in range(180)], parameters={}, error=0.0)
     long = Case("long", lambda: gpu.launch(0.1, 50.0), parameters={}, error=0.0)
     comparison = compare_paired(many, long, device="cuda", repetitions=4, min_sample_ms=0.1)
-    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.5), pytest.approx(0.1))
+    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.8), pytest.approx(0.1))
     assert not comparison.a.with_launches
 
 
