@@ -229,7 +229,8 @@ def _beside(first: pd.DataFrame, other: pd.DataFrame, letter: str, *, is_one: bo
     """A's cases or pairs beside those of another run."""
     key = [name for name in first if name not in ("samples_ms", "error")]
     table = first.merge(other, "outer", on=key, suffixes=("_a", "_b"), indicator="found")
-    table["found"] = table.found.map({"both": "both", "left_only": "only in A", "right_only": f"only in {letter}"})
+    found = {"both": "both", "left_only": "only in A", "right_only": f"only in {letter}"}
+    table["found"] = table.found.astype(str).map(found)
     names = ("median_a_ms", "median_b_ms", "ratio") if is_one else ("ratio_here", "ratio_there", "ratio_of_ratios")
     rows = []
     for pair in table[["samples_ms_a", "samples_ms_b"]].to_numpy():
