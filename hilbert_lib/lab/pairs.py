@@ -18,9 +18,6 @@ from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
 MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launches hide behind the device's lead
-# Parameters that tell one work of a sweep from the next, where they are given.
-TELLING = ("sweep", "pair", "pattern", "length", "side", "window", "block_size", "row_bytes", "head_dim", "dilation")
-TELLING += ("direction", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class Recorded:
 def relative_difference(results: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
     """The largest over the tensors of |result - exact| / |exact|, Frobenius norms; |result| where |exact| is 0.
 
-    Raises:
-        ValueError: if it is not finite, or two tensors have different shapes.
+    A ValueError says that it is not finite, or that two tensors have different shapes.
 
     >>> relative_difference([torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 5.0])]).__round__(3)
     0.632
@@ -88,7 +84,9 @@ def run_sides(
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
     On the CPU nothing is timed, unless asked: Triton's kernels are interpreted there, and their times mean nothing.
-    A case that the folder holds is not run again; one without room in memory is left out (`sweep.sweep`).
+    A case that the folder holds is not run again; one without room in memory is left out (`sweep.sweep`). Gives a
+    record a case, in order: of `timing`, with peak_bytes and output_difference; where nothing is timed only names,
+    parameters and errors.
 
     Args:
         cases: one or two sides each; asked for one at a time, so that a generator keeps one workload in memory.
@@ -97,10 +95,6 @@ def run_sides(
         repetitions: samples a side.
         seconds: a pair of slow calls takes fewer samples, at least 5, to stay near this time.
         on_cpu: whether to time on the CPU too, where no side is interpreted.
-
-    Returns:
-        A record a case, in order: of `timing`, with peak_bytes and output_difference; where nothing is timed only
-        names, parameters and errors.
 
     >>> one = Side("one", {}, lambda: (torch.ones(1),), lambda results: 0.0)
     >>> run_sides([(one, one)], device="cpu")[0]["output_difference"]
@@ -145,9 +139,7 @@ def record_identity(record: dict) -> str | None:
 
 def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Results]) -> dict:
     results = [call(side.run) for side in sides]
-    names = ("name", "parameters", "useful_flop", "useful_bytes")
-    parts = [{name: getattr(side, name) for name in names} for side in sides]
-    parts = [{**part, "error": error} for part, error in zip(parts, _errors(sides, results), strict=True)]
+    parts = [{name: value for name, value in vars(case).items() if name != "run"} for case in _cases(sides, results)]
     shown = dict(zip("ab", parts, strict=True)) if len(parts) == 2 else parts[0]
     return {"kind": "check", **shown, "peak_bytes": (0,) * len(sides), "output_difference": _difference(results)}
 
@@ -155,13 +147,9 @@ def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Resu
 def _time(sides: tuple[Side, ...], device: torch.device, repetitions: int, seconds: float) -> dict:
     runs = [_once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
-    errors, difference = _errors(sides, results), _difference(results)
+    cases, difference = _cases(sides, results), _difference(results)
     peaks, took = tuple(peak for _, peak, _ in runs), sum(each for _, _, each in runs)
     del runs, results  # they are as large as what is timed next
-    cases = [
-        Case(side.name, side.run, side.parameters, error, side.useful_flop, side.useful_bytes)
-        for side, error in zip(sides, errors, strict=True)
-    ]
     measured = time_cases(*cases, device=device, took=took, repetitions=repetitions, seconds=seconds)
     return Recorded(measured, peaks, difference).record()
 
@@ -184,8 +172,9 @@ def _requested_bytes(when: str, device: torch.device) -> int:
     return torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]
 
 
-def _errors(sides: tuple[Side, ...], results: list[Results]) -> list[float]:
-    return [side.error(result) for side, result in zip(sides, results, strict=True)]
+def _cases(sides: tuple[Side, ...], results: list[Results]) -> list[Case]:
+    # The sides with their errors.
+    return [Case(**vars(side) | {"error": side.error(each)}) for side, each in zip(sides, results, strict=True)]
 
 
 def _difference(results: list[Results]) -> float | None:
@@ -193,8 +182,9 @@ def _difference(results: list[Results]) -> float | None:
 
 
 def _label(sides: tuple[Side, ...]) -> str:
-    given = {name: sides[-1].parameters.get(name) for name in TELLING}
-    work = ", ".join(f"{name} {value}" for name, value in given.items() if value not in (None, "", False))
+    work = ", ".join(
+        f"{name} {value}" for name, value in sides[-1].parameters.items() if value not in (None, "", False)
+    )
     return f"{work}: {' | '.join(side.name for side in sides)}"
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from string import ascii_uppercase
@@ -24,8 +24,6 @@ REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a 
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
 TELLING = "h200*"  # those that numbers and advice are from
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
-CASE_KEY = ("name", "parameters", "device", "cache")  # equal in two runs: the same case
-PAIR_KEY = ("a", "a_parameters", "b", "b_parameters", "cache")  # likewise for a pair, whatever the device
 VARYING = ("utc", "gpus")  # facts that change within a run: the moment, and the clocks
 
 
@@ -180,18 +178,12 @@ def compare_runs(*folders: str | Path) -> pd.DataFrame:
             raise ValueError(f"a run must be of one hardware, got {' and '.join(sorted(found))} in {folder}")
     everywhere = set().union(*hardware)
     is_one = len(everywhere) == 1
-    key, (first, *others) = CASE_KEY if is_one else PAIR_KEY, [_pool(run, _cases if is_one else _pairs) for run in runs]
-    if not all((first, *others)):
+    samples = [[row for each in run for row in (_cases(each) if is_one else _pairs(each))] for run in runs]
+    if not all(samples):
         names = " and ".join(sorted(everywhere))
         raise ValueError(f"runs on different hardware ({names}) are compared by their pairs, and one has none")
-    rows = []
-    for letter, other in zip(ascii_uppercase[1:], others, strict=False):
-        for case in first | other:
-            found = f"only in {letter}" if case not in first else "only in A" if case not in other else "both"
-            here, there = (each.get(case, ([math.nan], math.nan)) for each in (first, other))
-            row = _times_row(here, there) if is_one else _ratios_row(here, there)
-            rows.append({**dict(zip(key, case, strict=True)), "run": letter, "found": found, **row})
-    return pd.DataFrame(rows)
+    (_, first), *others = zip(ascii_uppercase, map(_pooled, samples), strict=False)
+    return pd.concat([_beside(first, other, letter, is_one=is_one) for letter, other in others], ignore_index=True)
 
 
 def _read_run(folder: Path) -> list[dict]:
@@ -208,44 +200,48 @@ def _read_run(folder: Path) -> list[dict]:
     return records
 
 
-def _pool(run: list[dict], samples_of: Callable[[dict], Iterator[tuple]]) -> dict[tuple, tuple[list[float], float]]:
-    """The samples of each case or pair, all repeats together, and its largest error."""
-    pool = {}
-    for key, samples, error in (each for record in run for each in samples_of(record)):
-        known, largest = pool.get(key, ([], 0.0))
-        pool[key] = (known + samples, max(largest, error))
-    return pool
+def _cases(record: dict) -> list[dict]:
+    sides = [record["a"], record["b"]] if record["kind"] == "comparison" else [record]
+    rows = [{name: side[name] for name in ("name", "parameters", "device", "samples_ms", "error")} for side in sides]
+    return [{**row, "parameters": _say(row["parameters"])} for row in rows]
 
 
-def _cases(record: dict) -> Iterator[tuple]:
-    for each in [record["a"], record["b"]] if record["kind"] == "comparison" else [record]:
-        key = (each["name"], _say(each["parameters"]), each["device"], each["cache"])
-        yield key, each["samples_ms"], each["error"]
-
-
-def _pairs(record: dict) -> Iterator[tuple]:
-    if record["kind"] == "comparison":
-        a, b = record["a"], record["b"]
-        key = (a["name"], _say(a["parameters"]), b["name"], _say(b["parameters"]), a["cache"])
-        yield key, np.divide(a["samples_ms"], b["samples_ms"]).tolist(), 0.0
+def _pairs(record: dict) -> list[dict]:
+    if record["kind"] != "comparison":
+        return []
+    a, b = record["a"], record["b"]
+    key = {"a": a["name"], "a_parameters": _say(a["parameters"]), "b": b["name"], "b_parameters": _say(b["parameters"])}
+    return [{**key, "samples_ms": np.divide(a["samples_ms"], b["samples_ms"]).tolist(), "error": 0.0}]
 
 
 def _say(parameters: dict) -> str:
     return ", ".join(f"{name}={json.dumps(value)}" for name, value in sorted(parameters.items()))
 
 
-def _times_row(here: tuple, there: tuple) -> dict:
-    times = {"median_a_ms": np.median(here[0]), "median_b_ms": np.median(there[0])}
-    return {**times, **_quotient("ratio", here[0], there[0]), "error_a": here[1], "error_b": there[1]}
+def _pooled(rows: list[dict]) -> pd.DataFrame:
+    """The samples of each case or pair, all repeats together, and its largest error."""
+    table = pd.DataFrame(rows)
+    key = [name for name in table if name not in ("samples_ms", "error")]
+    return table.groupby(key, as_index=False).agg({"samples_ms": "sum", "error": "max"})  # the sum of lists is a list
 
 
-def _ratios_row(here: tuple, there: tuple) -> dict:
-    ratios = {"ratio_here": np.median(here[0]), "ratio_there": np.median(there[0])}
-    return {**ratios, **_quotient("ratio_of_ratios", there[0], here[0])}
+def _beside(first: pd.DataFrame, other: pd.DataFrame, letter: str, *, is_one: bool) -> pd.DataFrame:
+    """A's cases or pairs beside those of another run."""
+    key = [name for name in first if name not in ("samples_ms", "error")]
+    table = first.merge(other, "outer", on=key, suffixes=("_a", "_b"), indicator="found")
+    found = {"both": "both", "left_only": "only in A", "right_only": f"only in {letter}"}
+    table["found"] = table.found.astype(str).map(found)
+    names = ("median_a_ms", "median_b_ms", "ratio") if is_one else ("ratio_here", "ratio_there", "ratio_of_ratios")
+    rows = []
+    for pair in table[["samples_ms_a", "samples_ms_b"]].to_numpy():
+        a, b = (samples if isinstance(samples, list) else [math.nan] for samples in pair)
+        rows.append((np.median(a), np.median(b), *(_quotient(a, b) if is_one else _quotient(b, a))))
+    table = table.join(pd.DataFrame(rows, columns=[*names, "low", "high"])).assign(run=letter)
+    return table[[*key, "run", "found", *names, "low", "high", *(["error_a", "error_b"] if is_one else [])]]
 
 
-def _quotient(name: str, above: list[float], below: list[float]) -> dict:
-    """The ratio of two medians under this name, and its 95 % interval."""
+def _quotient(above: list[float], below: list[float]) -> tuple[float, float, float]:
+    """The ratio of two medians, and its 95 % interval."""
     rng = np.random.default_rng(SEED)
-    low, high = interval_of(resampled_medians(above, rng) / resampled_medians(below, rng))
-    return {name: np.median(above) / np.median(below), "low": low, "high": high}
+    interval = interval_of(resampled_medians(above, rng) / resampled_medians(below, rng))
+    return np.median(above) / np.median(below), *interval

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -16,17 +16,15 @@ from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
 from hilbert_lib.checks import boolean
 from hilbert_lib.lab.pairs import run_sides
-from hilbert_lib.lab.sweeps.kernels import Named, Pairs, single_branches
+from hilbert_lib.lab.sweeps.kernels import Named, Pairs
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.workload import BOTH, Workload
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
-SWEEP, ORDERING_SWEEP = "selection", "adaptive ordering"
-FORWARD = "forward"
+SWEEP = "selection"
 
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:
@@ -47,8 +45,6 @@ def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()
 
     works: of `workload.grid`. attend: the output of (backend, q, k, v, work).
     """
-    if unknown := [name for name in names if name not in BACKENDS]:
-        raise ValueError(f"names must be of {', '.join(BACKENDS)}; got {unknown[0]!r}")
     for label, work in works:  # not `product`, which would keep the tensors of all works
         for gradient in (False, True):
             yield from _beside_choice(label, work, attend, names or candidates(work, gradient=gradient), gradient)
@@ -56,29 +52,10 @@ def pairs(works: Named, attend: Callable[..., Tensor], names: Sequence[str] = ()
 
 def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence[str], gradient: bool) -> Pairs:
     q, base = work.stand_in(gradient=gradient), chosen(work, gradient=gradient)
-    about = {"direction": BOTH if gradient else FORWARD, "sweep": SWEEP, "pattern": label}
+    about = {"direction": BOTH if gradient else "forward", "sweep": SWEEP, "pattern": label}
     for name in names:
         if name != base and not BACKENDS[name].refusal(q, work.call):
             yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
-
-
-def orderings(attend: Callable[..., Tensor], *, length: int, queries: int, **sizes) -> Pairs:
-    """One call on k and v in sequence order, beside calls on k and v in residue-major order for the dilation.
-
-    The first partner stores k and v itself, in its time; the second finds them stored, as later calls on one cache do.
-    queries: rows of q near the end; 0 is all of the sequence, in segments of 2048 keys.
-    """
-    keys = length if queries else 2048
-    for work, about in single_branches(lengths=[length], queries=queries, keys=keys, **sizes):
-        about["sweep"], order = ORDERING_SWEEP, Ordering.residue(length, about["dilation"])
-        kept = cache(partial(work.stored, order))
-        ways = {
-            "in sequence order": lambda q, k, v, work: attend(q, k, v, work, None),
-            "stored by the call": lambda q, k, v, work, order=order: attend(q, *work.stored(order), work, order),
-            "stored before": lambda q, k, v, work, order=order, kept=kept: attend(q, *kept(), work, order),
-        }
-        base, *others = (work.side(name, way, **about) for name, way in ways.items())
-        yield from ((base, other) for other in others)
 
 
 def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFrame:
@@ -93,39 +70,10 @@ def choice_table(records: list[dict], *, on_device: bool = False) -> pd.DataFram
     rows = []
     for key, group in ratios.groupby(work, sort=False):
         times = {group.b.iloc[0]: 1.0, **dict(zip(group.a, group.ratio, strict=True))}
-        best, worst = min(times, key=times.get), max(times, key=times.get)
-        summary = {"automatic": group.b.iloc[0], "best": best, "worst": worst}
-        summary |= {"over_best": 1 / times[best], "over_worst": times[worst]}
+        summary = {"automatic": group.b.iloc[0], "best": min(times, key=times.get)}
+        summary |= {"over_best": 1 / min(times.values()), "over_worst": max(times.values())}
         rows.append({**dict(zip(work, key, strict=True)), **summary, **times})
     return pd.DataFrame(rows)
-
-
-def fixed_table(choices: pd.DataFrame) -> pd.DataFrame:
-    """What one fixed backend would cost, beside the automatic choice, on those works that it serves.
-
-    slower: the geometric mean of its time over the choice's. worst: the largest of these ratios.
-    """
-    times = choices[[name for name in BACKENDS if name in choices]].astype(float)
-    table = {
-        "served": times.notna().sum(),
-        "fastest": choices.best.value_counts().reindex(times.columns, fill_value=0),
-        "slower": times.apply(lambda each: each.dropna().pow(1 / each.count()).prod()),
-        "worst": times.max(),
-    }
-    return pd.DataFrame(table).rename_axis("backend").reset_index()
-
-
-def ordering_table(records: list[dict]) -> pd.DataFrame:
-    """After how many calls on the same k and v the copy that stores them in another order is repaid (inf: never).
-
-    one_call: time in sequence order over that of a call that stores. later: over that of one that finds them stored.
-    """
-    rows = ["length", "dilation", "row_bytes", "queries"]
-    table = ratio_table(records, ORDERING_SWEEP).pivot(index=rows, columns="b", values="ratio").reset_index()
-    table = table.rename_axis(columns=None).rename(columns={"stored by the call": "one_call", "stored before": "later"})
-    saved, storing = 1 - 1 / table.later, 1 / table.one_call - 1 / table.later
-    table["repaid"] = (storing / saved).where(saved > 0, float("inf"))
-    return table
 
 
 def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float], dict[str, float]]:

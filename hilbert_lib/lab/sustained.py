@@ -14,15 +14,11 @@ HOST_CALLS = 8
 
 
 def back_to_back(call: Callable[[], object], device: torch.device, *, calls: int) -> dict[str, list[float] | float]:
-    """Runs `WARM_WINDOWS` windows of calls and then `WINDOWS` more, and waits for the device after all of them.
+    """Runs `WARM_WINDOWS` windows of so many calls and then `WINDOWS` more, and waits for the device after all of them.
 
-    Args:
-        call: only queues its work. device: that does it.
-        calls: of a window; where processes wait for each other, the same in all.
-
-    Returns:
-        windows_ms, of a call in each timed window; host, the ms that the host takes to queue a call where nothing is
-        queued; of a GPU that tells them mhz and watts, read after each window was queued. All but windows_ms medians.
+    `call` only queues its work; where processes wait for each other, the number of calls is the same in all. Gives
+    windows_ms, of a call in each timed window; host, the ms that the host takes to queue a call where nothing is
+    queued; of a GPU that tells them mhz and watts, read after each window was queued. All but windows_ms medians.
 
     >>> len(back_to_back(lambda: None, torch.device("cpu"), calls=1)["windows_ms"])
     5

@@ -13,12 +13,10 @@ Point = TypeVar("Point")
 
 
 class Kept:
-    """The records of a folder's results.jsonl from this code on this hardware, by key, and the way to add one.
+    """The records of a folder's file from this code on this hardware, by key, and the way to add one.
 
-    Args:
-        output_dir: the folder; empty keeps nothing on the disk.
-        key: of a record; None for one of another sweep.
-        write: whether what is added goes to the disk. file: its name there.
+    An empty output_dir keeps nothing on the disk; write says whether what is added goes there. The key of a record of
+    another sweep is None.
 
     >>> kept = Kept("", key=lambda record: record.get("length"))
     >>> kept.add({"length": 8})["environment"] == environment(), 8 in kept.known
@@ -62,12 +60,9 @@ def sweep(
         points: asked for one at a time, so that a generator keeps one workload in memory.
         measure: of a point: its record, which JSON can hold.
         key: of a point. of_record: the same of its record; None for a record of another sweep.
-        output_dir: folder of results.jsonl; empty for none. write: whether new records go there.
+        output_dir, write: as of `Kept`.
         label: what a point is called where it is left out, and before its `line`.
         line: of a record, to be printed; by default nothing is.
-
-    Returns:
-        A record a point, in order.
 
     >>> sweep([1, 2], lambda n: {"n": n, "ms": 0.5 * n}, key=int, of_record=lambda each: each.get("n"))[1]["ms"]
     1.0

@@ -9,16 +9,9 @@ import pandas as pd
 def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
     """Every side of a sweep once, with the samples of all its pairs.
 
-    Args:
-        records: of `pairs.run_sides`, or of a results.jsonl.
-        sweep: the value of the parameter of that name.
-
-    Returns:
-        name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and high_ms
-        (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s.
-
-    Raises:
-        ValueError: if there are no records of the sweep.
+    Columns: name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and
+    high_ms (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s. A ValueError says that there are no records
+    of the sweep.
 
     >>> side = {"name": "a", "parameters": {"sweep": "s"}, "useful_flop": 1e9, "useful_bytes": 1e6, "error": 0.0}
     >>> side_table([{**side, "samples_ms": [1.0, 2.0, 3.0], "peak_bytes": [8]}], "s").median_ms.tolist()
@@ -44,15 +37,8 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
 def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     """Every pair of a sweep once.
 
-    Args:
-        records, sweep: as in `side_table`.
-
-    Returns:
-        a and b (names), the parameters of b, ratio (time of a over b's: above 1, b is faster) with its interval low to
-        high (NaN where nothing was timed), output_difference, error_a, error_b.
-
-    Raises:
-        ValueError: if there are no records of the sweep.
+    Columns: a and b (names), the parameters of b, ratio (time of a over b's: above 1, b is faster) with its interval
+    low to high (NaN where nothing was timed), output_difference, error_a, error_b.
 
     >>> a, b = ({"name": name, "parameters": {"sweep": "s"}, "error": 0.0} for name in "ab")
     >>> pair = {"a": a, "b": b, "ratio": 2.0, "interval": (1.9, 2.1), "output_difference": 0.0}
@@ -63,19 +49,14 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     for record in of_sweep(records, sweep):
         a, b = record["a"], record["b"]
         low, high = record.get("interval", (np.nan, np.nan))
-        times = {"ratio": record.get("ratio", np.nan), "low": low, "high": high}
-        errors = {"error_a": a["error"], "error_b": b["error"]}
-        names = {"a": a["name"], "b": b["name"]}
-        rows.append({**names, **b["parameters"], **times, "output_difference": record["output_difference"], **errors})
+        row = {"a": a["name"], "b": b["name"], **b["parameters"], "ratio": record.get("ratio", np.nan)}
+        row |= {"low": low, "high": high, "output_difference": record["output_difference"]}
+        rows.append({**row, "error_a": a["error"], "error_b": b["error"]})
     return pd.DataFrame(rows)
 
 
 def of_sweep(records: list[dict], sweep: str) -> list[dict]:
-    """The records of one sweep, once each, the newest: two lists of parameters may overlap.
-
-    Raises:
-        ValueError: if there are no records of the sweep.
-    """
+    """The records of one sweep, once each, the newest: two lists of parameters may overlap. ValueError for none."""
     sweeps = [sides_of(record)[0]["parameters"]["sweep"] for record in records]
     if sweep not in sweeps:
         raise ValueError(f"sweep must be one of the records' ({', '.join(sorted(set(sweeps)))}), got {sweep!r}")

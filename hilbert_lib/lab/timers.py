@@ -24,20 +24,9 @@ class CpuTimer:
 
     device = "cpu"
 
-    def __init__(self):
-        self._samples = []
-
-    def sample(self, run: Callable[[], object], calls: int) -> None:
-        start = time.perf_counter_ns()
-        for _ in range(calls):
-            run()
-        took = (time.perf_counter_ns() - start) / 1e6
-        self._samples.append(Sample(took, took, False))
-
-    def finish(self) -> list[Sample]:
-        """The samples since the last call of finish."""
-        samples, self._samples = self._samples, []
-        return samples
+    def sample(self, run: Callable[[], object], calls: int) -> Sample:
+        took = _host_ms(run, calls)
+        return Sample(took, took, False)
 
     def sm_clock_mhz(self) -> None:
         return None
@@ -57,40 +46,45 @@ class CudaTimer:
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.device = str(self._device)
-        self._events = []
         self._leads = {}  # the last and the longest to try, by the id of the call, which outlives its samples
 
-    def sample(self, run: Callable[[], object], calls: int) -> None:
+    def sample(self, run: Callable[[], object], calls: int) -> Sample:
         lead, most = self._leads.get(id(run), (LEAD_CYCLES, MOST_CYCLES))
-        while (events := self._events_of(run, calls, lead))[-1] and lead < most:
+        while (sample := self._behind_lead(run, calls, lead)).waited and lead < most:
             lead *= 2
-        self._leads[id(run)] = (LEAD_CYCLES, LEAD_CYCLES) if events[-1] else (lead, most)
-        self._events.append(events)
+        self._leads[id(run)] = (LEAD_CYCLES, LEAD_CYCLES) if sample.waited else (lead, most)
+        return sample
 
-    def _events_of(self, run: Callable[[], object], calls: int, lead: int) -> tuple:
-        # Start and end, and whether the device had begun before the host had queued all of it. It begins on an idle
-        # device: behind earlier calls the host would wait for room in the queue of launches.
+    def _behind_lead(self, run: Callable[[], object], calls: int, lead: int) -> Sample:
+        # It begins on an idle device: behind earlier calls the host would wait for room in the queue of launches.
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(lead)  # private by name; torch's own tests use it for this
             start.record()
-            began = time.perf_counter_ns()
-            for _ in range(calls):
-                run()
-            host_ms = (time.perf_counter_ns() - began) / 1e6
+            host_ms = _host_ms(run, calls)
             end.record()
-            waited = start.query()
-        return start, end, host_ms, waited
-
-    def finish(self) -> list[Sample]:
-        """The samples since the last call of finish, once the device has done all of it."""
+            waited = start.query()  # the device had begun before the host had queued all of it
         torch.cuda.synchronize(self._device)
-        events, self._events = self._events, []
-        return [Sample(start.elapsed_time(end), host_ms, waited) for start, end, host_ms, waited in events]
+        return Sample(start.elapsed_time(end), host_ms, waited)
 
     def sm_clock_mhz(self) -> int | None:
         return sm_clocks_mhz()[self._device.index]
+
+
+def timer_of(device: torch.device | str) -> CpuTimer | CudaTimer:
+    """The timer of a device; ValueError where it is neither a CPU nor a CUDA device."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
+    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
+
+
+def _host_ms(run: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter_ns() - start) / 1e6
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hilbert_lib import checks
-from hilbert_lib.lab.timers import CpuTimer, CudaTimer
+from hilbert_lib.lab.timers import timer_of
 
 RESAMPLES, SEED = 5000, 0  # of every bootstrap: the same samples give the same interval
 
@@ -26,14 +26,10 @@ class Case:
     Args:
         name: what runs, such as the backend's name.
         run: the call, without arguments; its result is dropped.
-        parameters: what distinguishes this case from others of its name: values that JSON can hold.
-        error: of the result against the float64 reference; 0.0 where the two are equal bit for bit. Required: a fast
-            wrong answer is not a speed.
+        parameters: what distinguishes this case from others of its name: values that JSON can hold, else a TypeError.
+        error: of the result against the float64 reference, finite; 0.0 where the two are equal bit for bit. Required: a
+            fast wrong answer is not a speed.
         useful_flop, useful_bytes: what the task needs at least, whatever this case spends.
-
-    Raises:
-        TypeError: if parameters is no dict that JSON can hold, or error is not a number.
-        ValueError: if error is negative or not finite, or a count is not positive.
     """
 
     name: str
@@ -44,25 +40,17 @@ class Case:
     useful_bytes: float | None = None
 
     def __post_init__(self):
-        if not isinstance(self.parameters, dict):
-            raise TypeError(f"parameters must be a dict, got {self.parameters!r}")
         try:
             json.dumps(self.parameters, allow_nan=False)
         except (TypeError, ValueError) as cause:
             raise TypeError(f"parameters must hold values of JSON, got {self.parameters!r}: {cause}") from None
-        if isinstance(self.error, bool) or not isinstance(self.error, int | float):
-            raise TypeError(f"error must be a number (0.0 for bit-equal results), got {self.error!r}")
-        if not 0 <= self.error < math.inf:
+        if not 0 <= checks.number("error", self.error) < math.inf:
             raise ValueError(f"error must be finite and at least 0, got {self.error!r}")
-        for count in ("useful_flop", "useful_bytes"):
-            value = getattr(self, count)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{count} must be None, or finite and above 0, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The samples of one case, in milliseconds a call, and how they were taken."""
+    """The samples of one case, in milliseconds a call, and how they were taken: each follows a call of its own case."""
 
     name: str
     parameters: dict
@@ -76,7 +64,6 @@ class Measurement:
     sm_clock_mhz: tuple[int | None, int | None]  # before and after; None on the CPU
     with_launches: bool = False  # whether the GPU waited for the host in some sample, whose time then holds launches
     host_ms: float | None = None  # median of the host's time for a call; None where it had to wait for the GPU
-    cache: str = "warm"  # each sample follows a call of its own case
     utc: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -89,14 +76,9 @@ class Measurement:
         return max(self.median_ms, self.host_ms or 0.0)
 
     def record(self) -> dict:
-        """Everything as one flat dictionary for JSON, statistics included."""
-        low, high = np.quantile(self.samples_ms, [0.25, 0.75])
-        per_s = {
-            "flop_per_s": self.useful_flop and self.useful_flop / self.median_ms * 1e3,
-            "bytes_per_s": self.useful_bytes and self.useful_bytes / self.median_ms * 1e3,
-        }
-        times = {"median_ms": self.median_ms, "call_ms": self.call_ms, "iqr_ms": float(high - low)}
-        return {"kind": "measurement", **asdict(self), "n": len(self.samples_ms), **times, **per_s}
+        """Everything as one flat dictionary for JSON."""
+        found = {"n": len(self.samples_ms), "median_ms": self.median_ms, "call_ms": self.call_ms}
+        return {"kind": "measurement", **asdict(self), **found}
 
 
 @dataclass(frozen=True)
@@ -114,96 +96,71 @@ class Comparison:
         return {"kind": "comparison", "ratio": self.ratio, "interval": self.interval, **sides}
 
 
-def measure(
-    case: Case,
-    *,
-    device: torch.device | str,
-    repetitions: int = 30,
-    warmup: int = 5,
-    min_sample_ms: float = 1.0,
-) -> Measurement:
+def measure(case: Case, **how) -> Measurement:
     """Time one case.
 
     Args:
         case: what to time.
         device: where it computes: "cpu" is timed by the clock, a CUDA device by events on its stream, which leave out
             what the host spends on launches.
-        repetitions: number of samples. warmup: untimed calls before them.
-        min_sample_ms: a sample repeats a shorter call until it lasts about as long.
-
-    Raises:
-        ValueError: if a count is below 1, or the device is neither.
+        repetitions: number of samples (30). warmup: untimed calls before them (5).
+        min_sample_ms: a sample repeats a shorter call until it lasts about as long (1.0).
 
     >>> case = Case("add", lambda: 1 + 1, parameters={}, error=0.0)
     >>> len(measure(case, device="cpu", repetitions=3, min_sample_ms=0.01).samples_ms)
     3
     """
-    (measurement,) = _measure_in_turn([case], device, repetitions, warmup, min_sample_ms)
+    (measurement,) = _measure_in_turn([case], **how)
     return measurement
 
 
-def compare_paired(
-    a: Case,
-    b: Case,
-    *,
-    device: torch.device | str,
-    repetitions: int = 30,
-    warmup: int = 5,
-    min_sample_ms: float = 1.0,
-) -> Comparison:
-    """Time two cases in turn (a b, b a, a b, ...) and take the ratio within each pair.
+def compare_paired(a: Case, b: Case, **how) -> Comparison:
+    """Time two cases in turn (a b, b a, a b, ...) and take the ratio within each pair; options as of `measure`.
 
     Clocks and neighbours drift over seconds. The samples of a pair are milliseconds apart: the drift cancels in their
     ratio. Each sample follows an untimed call of its own case, for the other has taken the cache.
-
-    Args:
-        a, b: the two cases, for example baseline and candidate.
-        device, repetitions, warmup, min_sample_ms: as in `measure`.
 
     >>> case = Case("add", lambda: 1 + 1, parameters={}, error=0.0)
     >>> comparison = compare_paired(case, case, device="cpu", repetitions=3, min_sample_ms=0.01)
     >>> comparison.interval[0] <= comparison.ratio <= comparison.interval[1]
     True
     """
-    of_a, of_b = _measure_in_turn([a, b], device, repetitions, warmup, min_sample_ms)
+    of_a, of_b = _measure_in_turn([a, b], **how)
     ratios = np.divide(of_a.samples_ms, of_b.samples_ms)
     interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
     return Comparison(of_a, of_b, float(np.median(ratios)), interval)
 
 
 def _measure_in_turn(
-    cases: list[Case], device: torch.device | str, repetitions: int, warmup: int, min_sample_ms: float
+    cases: list[Case],
+    *,
+    device: torch.device | str,
+    repetitions: int = 30,
+    warmup: int = 5,
+    min_sample_ms: float = 1.0,
 ) -> list[Measurement]:
-    device = torch.device(device)
-    repetitions = checks.integer("repetitions", repetitions, least=1)
-    warmup = checks.integer("warmup", warmup, least=1)
-    if not 0 <= (min_sample_ms := checks.number("min_sample_ms", min_sample_ms)) < math.inf:
-        raise ValueError(f"min_sample_ms must be at least 0 and finite, got {min_sample_ms}")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
-    timer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
+    timer = timer_of(device)
+    checks.integer("repetitions", repetitions, least=1)
+    checks.integer("warmup", warmup, least=1)
+    checks.positive("min_sample_ms", min_sample_ms)
     calls = []
     for case in cases:
-        for _ in range(warmup):
-            timer.sample(case.run, 1)
-        shortest_ms = max(min(timer.finish()).ms, 1e-4)  # 100 ns, the coarsest resolution of perf_counter_ns
-        calls.append(max(1, math.ceil(min_sample_ms / shortest_ms)))
+        shortest_ms = min(timer.sample(case.run, 1).ms for _ in range(warmup))
+        calls.append(math.ceil(min_sample_ms / max(shortest_ms, 1e-4)))  # 100 ns, the resolution of perf_counter_ns
     clock_before = timer.sm_clock_mhz()
     turn = list(range(len(cases)))
-    schedule = (turn + turn[::-1]) * (repetitions // 2) + turn * (repetitions % 2)
-    for index in schedule:
+    samples = [[] for _ in cases]
+    for index in (turn + turn[::-1]) * (repetitions // 2) + turn * (repetitions % 2):
         if len(cases) > 1:
             cases[index].run()  # the other case has taken the cache
-        timer.sample(cases[index].run, calls[index])
-    samples, clocks = timer.finish(), (clock_before, timer.sm_clock_mhz())
+        samples[index].append(timer.sample(cases[index].run, calls[index]))
+    clocks = clock_before, timer.sm_clock_mhz()
     measured = []
-    for index, (case, count) in enumerate(zip(cases, calls, strict=True)):
-        own = [sample for sample, of in zip(samples, schedule, strict=True) if of == index]
+    for case, own, count in zip(cases, samples, calls, strict=True):
         free = [sample.host_ms / count for sample in own if not sample.waited]
-        known = (case.name, case.parameters, case.error, case.useful_flop, case.useful_bytes)
         measured.append(
             Measurement(
-                *known,
+                **{name: value for name, value in vars(case).items() if name != "run"},
                 device=timer.device,
                 warmup=warmup,
                 calls_per_sample=count,

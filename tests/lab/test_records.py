@@ -40,12 +40,9 @@ def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path
     append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
     append_records([], tmp_path)
     measurement, comparison = read_records(tmp_path / RESULTS)
-    expected = {
-        "kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3,
-        "median_ms": 2.0, "iqr_ms": 0.0, "warmup": 5, "calls_per_sample": 1, "cache": "warm", "error": 1e-6,
-        "useful_flop": 4.0, "flop_per_s": 2000.0, "useful_bytes": None, "bytes_per_s": None, "device": "cpu",
-        "sm_clock_mhz": [None, None],
-    }  # fmt: skip
+    expected = {"kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3}
+    expected |= {"median_ms": 2.0, "warmup": 5, "calls_per_sample": 1, "error": 1e-6, "device": "cpu"}
+    expected |= {"useful_flop": 4.0, "useful_bytes": None, "sm_clock_mhz": [None, None]}
     assert expected.items() <= measurement.items()
     assert {"hardware", "torch", "code_hash", "kernel_mode"} <= measurement["environment"].keys()
     assert (comparison["kind"], comparison["ratio"], comparison["interval"]) == ("comparison", 1.0, [1.0, 1.0])

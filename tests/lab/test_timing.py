@@ -70,13 +70,11 @@ def gpu(monkeypatch):
     return gpu
 
 
-def test_median_quartiles_and_rates_of_known_samples(machine):
+def test_the_median_of_known_samples(machine):
     times = iter([9.0, 1.0, 2.0, 3.0, 4.0, 100.0])  # the first is the warm-up
-    case = machine.case("known", lambda: next(times), useful_flop=6e6, useful_bytes=3e6)
-    record = measure(case, device="cpu", repetitions=5, warmup=1).record()
+    record = measure(machine.case("known", lambda: next(times)), device="cpu", repetitions=5, warmup=1).record()
     assert record["samples_ms"] == (1.0, 2.0, 3.0, 4.0, 100.0)
-    assert (record["n"], record["median_ms"], record["iqr_ms"]) == (5, 3.0, 2.0)
-    assert (record["flop_per_s"], record["bytes_per_s"]) == (2e9, 1e9)
+    assert (record["n"], record["median_ms"]) == (5, 3.0)
 
 
 def test_short_calls_are_repeated_and_reported_by_call(machine):
@@ -138,9 +136,6 @@ def test_same_samples_give_the_same_interval(machine):
         ({"error": -1.0}, ValueError, "error must be finite"),
         ({"parameters": {"dtype": torch.float32}}, TypeError, "parameters must hold values of JSON.*float32"),
         ({"parameters": {"scale": float("nan")}}, TypeError, "parameters must hold values of JSON"),
-        ({"parameters": [1]}, TypeError, "parameters must be a dict"),
-        ({"useful_flop": 0}, ValueError, "useful_flop must be None, or finite and above 0, got 0"),
-        ({"useful_bytes": float("inf")}, ValueError, "useful_bytes"),
     ],
 )
 def test_cases_refuse_what_a_record_could_not_tell(bad, exception, message):
@@ -153,8 +148,7 @@ def test_cases_refuse_what_a_record_could_not_tell(bad, exception, message):
     [
         ({"repetitions": 0}, "repetitions must be an integer of at least 1, got 0"),
         ({"warmup": 0}, "warmup must be an integer of at least 1, got 0"),
-        ({"min_sample_ms": -1}, "min_sample_ms must be at least 0 and finite, got -1"),
-        ({"min_sample_ms": float("nan")}, "min_sample_ms must be at least 0 and finite, got nan"),
+        ({"min_sample_ms": -1}, "min_sample_ms must be finite and above 0, got -1"),
         ({"device": "meta"}, "device must be a CPU or a CUDA device, got meta"),
     ],
 )
@@ -178,10 +172,10 @@ def test_launches_that_outlast_the_lead_are_given_a_longer_one(gpu):
 
 
 def test_the_hosts_time_holds_no_wait_for_room_in_the_queue(gpu):
-    many = Case("many", lambda: [gpu.launch(0.01, 0.01) for _ in range(150)], parameters={}, error=0.0)
+    many = Case("many", lambda: [gpu.launch(0.01, 0.05) for _ in range(180)], parameters={}, error=0.0)
     long = Case("long", lambda: gpu.launch(0.1, 50.0), parameters={}, error=0.0)
     comparison = compare_paired(many, long, device="cuda", repetitions=4, min_sample_ms=0.1)
-    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.5), pytest.approx(0.1))
+    assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.8), pytest.approx(0.1))
     assert not comparison.a.with_launches
 
 

@@ -26,12 +26,11 @@ def path_table(panels: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> pd.DataF
     """
     tables = []
     for panel, (cells, shape) in panels.items():
-        if len(cells) < 2 or len(shape) not in AXES:
-            raise ValueError(f"a path must have 2 cells or more, in 2 or 3 dimensions, got {panel!r}")
+        if len(cells) < 2:
+            raise ValueError(f"a path must have 2 cells or more, got {len(cells)}: {panel!r}")
         axes = AXES[len(shape)]
-        coordinates = dict(zip(axes, cells.cpu().numpy().T, strict=True))
         sides = {f"{axis}s": side for axis, side in zip(axes, shape, strict=True)}
-        tables.append(pd.DataFrame({"panel": panel, **coordinates, **sides}))
+        tables.append(pd.DataFrame(cells.cpu().numpy(), columns=axes).assign(panel=panel, **sides))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units, units_touched
 from hilbert_lib.lab.cache.l2 import kernel_trace, lru_hit_rates
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.figures.record import COLOURS, MARKERS
+from hilbert_lib.lab.figures.plots import LOOKS
 from hilbert_lib.pattern import DilatedPattern
 
 
@@ -33,7 +33,7 @@ def _storage(axes: Axes, read: dict[str, np.ndarray], slots: int, row_bytes: int
     end = int(slots * row_bytes)
     for place, (name, own) in enumerate(read.items()):
         touched = row_units(torch.from_numpy(own * row_bytes), row_bytes, LINE_BYTES)[0].unique().tolist()
-        parts = (range(slots), row_bytes, {"ec": "0.8", "fc": "white"}), (own, row_bytes, {"fc": COLOURS[name]})
+        parts = (range(slots), row_bytes, {"ec": "0.8", "fc": "white"}), (own, row_bytes, {"fc": LOOKS[name][0]})
         for starts, size, look in (*parts, (touched, LINE_BYTES, {"fc": "none", "ec": "black", "lw": 1.3})):
             axes.broken_barh([(start * size, size) for start in starts], (place - 0.35, 0.7), **look)
         axes.text(end * 1.01, place, f"{len(own)} rows in {len(touched)} lines", va="center")
@@ -66,11 +66,11 @@ def draw_reading(
         addresses = storage.addresses(branch_rows(storage, pattern).positions, head=0)
         sizes = (SECTOR_BYTES, LINE_BYTES)
         excess = [units_touched(addresses, row_bytes, u) / -(-len(addresses) * row_bytes // u) for u in sizes]
-        bars = panels["units"].bar(np.arange(2) + 0.4 * place - 0.2, excess, 0.36, color=COLOURS[name], label=name)
+        bars = panels["units"].bar(np.arange(2) + 0.4 * place - 0.2, excess, 0.36, color=LOOKS[name][0], label=name)
         panels["units"].bar_label(bars, fmt="{:.3g}")
         rates = lru_hit_rates(kernel_trace(storage, pattern), [1024 * kib for kib in (cache_kib, *capacities_kib)])
         found.append(f"{name} {100 * rates.hit_rate[0]:.1f} %")
-        look = {"color": COLOURS[name], "marker": MARKERS[name], "fillstyle": "none", "linewidth": 4 - 2 * place}
+        look = {"color": LOOKS[name][0], "marker": LOOKS[name][1], "fillstyle": "none", "linewidth": 4 - 2 * place}
         panels["hits"].plot(capacities_kib, 100 * rates.hit_rate[1:], **look)
     panels["units"].set_xticks(range(2), [f"sectors ({SECTOR_BYTES} B)", f"lines ({LINE_BYTES} B)"])
     panels["units"].set(ylabel="units touched / fewest", title=f"all {length} tokens, dilation {dilation}")

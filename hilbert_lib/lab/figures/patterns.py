@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from hilbert_lib.lab.figures.axes import panel_grid
-from hilbert_lib.lab.figures.record import COLOURS
+from hilbert_lib.lab.figures.plots import PALETTE
 from hilbert_lib.pattern import DilatedPattern
 
 
@@ -61,14 +61,14 @@ def draw_query(
     figure = Figure(figsize=(10, 4.4))  # placed by hand: a layout engine would double the time that a slider waits
     figure.subplots_adjust(left=0.07, right=0.99, bottom=0.13, top=0.91, wspace=0.36)
     grid, strips = figure.subplots(1, 2, width_ratios=(1, 1.5))
-    shades = ListedColormap(("#FFFFFF", "#DDDDDD", COLOURS["hilbert"]))
+    shades = ListedColormap(("#FFFFFF", "#DDDDDD", PALETTE[0]))
     grid.imshow(np.where(masks[branch], 2, masks.any(0)), cmap=shades, vmin=0, vmax=2, interpolation="nearest")
     grid.axhspan(position - 0.5, position + 0.5, fill=False, edgecolor="black", linewidth=1.2)
     grid.set(title=f"head {head}: through branch {branch}, others grey", xlabel="key", ylabel="query (position)")
     for i, (w, _) in enumerate(pattern.branches):
         start, keys = position // w * w, np.flatnonzero(masks[i, position])
         strips.barh(i, min(w, length - start), left=start - 0.5, height=0.7, color="#F0F0F0", edgecolor="#AAAAAA")
-        colour = COLOURS["hilbert"] if i == branch else "#888888"
+        colour = PALETTE[0] if i == branch else "#888888"
         strips.plot(keys, np.full(len(keys), i), "s", color=colour, markersize=np.clip(240 / length, 1, 6))
     strips.axvline(position, color="black", linewidth=1.2)
     names = [f"branch {i}\nw = {w}, r = {r}" for i, (w, r) in enumerate(pattern.branches)]

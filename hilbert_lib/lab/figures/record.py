@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from base64 import b64encode
-from collections import defaultdict
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -23,24 +22,6 @@ from hilbert_lib.files import write_whole
 
 FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn from
 ROOM = "hilbert_lib.lab.figures"
-
-# Okabe and Ito's palette: told apart by colour-blind readers, and by lightness in grey print.
-LOOKS = {
-    "hilbert": ("#D55E00", "o"),
-    "morton": ("#E69F00", "s"),
-    "snake": ("#009E73", "^"),
-    "raster": ("#56B4E9", "v"),
-    "linear": ("#56B4E9", "v"),
-    "tile": ("#CC79A7", "D"),
-    "residue": ("#0072B2", "P"),
-    "random": ("#000000", "x"),
-    "hilbert per segment": ("#882255", "h"),
-    "no table": ("#999999", "*"),
-    "torchscale": ("#CC79A7", "D"),
-    "fkodom": ("#000000", "x"),
-}
-COLOURS = defaultdict(lambda: "#666666", {name: colour for name, (colour, _) in LOOKS.items()})
-MARKERS = defaultdict(lambda: "*", {name: marker for name, (_, marker) in LOOKS.items()})
 
 STYLE = {
     "figure.dpi": 90,  # in a notebook, which stays small; the files beside it are finer

@@ -1,5 +1,7 @@
 """The figure of the verdict: what is claimed beside what was measured."""
 
+from textwrap import shorten
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -30,7 +32,7 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, title: str) -> Figure:
     for label, colour in legend.items():
         axes.scatter([], [], color=colour, marker="s" if label == "claimed" else "o", label=label)
     axes.axvline(1, color="black", lw=0.8)
-    labels = [f"{each.id}  {_short(each.claim)}" for each in claims.itertuples()]
+    labels = [f"{each.id}  {shorten(each.claim, WIDTH, placeholder=' …')}" for each in claims.itertuples()]
     axes.set(yticks=range(len(claims)), yticklabels=labels, ylim=(len(claims) - 0.5, -0.5))
     axes.set(xscale="log", xlim=(LEFT, RIGHT), xlabel="times as fast as what it is compared with")
     axes.set_xticks(ticks := [0.5, 1, 2, 4, 8, 16, 32], [f"{tick:g}" for tick in ticks])
@@ -40,7 +42,3 @@ def draw_claimed_and_measured(data: pd.DataFrame, *, title: str) -> Figure:
     figure.legend(loc="outside lower center", ncols=3)
     figure.suptitle(title)
     return figure
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1].rsplit(' ', 1)[0]} …"

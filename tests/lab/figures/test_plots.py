@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import same_color
 
-from hilbert_lib.lab.figures.plots import bars, heat, lines, points
+from hilbert_lib.lab.figures.plots import bars, heat, lines, points, styles
 
 TABLE = pd.DataFrame(
     [(way, name, n, n * scale) for way in ("out", "back") for name, scale in (("a", 1.0), ("b", 3.0)) for n in (1, 2)],
@@ -36,17 +36,34 @@ def test_what_was_expected_is_a_line_and_a_missing_value_no_marker():
     assert axes.get_ylim()[1] > 12  # all that was expected is in it
 
 
-def test_bars_stand_side_by_side_with_their_numbers():
-    (axes, _) = bars(TABLE, **AXES, write="{:.0f}").axes
-    heights = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
-    assert heights == {"a": [1.0, 2.0], "b": [3.0, 6.0]}
+def test_bars_stand_side_by_side_with_their_intervals_and_numbers():
+    (axes, _) = bars(TABLE, **AXES, low="low", high="high", write="{:.0f}").axes
+    drawn = {each.get_label(): each.patches for each in axes.containers if hasattr(each, "patches")}
+    assert {name: [bar.get_height() for bar in each] for name, each in drawn.items()} == {"a": [1, 2], "b": [3, 6]}
+    ends = sorted(x for bar in axes.patches for x in (bar.get_x(), bar.get_x() + bar.get_width()))
+    assert ends == pytest.approx([-0.425, 0, 0, 0.425, 0.575, 1, 1, 1.425])  # none hides another
+    intervals = [line[:, 1].tolist() for each in axes.collections for line in each.get_segments()]
+    assert intervals == [[0.5, 1.5], [1.5, 2.5], [2.5, 3.5], [5.5, 6.5]]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "6"]
 
 
-def test_a_map_writes_what_it_knows():
-    table = pd.DataFrame({"work": ["w", "v"], "order": ["a", "b"], "gain": [1.25, 0.5]})
-    (axes,) = heat(table, row="work", column="order", value="gain", title="a gains").axes
+def test_a_line_goes_by_x_and_panels_stand_in_rows_and_columns():
+    (first, *_) = figure = lines(TABLE.iloc[::-1], **AXES | {"across": "name", "by": "", "down": "way"}).axes
+    assert [axes.get_title() for axes in figure] == ["back, b", "back, a", "out, b", "out, a"]
+    assert [list(line) for line in first.lines[0].get_data()] == [[1, 2], [3.0, 6.0]]
+
+
+def test_a_map_writes_what_it_knows_and_frames_what_is_marked():
+    table = pd.DataFrame({"work": ["w", "v"], "order": ["a", "b"], "gain": [1.25, 0.5], "best": [True, False]})
+    (axes,) = heat(table, row="work", column="order", value="gain", frame="best", title="a gains").axes
     assert [text.get_text() for text in axes.texts] == ["1.25", "0.50"]
+    assert [frame.get_center().tolist() for frame in axes.patches] == [[0, pytest.approx(0)]]
+
+
+def test_a_name_without_a_look_takes_no_look_of_the_others():
+    looks = styles(["hilbert", "mine", "residue", "yours"])
+    assert len({look["color"] for look in looks.values()}) == 4
+    assert looks["hilbert"] == styles(["hilbert"])["hilbert"]
 
 
 @pytest.mark.parametrize("values", [(1.1347, 1.1459), (8.0, 9.0), (3.0, 40.0), (1.0, 1.0), (1e-3, 2e3)])
