@@ -10,6 +10,7 @@ import hilbert
 import numpy as np
 import pytest
 import torch
+from cases import refused
 from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,10 +203,7 @@ WRONG = {
 }
 
 
-CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
-
-
-@pytest.mark.parametrize(("error", "call", "words"), CASES)
+@refused(WRONG)
 def test_bad_arguments_are_named(error, call, words):
     with pytest.raises(error, match=words):
         call()
