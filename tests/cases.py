@@ -69,6 +69,10 @@ def stored(x: torch.Tensor, layout: str) -> torch.Tensor:
         wide = x.new_full((x.shape[0], x.shape[1] + 3, x.shape[2], x.shape[3] + 8), torch.nan)
         wide[:, 1:-2, :, : x.shape[3]] = x
         return wide[:, 1:-2, :, : x.shape[3]]
+    if layout == "odd stride":  # rows that begin at no multiple of 16 bytes
+        return torch.nn.functional.pad(x, (0, 1))[..., : x.shape[-1]]
+    if layout == "odd start":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     return x
 
 
@@ -131,7 +135,7 @@ def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is
     pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]
-    tensors = [*(stored(x.to(device), layout) for x in kept), dout.to(device)]
+    tensors = [stored(x.to(device), layout) for x in (*kept, dout)]
     results = list(attended(tensors, pattern, backend, is_causal=is_causal, kv_ordering=order))
     if order is not None:
         results[3:] = [order.undo(x, dim=1) for x in results[3:]]

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from cases import LAYOUTS, expected, stored
+from cases import LAYOUTS, assert_close, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern
@@ -136,10 +136,9 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
     q, k, v = (stored(x, "sliced") for x in tensors)
     call = Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
     got, got_lse = strided.forward(q, k, v, call, kernel)
-    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    assert_close((got, got_lse), (out, lse), 1e-12)
     got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
-    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+    assert_close(got_grads, grads, 1e-11)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4"], indirect=True)
@@ -205,7 +204,7 @@ def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeyp
         q, k, v = (stored(x, of_inputs) for x in tensors)
         out, lse = strided.forward(q, k, v, call, CuDnn)
         got = strided.backward(stored(dout, of_dout), q, k, v, out, lse, call, CuDnn)
-        torch.testing.assert_close(got, tuple(grads), atol=1e-11, rtol=0)
+        assert_close(got, grads, 1e-11)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
@@ -243,11 +242,10 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
     q, k, v = (stored(x, layout) for x in tensors)
     call, kernel = Call(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
     got, got_lse = strided.forward(q, k, v, call, kernel)
-    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    assert_close((got, got_lse), (out, lse), 1e-12)
     for of_dout in LAYOUTS:
         got_grads = strided.backward(stored(dout, of_dout), q, k, v, got, got_lse, call, kernel)
-        torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+        assert_close(got_grads, grads, 1e-11)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])
