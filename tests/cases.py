@@ -153,14 +153,3 @@ def refused(wrong: dict[type, list]) -> pytest.MarkDecorator:
 def only(some: set[tuple], every: Iterable[tuple]) -> list:
     """Cases of which every run has some, and the full one all."""
     return [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in every]
-
-
-def tiles_of(tables, one, g, length):
-    """Positions of the rows of each tile of a head that the tables of a pass hold."""
-    for at in range(-(-length // tables.chunk)):
-        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
-            row = u + torch.arange(size)
-            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
-            tile = tile[tile < min((at + 1) * tables.chunk, length)]
-            if len(tile):
-                yield tile

@@ -32,6 +32,11 @@ def dense_backward(dout, q, k, v, out, lse, scale, causal):
     return [x.transpose(1, 2).to(q.dtype) for x in Eager.backward(dout, q, k, v, out, lse, problem)]
 
 
+def fill(targets, grads):
+    for target, grad in zip(targets, grads, strict=True):
+        target.copy_(grad)
+
+
 def fake_2():
     """flash_attn.flash_attn_interface, by the signatures of flash-attn 2.8."""
 
@@ -42,9 +47,7 @@ def fake_2():
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
                  window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
+        fill((dq, dk, dv), dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal))
 
     return {"flash_attn.flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
 
@@ -59,9 +62,7 @@ def fake_3():
                  max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
                  window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
         assert cu_seqlens_q is max_seqlen_k is None
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
+        fill((dq, dk, dv), dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal))
 
     return {"flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
 

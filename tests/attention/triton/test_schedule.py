@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cases import tiles_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,17 @@ from hilbert_lib.pattern import OFFSET_RULES
 
 REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def tiles_of(tables, one, g, length):
+    """Positions of the rows of each tile of a head that the tables of a pass hold."""
+    for at in range(-(-length // tables.chunk)):
+        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
+            row = u + torch.arange(size)
+            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
+            tile = tile[tile < min((at + 1) * tables.chunk, length)]
+            if len(tile):
+                yield tile
 
 
 BRANCHES = st.lists(

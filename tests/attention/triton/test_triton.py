@@ -6,19 +6,7 @@ from itertools import pairwise, product
 import oracle
 import pytest
 import torch
-from cases import (
-    BRANCHES,
-    LAYOUTS,
-    assert_close,
-    attended,
-    check,
-    drawn,
-    exactly,
-    in_pairs,
-    norms,
-    only,
-    stored,
-)
+from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exactly, in_pairs, norms, only, stored
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
