@@ -1,6 +1,6 @@
 """Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import oracle
@@ -69,6 +69,10 @@ def stored(x: torch.Tensor, layout: str) -> torch.Tensor:
         wide = x.new_full((x.shape[0], x.shape[1] + 3, x.shape[2], x.shape[3] + 8), torch.nan)
         wide[:, 1:-2, :, : x.shape[3]] = x
         return wide[:, 1:-2, :, : x.shape[3]]
+    if layout == "odd stride":  # rows that begin at no multiple of 16 bytes
+        return torch.nn.functional.pad(x, (0, 1))[..., : x.shape[-1]]
+    if layout == "odd start":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     return x
 
 
@@ -89,34 +93,63 @@ def expected(branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape
     return pattern, (q, k, v, dout), out.detach(), lse.detach(), grads
 
 
+def drawn(
+    queries: int, heads: int, kv_heads: int, head_dim: int, *, batch=1, keys=None, dtype=torch.float32, device="cpu"
+) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output; as many keys as queries unless told."""
+    generator = torch.Generator(device).manual_seed(0)
+    keys = queries if keys is None else keys
+    rows = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
+    return [torch.randn(batch, *each, head_dim, generator=generator, device=device).to(dtype) for each in rows]
+
+
+def attended(tensors: Sequence[torch.Tensor], pattern, backend: str, **options) -> tuple[torch.Tensor, ...]:
+    """out, lse and the gradients of q, k and v; tensors: these and the gradient of out."""
+    *inputs, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = dilated_attention(*leaves, pattern, backend=backend, return_lse=True, **options)
+    assert not lse.requires_grad
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.Tensor, ...]:
+    """The same of the reference in float64."""
+    return attended([x.double() for x in tensors], pattern, "reference", **options)
+
+
+def norms(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[float]:
+    """How far each tensor is off, relative to what is expected."""
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], tolerances) -> None:
+    """Every tensor in float64 on the CPU, within its tolerance, or one of all."""
+    pairs = list(zip(found, expected, strict=True))
+    tolerances = [tolerances] * len(pairs) if isinstance(tolerances, float) else tolerances
+    for (mine, theirs), tolerance in zip(pairs, tolerances, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs.cpu().double(), atol=tolerance, rtol=0)
+
+
 def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu") -> None:
     """Run one case and compare it with the oracle."""
     pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]
-    leaves = [stored(x.to(device), layout).requires_grad_() for x in kept]
-    got, got_lse = dilated_attention(
-        *leaves, pattern, is_causal=is_causal, kv_ordering=order, backend=backend, return_lse=True
-    )
-    got_grads = list(torch.autograd.grad(got, leaves, dout.to(device)))
+    tensors = [stored(x.to(device), layout) for x in (*kept, dout)]
+    results = list(attended(tensors, pattern, backend, is_causal=is_causal, kv_ordering=order))
     if order is not None:
-        got_grads[1:] = [order.undo(x, dim=1) for x in got_grads[1:]]
-    assert got.dtype == dtype
-    assert got_lse.shape == lse.shape
-    assert not got_lse.requires_grad
+        results[3:] = [order.undo(x, dim=1) for x in results[3:]]
+    assert results[0].dtype == dtype
     tolerances = TOLERANCE[dtype]
-    torch.testing.assert_close(got.cpu().double(), out, atol=tolerances[0], rtol=0)
-    torch.testing.assert_close(got_lse.cpu().double(), lse, atol=tolerances[1], rtol=0)
-    for mine, theirs in zip(got_grads, grads, strict=True):
-        torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
+    assert_close(results, (out, lse, *grads), (*tolerances, *[tolerances[2]] * 2))
 
 
-def tiles_of(tables, one, g, length):
-    """Positions of the rows of each tile of a head that the tables of a pass hold."""
-    for at in range(-(-length // tables.chunk)):
-        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
-            row = u + torch.arange(size)
-            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
-            tile = tile[tile < min((at + 1) * tables.chunk, length)]
-            if len(tile):
-                yield tile
+def refused(wrong: dict[type, list]) -> pytest.MarkDecorator:
+    """Cases of (error, what raises it, words of the message), from lists of these by the error."""
+    cases = [(error, *case) for error, listed in wrong.items() for case in listed]
+    return pytest.mark.parametrize(("error", "call", "words"), cases, ids=range(len(cases)))
+
+
+def only(some: set[tuple], every: Iterable[tuple]) -> list:
+    """Cases of which every run has some, and the full one all."""
+    return [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in every]

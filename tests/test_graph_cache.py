@@ -49,6 +49,8 @@ def test_what_a_graph_captured_outlives_all_that_comes_later(device, capturing, 
         tables(length, device)
     gc.collect()
     assert (first() is not None) == stays
+    info = tables.cache_info()
+    assert info.held == info.size == info.maxsize + stays  # the bound is left to the others
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU])

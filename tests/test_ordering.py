@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hilbert_lib import graph_cache
 from hilbert_lib import ordering as module
 from hilbert_lib.curves.coordinates import KINDS
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -238,22 +237,6 @@ def test_the_cache_drops_the_least_recently_used_beyond_its_bound(monkeypatch):
     use(large, large, Ordering.linear(5))
     info = ordering_cache_info()
     assert (info.hits, info.misses, info.held, info.size) == (1, 2, 1, 5)
-
-
-def test_captured_tables_stay_and_leave_the_bound_to_the_others(monkeypatch):
-    monkeypatch.setattr(graph_cache, "made_to_share", lambda build, device: object())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cache, device = small_cache(), torch.device("cuda", 0)
-    captured, *others = (Ordering.linear(n) for n in (1000, 40, 41, 42))
-    read = cache(captured, device)  # by a first call, before the capture
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cache(captured, device) is read
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for ordering in others:
-        cache(ordering, device)
-    assert cache(captured, device) is read
-    assert cache.cache_info() == (2, 4, 3, 1000 + 41 + 42, 100)
 
 
 def test_tables_are_made_while_others_are_found():

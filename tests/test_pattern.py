@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from cases import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -207,10 +208,7 @@ WRONG = {
 }
 
 
-CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
-
-
-@pytest.mark.parametrize(("error", "call", "words"), CASES)
+@refused(WRONG)
 def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
     with pytest.raises(error, match=words):
         call()

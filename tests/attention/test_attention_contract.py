@@ -5,6 +5,7 @@ import tracemalloc
 import oracle
 import pytest
 import torch
+from cases import assert_close, attended, drawn, norms, refused, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
@@ -17,14 +18,9 @@ ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
 CPU_BACKENDS = ("reference", "eager", "sdpa")
 
 
-def qkv(batch=2, length=32, heads=4, kv_heads=4, head_dim=8, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (batch, length, heads, head_dim),
-        (batch, length, kv_heads, head_dim),
-        (batch, length, kv_heads, head_dim),
-    )
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+def qkv(batch=2, length=32, heads=4, kv_heads=4, head_dim=8, dtype=torch.float64):
+    tensors = drawn(length, heads, kv_heads, head_dim, batch=batch, dtype=dtype)
+    return [x.requires_grad_() for x in tensors[:3]]
 
 
 class DenseArguments(TorchDispatchMode):
@@ -44,13 +40,6 @@ class DenseArguments(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-LAYOUTS = {
-    "bshd": lambda x: x,
-    "bhsd": lambda x: x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
-    "sliced": lambda x: torch.cat([x, x], dim=1).detach().requires_grad_()[:, :32],
-}
-
-
 # Every pair of the three.
 COPYLESS = [("head", "bshd", 4), ("head", "bhsd", 2), ("head", "sliced", 4), ("head_block", "bshd", 2)]
 COPYLESS += [("head_block", "bhsd", 4), ("head_block", "sliced", 2), ("branch", "bshd", 4), ("branch", "bhsd", 2)]
@@ -60,7 +49,7 @@ COPYLESS += [("branch", "sliced", 2), ("zero", "bshd", 2), ("zero", "bhsd", 4), 
 @pytest.mark.parametrize(("offsets", "layout", "kv_heads"), COPYLESS)
 def test_aligned_patterns_reach_the_kernels_without_a_copy(offsets, layout, kv_heads):
     pattern = DilatedPattern(ALIGNED.segment_lengths, ALIGNED.dilation_rates, offsets=offsets)
-    q, k, v = (LAYOUTS[layout](x) for x in qkv(kv_heads=kv_heads))
+    q, k, v = (stored(x.detach(), layout).requires_grad_() for x in qkv(kv_heads=kv_heads))
     storages = [x.untyped_storage().data_ptr() for x in (q, k, v)]
     with DenseArguments() as seen:
         out = dilated_attention(q, k, v, pattern, backend="sdpa")
@@ -103,9 +92,9 @@ def test_padded_keys_have_no_weight(backend, is_causal):
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
     assert lse.isinf().any()  # rows that see only padding
-    weight = torch.randn_like(out)
-    grads = torch.autograd.grad((out * weight).sum(), leaves)
-    torch.testing.assert_close(grads, torch.autograd.grad((expected * weight).sum(), leaves))
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves, dout))
     assert grads[1][mask].eq(0).all()
 
 
@@ -157,11 +146,9 @@ def test_no_dense_kernel_is_given_more_sequences_or_heads_than_it_takes(monkeypa
     for name in ("forward", "backward"):
         run = getattr(Eager, name)
         monkeypatch.setattr(Eager, name, lambda *a, run=run: shapes.extend(x.shape[:2] for x in a[:3]) or run(*a))
-    pattern, leaves = DilatedPattern((4, 16), (1, 2)), qkv(batch=batch, length=length, heads=2, kv_heads=1)
-    out, expected = (dilated_attention(*leaves, pattern, backend=name) for name in ("eager", "reference"))
-    torch.testing.assert_close(out, expected)
-    grads = (torch.autograd.grad(each.square().sum(), leaves) for each in (out, expected))
-    torch.testing.assert_close(*grads)
+    tensors = drawn(length, 2, 1, 8, batch=batch, dtype=torch.float64)
+    pattern = DilatedPattern((4, 16), (1, 2))
+    assert_close(*(attended(tensors, pattern, name) for name in ("eager", "reference")), 1e-12)
     assert 5 < max(map(max, shapes)) <= 7
 
 
@@ -197,49 +184,6 @@ def test_a_query_in_no_branch_has_zero_output_and_gradient(backend):
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_in_the_reference_a_token_that_is_not_finite_stays_in_its_rows(bad, which, is_causal):
-    pattern = DilatedPattern((8, 16), (2, 4))
-    tensors = [x.detach() for x in qkv(batch=1, heads=4, kv_heads=2)]
-    clean = dilated_attention(*tensors, pattern, is_causal=is_causal, backend="reference")
-    tensors[which] = tensors[which].clone()
-    tensors[which][0, 12] = bad
-    out = dilated_attention(*tensors, pattern, is_causal=is_causal, backend="reference")
-    for head in range(4):
-        for query in range(32):
-            keys = [j for _, j in oracle.keys_of(pattern, query, 32, head // 2, 2, is_causal)]
-            reached = bool(keys) and (query == 12 if which == 0 else 12 in keys)
-            if not reached:
-                assert torch.equal(out[0, query, head], clean[0, query, head]), (head, query)
-            elif which == 2 or bad != bad:
-                assert not out[0, query, head].isfinite().any(), (head, query)
-
-
-@pytest.mark.parametrize("backend", ["reference", "eager"])  # of "triton", tests/attention/triton/test_triton.py
-def test_a_row_whose_scores_are_all_minus_infinity_has_no_weight(backend):
-    q, k, v = (torch.ones(1, 4, 1, 2) for _ in range(3))
-    k[:, :2] = -torch.inf
-    out, lse = dilated_attention(q, k, v, DilatedPattern((2,), (1,)), backend=backend, return_lse=True)
-    torch.testing.assert_close(out[0, :, 0], torch.tensor([[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2))
-    assert lse[0, 0, :2].eq(-torch.inf).all()
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("magnitude", [1e4, -1e4])
-def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):
-    q, k, v = (x.detach() for x in qkv(heads=1, kv_heads=1, head_dim=1, dtype=torch.float32))
-    q, k = torch.full_like(q, magnitude), k.round()  # scores that float32 holds exactly
-    out = dilated_attention(q, k, v, ALIGNED, scale=1.0, is_causal=True, backend=backend)
-    expected, _ = oracle.attention(q, k, v, ALIGNED, scale=1.0, is_causal=True)
-    # Merging branches rounds weights as float32 rounds an lse of this size; one softmax does not.
-    tolerance = 1e-6 if backend == "reference" else 4e4 * 2**-24
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
-    one = DilatedPattern((1,), (1,))
-    assert torch.equal(dilated_attention(q, k, v, one, backend=backend), v)
-
-
 def test_autocast_leaves_float64_alone():
     leaves = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -256,15 +200,11 @@ def test_a_padding_mask_that_changes_before_the_backward_is_an_error():
 
 
 def test_gradients_of_many_branches_are_summed_in_float32():
-    q, k, v = (x.detach().requires_grad_() for x in qkv(batch=1, heads=1, kv_heads=1, dtype=torch.float16))
-    many = DilatedPattern((32,) * 32, (1,) * 32)  # 32 times the same branch: the same function as one of them
-    once = DilatedPattern((32,), (1,))
-    grads, expected = (
-        torch.autograd.grad(dilated_attention(q, k, v, pattern, backend="sdpa").sum(), (q, k, v))
-        for pattern in (many, once)
-    )
-    for got, true in zip(grads, expected, strict=True):
-        assert (got - true).norm() < 1e-3 * true.norm()
+    tensors = drawn(32, 1, 1, 8, dtype=torch.float16)
+    # 32 times the same branch: the same function as one of them, but for lse.
+    many, once = (DilatedPattern((32,) * n, (1,) * n) for n in (32, 1))
+    found, expected = (attended(tensors, pattern, "sdpa") for pattern in (many, once))
+    assert max(norms(found[2:], [x.double() for x in expected[2:]])) < 1e-3
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"length": 0}])
@@ -347,14 +287,11 @@ WRONG = {
 }
 
 
-CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
-
-
-@pytest.mark.parametrize(("error", "arguments", "words"), CASES, ids=lambda x: x if isinstance(x, str) else "")
-def test_bad_input_names_argument_value_and_what_is_allowed(error, arguments, words):
+@refused(WRONG)
+def test_bad_input_names_argument_value_and_what_is_allowed(error, call, words):
     for function in (dilated_attention, explain_backend):
         with pytest.raises(error, match=words):
-            function(**arguments)
+            function(**call)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -4,8 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -321,13 +319,9 @@ def test_a_remembered_choice_is_traced_in_one_graph():
 
 def test_what_another_process_measured_is_seen_at_once(place):
     assert remembered_rules(CPU, torch.float32) == ()
-    ask = "from hilbert_lib.attention.measured_rules import *; from hilbert_lib import DilatedPattern as P\n"
-    ask += f"remember(ShapeClass('cpu', 'float32', 64, 2, 8, False, False, P({PATTERN.segment_lengths}, "
-    ask += f"{PATTERN.dilation_rates})), ('reference', 'eager'), {{}})"
     time.sleep(0.01)  # a clock tick of the file system
-    subprocess.run(
-        [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {ask}"], check=True
-    )
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(remember, (SHAPE, ("reference", "eager"), {}))
     ((_, rule),) = remembered_rules(CPU, torch.float32)
     assert rule.order == ("reference", "eager")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import attended, drawn
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.dropout import keep_mask, philox
@@ -33,43 +34,34 @@ def test_every_coordinate_changes_the_bits():
             assert 0.45 < (mask == other).float().mean().item() < 0.55, number
 
 
-def qkv(dtype: torch.dtype = torch.float64, batch: int = 2, length: int = 29):
-    generator = torch.Generator().manual_seed(5)
-    shapes = ((batch, length, 4, 8), (batch, length, 2, 8), (batch, length, 2, 8))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
-
-
-def run(leaves, **options):
+def run(tensors, **options):
     torch.manual_seed(11)
-    out, lse = dilated_attention(*leaves, PATTERN, dropout_p=0.3, return_lse=True, **options)
-    return out, lse, torch.autograd.grad(out.square().sum(), leaves)
+    return attended(tensors, PATTERN, dropout_p=0.3, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_backends_share_the_bits_and_lse_is_undropped(is_causal):
-    leaves = qkv()
-    plain, plain_lse = dilated_attention(*leaves, PATTERN, is_causal=is_causal, return_lse=True)
-    out, lse, grads = run(leaves, backend="reference", is_causal=is_causal)
-    other, other_lse, other_grads = run(leaves, backend="eager", is_causal=is_causal)
-    torch.testing.assert_close(other, out)
-    torch.testing.assert_close(other_grads, grads)
-    torch.testing.assert_close(lse, plain_lse)
-    torch.testing.assert_close(other_lse, plain_lse)
-    assert (out - plain).abs().max() > 0.1
+    tensors = drawn(29, 4, 2, 8, batch=2, dtype=torch.float64)
+    plain, plain_lse, *_ = attended(tensors, PATTERN, "auto", is_causal=is_causal)
+    found, other = (run(tensors, backend=name, is_causal=is_causal) for name in ("reference", "eager"))
+    torch.testing.assert_close(other, found)
+    torch.testing.assert_close(found[1], plain_lse)
+    assert (found[0] - plain).abs().max() > 0.1
 
 
 def test_dropout_does_not_depend_on_ordering_or_on_decoding():
-    q, k, v = qkv()
-    out, _, _ = run((q, k, v))
+    q, k, v, dout = drawn(29, 4, 2, 8, batch=2, dtype=torch.float64)
+    out = run((q, k, v, dout), backend="auto")[0]
     order = Ordering.from_curve("hilbert", 29)
-    stored = [q, order.apply(k, dim=1), order.apply(v, dim=1)]
-    torch.testing.assert_close(run(stored, kv_ordering=order)[0], out)
-    torch.testing.assert_close(run((q[:, 20:23], k, v), query_start=20)[0], out[:, 20:23])
+    stored = [q, order.apply(k, dim=1), order.apply(v, dim=1), dout]
+    torch.testing.assert_close(run(stored, backend="auto", kv_ordering=order)[0], out)
+    few = run((q[:, 20:23], k, v, dout[:, 20:23]), backend="auto", query_start=20)
+    torch.testing.assert_close(few[0], out[:, 20:23])
 
 
 def test_dropout_repeats_with_the_seed_and_keeps_the_expectation():
     # Many copies of one sequence: each has bits of its own, because the batch index is in the key.
-    q, k, v = (x.detach()[:1].expand(400, -1, -1, -1) for x in qkv(torch.float32, length=16))
+    q, k, v = (x.expand(400, -1, -1, -1) for x in drawn(16, 4, 2, 8)[:3])
     pattern = DilatedPattern((8, 16), (1, 2))
     torch.manual_seed(0)
     out = dilated_attention(q, k, v, pattern, dropout_p=0.3)
@@ -82,8 +74,7 @@ def test_dropout_repeats_with_the_seed_and_keeps_the_expectation():
 
 
 def test_the_gradient_is_that_of_the_dropped_function():
-    generator = torch.Generator().manual_seed(5)
-    leaves = [torch.randn(1, 6, 1, 2, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    leaves = [x.requires_grad_() for x in drawn(6, 1, 1, 2, dtype=torch.float64)[:3]]
 
     def seeded(*tensors):
         torch.manual_seed(1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import TOLERANCE
+from cases import TOLERANCE, assert_close
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
@@ -38,11 +38,6 @@ def qkv(request):
     return request.param()
 
 
-def assert_equal(got: tuple, expected: tuple, tolerances: tuple[float, ...]) -> None:
-    for mine, theirs, tolerance in zip(got, expected, tolerances, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, atol=tolerance, rtol=0)
-
-
 @pytest.mark.parametrize("kernels", ["the fastest", "plain", "plain, of rows in an order"])
 def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
     q, k, v = qkv
@@ -62,11 +57,11 @@ def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
     for segment in SEGMENTS:
         *exact, exact_dout = (x.detach()[:, segment].double() for x in (*qkv, dout))
         expected = reference.forward(*exact, call)
-        assert_equal((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
+        assert_close((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
         expected_gradients = reference.backward(exact_dout, *exact, *expected, call)
         rows = order.inverse[segment].to(out.device)  # where in storage the positions of the segment lie
         mine = gradients[0][:, segment], *(x[:, rows] for x in gradients[1:])
-        assert_equal(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
+        assert_close(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -78,4 +73,4 @@ def test_decoding_is_exact_at_both_ends(qkv, queries):
         call = Call(PATTERN, scale=HEAD_DIM**-0.5, query_start=start)
         exact = (x.double() for x in (asked, k[:, segment], v[:, segment]))
         expected = reference.forward(*exact, replace(call, query_start=start - segment.start))
-        assert_equal(decode.forward(asked, k, v, call), expected, TOLERANCE[q.dtype][:2])
+        assert_close(decode.forward(asked, k, v, call), expected, TOLERANCE[q.dtype][:2])

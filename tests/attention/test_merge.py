@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, SHAPES, check, in_pairs
+from cases import BRANCHES, LAYOUTS, SHAPES, attended, check, drawn, in_pairs
 
-from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib import DilatedPattern
 from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.call import Call
@@ -131,21 +131,16 @@ def test_parts_merged_and_summed_at_once_equal_the_oracle(at_once, case):
     check(branches, offsets, mixing, "none", "sdpa", dtype, shape, layout, is_causal)
 
 
-def outcomes(tensors, pattern, **options) -> list[list[torch.Tensor]]:
-    """out, lse and gradients, of strided attention and of the reference."""
-    leaves, results = [x.detach().requires_grad_() for x in tensors], []
-    for backend in ("eager", "reference"):
-        out, lse = dilated_attention(*leaves, pattern, backend=backend, return_lse=True, **options)
-        results.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
-    return results
+def check_strided(tensors, pattern, **options) -> None:
+    """Strided attention equals the reference: out, lse and gradients."""
+    found, expected = (attended(tensors, pattern, name, **options) for name in ("eager", "reference"))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("query_start", [0, 7, 19])
 def test_queries_that_begin_inside_segments_find_their_parts(at_once, query_start):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(3, n, 2, 4, generator=generator) for n in (21, 40, 40)]
     pattern = DilatedPattern((6, 16, 100), (1, 3, 5))
-    torch.testing.assert_close(*outcomes(tensors, pattern, is_causal=True, query_start=query_start))
+    check_strided(drawn(21, 2, 2, 4, batch=3, keys=40), pattern, is_causal=True, query_start=query_start)
 
 
 VIEWS = {  # branches, offsets, mixing, (batch, length, heads, kv_heads), how many calls
@@ -167,11 +162,10 @@ def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, mon
     if by_kernel:
         pytest.importorskip("hilbert_lib.attention.triton.merge", reason="triton has no build for this platform")
         monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, length, h, 4, generator=generator) for h in (heads, kv_heads, kv_heads))
+    q, k, v, dout = drawn(length, heads, kv_heads, 4, batch=batch)
     pattern = DilatedPattern(*branches, offsets=offsets, mixing=mixing)
     assert sum(1 for _ in strided.steps(Call(pattern), [q], [k, v])) == calls
-    torch.testing.assert_close(*outcomes((q, k, v), pattern, is_causal=True))
+    check_strided((q, k, v, dout), pattern, is_causal=True)
 
 
 @pytest.mark.parametrize("offsets", OFFSET_RULES)
@@ -193,9 +187,7 @@ def test_every_head_is_in_one_call_of_a_branch_and_begins_at_its_offset(offsets,
 
 @pytest.mark.parametrize("query_start", [0, 4, 8])
 def test_heads_with_other_numbers_of_keys_are_calls_of_their_own(query_start):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, n, 4, 4, generator=generator) for n in (4, 13, 13)]
-    torch.testing.assert_close(*outcomes(tensors, DilatedPattern((16,), (4,)), query_start=query_start))
+    check_strided(drawn(4, 4, 4, 4, keys=13), DilatedPattern((16,), (4,)), query_start=query_start)
 
 
 def test_heads_without_queries_make_no_calls():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import refused
 
 from hilbert_lib import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, Ordering
 
@@ -95,11 +96,8 @@ WRONG = {
 }
 
 
-CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("error", "call", "words"), CASES)
+@refused(WRONG)
 def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
     with pytest.raises(error, match=words):
         call()

@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from cases import drawn
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, Ordering, dilated_attention
 from hilbert_lib.attention import operators
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,9 +44,8 @@ def _forget_compiled_code():
 
 
 def qkv(*, rows: int = LENGTH, keys: int = LENGTH, dtype: torch.dtype = torch.float32, head_dim: int = 4):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (1, rows, 2, head_dim), (1, keys, 1, head_dim), (1, keys, 1, head_dim)
-    return [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]
+    tensors = drawn(rows, 2, 1, head_dim, keys=keys, dtype=dtype)
+    return [x.to(DEVICE).requires_grad_() for x in tensors[:3]]
 
 
 def results(attend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -85,8 +86,7 @@ def test_inductor_compiles_calls_between_other_operators(backend, option):
     # By default inductor draws dropout's seed from a generator of its own.
     compiled = torch.compile(block, fullgraph=True, options={"fallback_random": True})
     tensors = qkv(rows=ROWS[option])
-    for got, expected in zip(results(compiled, tensors), results(block, tensors), strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(results(compiled, tensors), results(block, tensors))
 
 
 @needs_compiler
@@ -204,8 +204,7 @@ def test_tensors_that_kernels_cannot_load_are_copied_inside(backend):
     compiled = torch.compile(strided, fullgraph=True, backend="aot_eager")
     expected = results(attention(backend, "plain"), tensors)
     for attend in (strided, compiled):
-        for got, true in zip(results(attend, tensors), expected, strict=True):
-            torch.testing.assert_close(got, true)
+        torch.testing.assert_close(results(attend, tensors), expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
@@ -260,22 +259,19 @@ print([name for name in ("torch._dynamo", "triton") if name in sys.modules])
 @pytest.mark.parametrize("option", ["causal", "dropout", "ordering"])
 def test_a_cuda_graph_replays_forward_and_backward(option):
     attend, tensors = attention("triton", option), qkv(dtype=torch.bfloat16, head_dim=64)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results(attend, tensors)  # compiles and fills the caches
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def call():
         out, _ = attend(*tensors)
-        grads = torch.autograd.grad(out.float().square().sum(), tensors)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    graph, replayed = captured(call)
     for value in (2.0, -1.0):
         with torch.no_grad():
             tensors[2].fill_(value)
         torch.manual_seed(3)
         graph.replay()
         expected = results(attend, tensors)
-        assert all(map(torch.equal, (out, *grads), (expected[0], *expected[2:])))
+        assert all(map(torch.equal, replayed, (expected[0], *expected[2:])))
 
 
 @pytest.mark.gpu
@@ -283,5 +279,4 @@ def test_a_cuda_graph_replays_forward_and_backward(option):
 def test_inductor_serves_the_kernels_of_cuda(backend):
     attend, tensors = attention(backend, "causal"), qkv(dtype=torch.bfloat16, head_dim=64)
     compiled = torch.compile(attend, fullgraph=True)
-    for got, expected in zip(results(compiled, tensors), results(attend, tensors), strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(results(compiled, tensors), results(attend, tensors))

@@ -10,6 +10,7 @@ import hilbert
 import numpy as np
 import pytest
 import torch
+from cases import refused
 from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,7 +153,7 @@ def test_tiles_are_visited_whole_in_raster_order():
     assert torch.equal(curve_coordinates("tile", (8, 8, 8))[:64], curve_coordinates("raster", (4, 4, 4)))
 
 
-def test_a_megapixel_of_hilbert_is_faster_than_the_package():
+def test_a_large_hilbert_square_is_faster_than_the_package():
     """numpy-hilbert-curve takes many times as long on an idle machine; on a busy one only the order is sure."""
 
     def seconds(work):
@@ -160,8 +161,8 @@ def test_a_megapixel_of_hilbert_is_faster_than_the_package():
         work()
         return time.perf_counter() - start
 
-    ours = median(seconds(lambda: curve_coordinates("hilbert", (1024, 1024))) for _ in range(5))
-    theirs = seconds(lambda: hilbert.decode(np.arange(2**20), 2, 10))
+    ours = median(seconds(lambda: curve_coordinates("hilbert", (512, 512))) for _ in range(5))
+    theirs = seconds(lambda: hilbert.decode(np.arange(2**18), 2, 9))
     assert ours < theirs
 
 
@@ -202,10 +203,7 @@ WRONG = {
 }
 
 
-CASES = [(error, *case) for error, cases in WRONG.items() for case in cases]
-
-
-@pytest.mark.parametrize(("error", "call", "words"), CASES)
+@refused(WRONG)
 def test_bad_arguments_are_named(error, call, words):
     with pytest.raises(error, match=words):
         call()

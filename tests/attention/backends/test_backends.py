@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import TOLERANCE, expected
+from cases import TOLERANCE, assert_close, attended, expected
 
 from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
@@ -294,21 +294,14 @@ def test_xformers_without_its_compiled_part_cannot_serve(gpu, installed, importa
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", [*PACKAGES, "flex"])
 def test_what_serves_on_this_gpu_equals_the_oracle(name, is_causal):
-    from hilbert_lib import dilated_attention
-
-    pattern, (*tensors, dout), out, lse, grads = expected(
-        "sparse", "branch", "softmax", torch.bfloat16, "wide", is_causal
-    )
-    leaves = [x.cuda().requires_grad_() for x in tensors]
-    explanation = explain_backend(*leaves, pattern, is_causal=is_causal, backend=name)
+    pattern, tensors, *exact, grads = expected("sparse", "branch", "softmax", torch.bfloat16, "wide", is_causal)
+    tensors = [x.cuda() for x in tensors]
+    explanation = explain_backend(*tensors[:3], pattern, is_causal=is_causal, backend=name)
     if not explanation.chosen:
         pytest.skip(explanation.reasons[name])
-    got, got_lse = dilated_attention(*leaves, pattern, is_causal=is_causal, backend=name, return_lse=True)
-    tolerances = TOLERANCE[torch.bfloat16]
-    torch.testing.assert_close(got.detach().cpu().double(), out, atol=tolerances[0], rtol=0)
-    torch.testing.assert_close(got_lse.cpu().double(), lse, atol=2e-3, rtol=0)
-    for mine, theirs in zip(torch.autograd.grad(got, leaves, dout.cuda()), grads, strict=True):
-        torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerances[2], rtol=0)
+    most, _, of_gradients = TOLERANCE[torch.bfloat16]
+    tolerances = most, 2e-3, *[of_gradients] * 3
+    assert_close(attended(tensors, pattern, name, is_causal=is_causal), (*exact, *grads), tolerances)
 
 
 def test_an_option_that_came_later_is_refused_unless_it_is_named(monkeypatch):

@@ -51,24 +51,19 @@ def test_a_backward_runs_again_after_those_that_ran_once(inputs):
 
 
 @inductor
-def test_autograds_cache_is_not_asked_to_keep_what_holds_tensors(inputs, monkeypatch):
+def test_what_is_kept_enters_no_cache_of_autograds_and_what_came_before_is_left_alone(inputs, monkeypatch):
     asked = []
     monkeypatch.setattr(AOTAutogradCache, "save", lambda *_, **__: asked.append(True))
     compiled = torch.compile(product, dynamic=False)
     run_to_keep(compiled, *inputs)
-    assert not asked
+    assert not asked  # it holds tensors
     torch._dynamo.reset()
-    compiled(*inputs).sum().backward()
-    assert asked
-
-
-@inductor
-def test_a_compiled_function_that_the_inputs_come_from_is_left_alone(inputs):
-    first = torch.compile(product, dynamic=False)
-    taken = first(*inputs)
+    taken = compiled(*inputs)
     (out,) = run_to_keep(lambda x: (x * 2,), taken)
     assert taken.grad_fn._forward_cls.metadata.bw_donated_idxs != []
     assert out.grad_fn.name() == "MulBackward0"
+    taken.sum().backward()
+    assert asked
 
 
 def test_what_has_no_gradient_or_is_not_compiled_is_returned_as_it_is():
@@ -84,5 +79,4 @@ def test_the_backward_of_compiled_flex_attention_runs_again(length):
     torch.autograd.grad(compiled_flex_attention(q, k, v).sum(), q)
     out = compiled_flex_attention(q, k, v)
     first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(first, second)

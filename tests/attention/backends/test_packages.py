@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from cases import LAYOUTS, expected, stored
+from cases import LAYOUTS, assert_close, expected, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern
@@ -32,6 +32,11 @@ def dense_backward(dout, q, k, v, out, lse, scale, causal):
     return [x.transpose(1, 2).to(q.dtype) for x in Eager.backward(dout, q, k, v, out, lse, problem)]
 
 
+def fill(targets, grads):
+    for target, grad in zip(targets, grads, strict=True):
+        target.copy_(grad)
+
+
 def fake_2():
     """flash_attn.flash_attn_interface, by the signatures of flash-attn 2.8."""
 
@@ -42,9 +47,7 @@ def fake_2():
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
                  window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
+        fill((dq, dk, dv), dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal))
 
     return {"flash_attn.flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
 
@@ -59,9 +62,7 @@ def fake_3():
                  max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
                  window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
         assert cu_seqlens_q is max_seqlen_k is None
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
+        fill((dq, dk, dv), dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal))
 
     return {"flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
 
@@ -136,10 +137,9 @@ def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_
     q, k, v = (stored(x, "sliced") for x in tensors)
     call = Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
     got, got_lse = strided.forward(q, k, v, call, kernel)
-    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    assert_close((got, got_lse), (out, lse), 1e-12)
     got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
-    torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+    assert_close(got_grads, grads, 1e-11)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4"], indirect=True)
@@ -205,7 +205,7 @@ def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeyp
         q, k, v = (stored(x, of_inputs) for x in tensors)
         out, lse = strided.forward(q, k, v, call, CuDnn)
         got = strided.backward(stored(dout, of_dout), q, k, v, out, lse, call, CuDnn)
-        torch.testing.assert_close(got, tuple(grads), atol=1e-11, rtol=0)
+        assert_close(got, grads, 1e-11)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
@@ -243,11 +243,10 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
     q, k, v = (stored(x, layout) for x in tensors)
     call, kernel = Call(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
     got, got_lse = strided.forward(q, k, v, call, kernel)
-    torch.testing.assert_close(got, out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(got_lse, lse, atol=1e-12, rtol=0)
+    assert_close((got, got_lse), (out, lse), 1e-12)
     for of_dout in LAYOUTS:
         got_grads = strided.backward(stored(dout, of_dout), q, k, v, got, got_lse, call, kernel)
-        torch.testing.assert_close(got_grads, tuple(grads), atol=1e-11, rtol=0)
+        assert_close(got_grads, grads, 1e-11)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])

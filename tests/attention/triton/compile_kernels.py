@@ -1,9 +1,9 @@
-"""Compile kernels for one architecture, without a GPU, and print how often they have what their speed rests on.
+"""Compile kernels for one architecture, without a GPU, and print what their speed and exactness rest on.
 
-The arguments are the architecture, and groups of kernels, of `GROUPS`. Under "ptx" a hash of each kernel's PTX stands:
-without line information it changes only with what is compiled, and no file may move a kernel and change it. Without
-arguments every group is compiled for the GPUs that it is for, and their hashes are printed (ptx_hashes.txt).
-A process of its own: where TRITON_INTERPRET is set, Triton does not compile.
+The arguments are the architecture, and "sample" or "every". Without arguments the hashes of every kernel for every
+architecture are printed (ptx_hashes.txt): that of a kernel's PTX, without line information, changes only with what is
+compiled, and no file may move a kernel and change it. A process of its own: where TRITON_INTERPRET is set, Triton does
+not compile.
 """
 
 import hashlib
@@ -12,8 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from functools import partial
 from itertools import product
 
 import triton
@@ -21,7 +19,7 @@ from held_operands import held_operands
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
@@ -34,6 +32,7 @@ from hilbert_lib.attention.triton.hopper.division import BRANCHES
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
 
+ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
     **dict.fromkeys(("lse", "delta", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv"), "*fp32"),
@@ -45,7 +44,6 @@ CURVE_TYPES = {
     **dict.fromkeys(("out", "coordinates"), "*i64"),
     **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
-HASHES = []  # of the PTX of every kernel, in the order in which they were compiled
 SOME = BRANCHES - 1  # so that one of the warp-specialised kernels' branches has no descriptor
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
@@ -54,7 +52,7 @@ ATTENTION_FLAGS = {
 }
 
 
-def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int, source=ASTSource):
+def compiled(kernel, types: dict, constants: dict, options: dict, architecture: int):
     """One kernel as Triton compiles it; constants that it does not have are left out."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -63,16 +61,9 @@ def compiled(kernel, types: dict, constants: dict, options: dict, architecture: 
         for n, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or (name.startswith(STRIDES) and signature[name] != "constexpr")
     }
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     target = GPUTarget("cuda", architecture, 32)
-    made = triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
-    assert "hilbert_lib" not in made.asm["ptx"], "a name of a module in the PTX changes with the module's place"
-    HASHES.append(f"{kernel.__name__} {hashlib.sha256(made.asm['ptx'].encode()).hexdigest()[:16]}")
-    return made
-
-
-def ptx_of(*arguments, **options) -> str:
-    """The PTX of one kernel; arguments as `compiled` takes them."""
-    return compiled(*arguments, **options).asm["ptx"]
+    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
 
 
 def configured(name: str, size: int, head_dim: int) -> tuple:
@@ -84,55 +75,48 @@ def configured(name: str, size: int, head_dim: int) -> tuple:
     return ATTENTION[name], types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def attention(architecture: int) -> dict[str, str]:
-    """The PTX of the fused kernels."""
-    return {name: ptx_of(*configured(name, 2, 64), architecture) for name in ATTENTION}
-
-
-def configurations(architecture: int) -> dict[str, int]:
-    """Bytes of shared memory that each entry of the fused kernels' configurations takes."""
+def plain_kernels() -> dict[str, tuple]:
+    """The fused kernels as they are configured: by name, size of an element and head_dim."""
     return {
-        f"{name} {size} {head_dim}": compiled(*configured(name, size, head_dim), architecture).metadata.shared
+        f"{name} {size} {head_dim}": configured(name, size, head_dim)
         for name in ATTENTION
         for size, head_dim in CONFIGS[name]
     }
 
 
-def decode(architecture: int) -> dict[str, str]:
-    """The PTX of the kernels for a few queries, of one and of several, and of their merge."""
+def decode_kernels() -> dict[str, tuple]:
+    """The kernels for a few queries, of one and of several, and their merge."""
     common = {name: ATTENTION_FLAGS[name] for name in ("CAUSAL", "PRECISION", "GATHER", "PADDING", "DROPOUT")}
-    common |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "PAIRS": 16}
-    ptx = {}
-    for block_m, several in ((16, False), (32, True)):
-        constants = {**common, "BLOCK_M": block_m, "SEVERAL": several}
-        options = {"num_warps": 4, "num_stages": 3}
-        ptx[f"{block_m} rows"] = ptx_of(decoding.decode_kernel, ATTENTION_TYPES, constants, options, architecture)
-    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK": 64}
-    ptx["merge"] = ptx_of(decoding.merge_kernel, ATTENTION_TYPES, constants, {"num_warps": 4}, architecture)
-    return ptx
+    common |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "PAIRS": 16, "BLOCK": 64}
+    options = {"num_warps": 4, "num_stages": 3}
+    return {
+        "decode one": (decoding.decode_kernel, ATTENTION_TYPES, common | {"BLOCK_M": 16, "SEVERAL": False}, options),
+        "decode several": (decoding.decode_kernel, ATTENTION_TYPES, common | {"BLOCK_M": 32, "SEVERAL": True}, options),
+        "decode merge": (decoding.merge_kernel, ATTENTION_TYPES, common, {"num_warps": 4}),
+    }
 
 
-def curves(architecture: int) -> dict[str, str]:
-    """The PTX of the Hilbert curve's kernels, in 2-D and 3-D."""
-    ptx = {}
-    for ndim in (2, 3):
-        for name, kernel in (("decode", decode_kernel), ("encode", encode_kernel)):
-            constants = {"NDIM": ndim, "STEP" if name == "decode" else "BLOCK": 256}
-            ptx[f"{name} {ndim}"] = ptx_of(kernel, CURVE_TYPES, constants, {"num_warps": 1}, architecture)
-    return ptx
+def curve_kernels() -> dict[str, tuple]:
+    """The Hilbert curve's kernels, in 2-D and 3-D."""
+    return {
+        f"curve {name} {ndim}": (kernel, CURVE_TYPES, {"NDIM": ndim, size: 256}, {"num_warps": 1})
+        for ndim in (2, 3)
+        for name, kernel, size in (("decode", decode_kernel, "STEP"), ("encode", encode_kernel, "BLOCK"))
+    }
 
 
-def rows(architecture: int) -> dict[str, str]:
-    """The PTX of what merges rows and adds to them, of sixteen bits and of thirty-two."""
+def row_kernels() -> dict[str, tuple]:
+    """What merges rows and adds to them, of sixteen bits and of thirty-two."""
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
-    ptx = {}
-    for kernel, wholes in ((by_row.merge_kernel, ("out", "other_out")), (by_row.add_kernel, ("total", "more"))):
-        for dtype in ("*bf16", "*fp32"):
-            types = dict.fromkeys(wholes, dtype) | dict.fromkeys(("lse", "other_lse"), "*fp32")
-            types |= {"first": "*i64", "second": "*i64"}
-            name = f"{kernel.__name__} {dtype}"
-            ptx[name] = ptx_of(kernel, types, constants, {"num_warps": 4}, architecture)
-    return ptx
+    types = {"lse": "*fp32", "other_lse": "*fp32", "first": "*i64", "second": "*i64"}
+    return {
+        f"rows {name} {bits}": (kernel, types | dict.fromkeys(wholes, dtype), constants, {"num_warps": 4})
+        for name, kernel, wholes in (
+            ("merge", by_row.merge_kernel, ("out", "other_out")),
+            ("add", by_row.add_kernel, ("total", "more")),
+        )
+        for bits, dtype in ((16, "*bf16"), (32, "*fp32"))
+    }
 
 
 def described(rows: int, columns: int, dtype) -> str:
@@ -142,7 +126,7 @@ def described(rows: int, columns: int, dtype) -> str:
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
 
-def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tuple:
+def forward_on_hopper(columns: int, causal: bool, goes_on: bool) -> tuple:
     """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
     keys = described(config.block_n, columns, gl.bfloat16)
@@ -153,7 +137,7 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool = False) -> tupl
     return hopper_forward.forward_kernel, types, constants, {"num_warps": 4, "maxnreg": config.maxnreg}
 
 
-def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True, cut: bool = True) -> tuple:
+def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> tuple:
     """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
     queries = described(config.block_m, columns, gl.bfloat16)
@@ -166,19 +150,23 @@ def backward_on_hopper(columns: int, causal: bool, with_dq: bool = True, cut: bo
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
-def hopper(architecture: int, every: bool = True) -> dict[str, str]:
-    """The PTX of the warp-specialised kernels, causal and not; unless every one, a forward and a backward with dq."""
-    ptx = {}
-    for columns in (64, 128):
-        for causal in (False, True):
-            forward, backward = (every or one == (columns, causal) for one in ((64, True), (128, False)))
-            for goes_on in (True, False)[: forward + every]:
-                args = *forward_on_hopper(columns, causal, goes_on), architecture, GluonASTSource
-                ptx[f"forward {columns} {causal} {goes_on}"] = ptx_of(*args)
-            for with_dq in (True, False)[: backward + (causal and every)]:
-                args = *backward_on_hopper(columns, causal, with_dq), architecture, GluonASTSource
-                ptx[f"backward {columns} {causal}" + ("" if with_dq else " without dq")] = ptx_of(*args)
-    return ptx
+def hopper_kernels() -> dict[str, tuple]:
+    """The warp-specialised kernels: columns, causal, and what else they are told."""
+    flags = (False, True)
+    forwards = {
+        f"hopper forward {columns} {causal} {goes_on}": forward_on_hopper(columns, causal, goes_on)
+        for columns, causal, goes_on in product((64, 128), flags, flags)
+    }
+    return forwards | {
+        f"hopper backward {columns} {causal} {cut} {with_dq}": backward_on_hopper(columns, causal, cut, with_dq)
+        for columns, causal, cut, with_dq in product((64, 128), flags, flags, flags)
+    }
+
+
+def kernels_for(architecture: int) -> dict[str, tuple]:
+    """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
+    every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels()
+    return every | hopper_kernels() if architecture == 90 else every
 
 
 def sass_of(kernel) -> str:
@@ -190,78 +178,56 @@ def sass_of(kernel) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def waits(architecture: int) -> dict[str, str]:
-    """The SASS of each loop of the forward from the wait for scores to that for the product with v, held late."""
-    sass = sass_of(compiled(*forward_on_hopper(128, False), architecture, GluonASTSource))
+def of_warp_specialised(kernel) -> dict:
+    """How many programs an H100's multiprocessor holds, how often a product waits, and what stands in the loops."""
+    ptx, sass = kernel.asm["ptx"], sass_of(kernel)
+    registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas = f"{triton.knobs.nvidia.ptxas.path} -v -arch=sm_90a {file.name} -o /dev/null"
+        told = subprocess.run(ptxas.split(), check=True, capture_output=True, text=True).stderr
+    # Each loop of a forward from the wait for scores to that for the product with v, held late.
     loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
-    return {f"group {number}": loop for number, loop in enumerate(loops)}
-
-
-def resident(architecture: int) -> dict[str, dict[str, int]]:
-    """How many programs of the kernels for narrow rows a multiprocessor of an H100 holds; how often a product waits."""
-    found = {}
-    kernels = {f"forward causal {causal}": forward_on_hopper(64, causal) for causal in (False, True)}
-    for name, source in (kernels | {"backward causal True": backward_on_hopper(64, True)}).items():
-        kernel = compiled(*source, architecture, GluonASTSource)
-        ptx = kernel.asm["ptx"]
-        registers, threads = (int(re.search(rf"\.{size} (\d+)", ptx)[1]) for size in ("maxnreg", "reqntid"))
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(ptx)
-            file.flush()
-            ptxas = f"{triton.knobs.nvidia.ptxas.path} -v -arch=sm_{architecture}a {file.name} -o /dev/null"
-            told = subprocess.run(ptxas.split(), check=True, capture_output=True, text=True).stderr
-        programs = min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024))
-        found[name] = {"programs": programs, "serialized": told.count("are serialized")}
-    return found
-
-
-def operands(architecture: int, every: bool = True) -> dict[str, dict]:
-    """What of the warp-specialised backwards is held and spoilt (`held_operands`); unless every one, of three.
-
-    They hold keys and values in registers from before their loops. The forward makes weights for the next pass.
-    """
     return {
-        f"{columns} {causal} {cut} {with_dq}": held_operands(sass_of(kernel))
-        for columns, causal, cut, with_dq in product((64, 128), (False, True), (False, True), (False, True))
-        if every or (columns == 64 and causal == cut and (cut or not with_dq))
-        for kernel in [compiled(*backward_on_hopper(columns, causal, with_dq, cut), architecture, GluonASTSource)]
+        "programs": min(65536 // (registers * threads), 228 * 1024 // (kernel.metadata.shared + 1024)),
+        "serialized": told.count("are serialized"),
+        "exponentials": [loop.count("MUFU.EX2") for loop in loops],
+        **held_operands(sass),
     }
 
 
-GROUPS = {
-    **{"attention": attention, "configurations": configurations},
-    **{"decode": decode, "curves": curves, "rows": rows},
-    **{"hopper": hopper, "some of hopper": partial(hopper, every=False), "waits": waits, "resident": resident},
-    **{"operands": operands, "some operands": partial(operands, every=False)},
-}
+def facts(name: str, architecture: int) -> dict:
+    """What a kernel's speed and exactness rest on, and a hash of its PTX."""
+    kernel, *rest = kernels_for(architecture)[name]
+    made = compiled(kernel, *rest, architecture)
+    ptx = made.asm["ptx"]
+    assert "hilbert_lib" not in ptx, "a name of a module in the PTX changes with the module's place"
+    return {
+        "hash": f"{architecture} {name}: {hashlib.sha256(ptx.encode()).hexdigest()[:16]}",
+        "shared": made.metadata.shared,
+        "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
+        **(of_warp_specialised(made) if name.startswith("hopper") else {}),
+    }
+
+
+# A forward and a backward of each file, which take seconds.
+SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "decode one", "decode merge", "curve decode 2", "curve encode 2")
+SAMPLE += ("rows merge 16", "rows add 16", "hopper forward 64 True False", "hopper backward 64 True True True")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
-    r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+|MUFU\.EX2)"
+    r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"
 )
-
-PLAIN = ("attention", "configurations", "decode", "curves", "rows")
-WHOLE = {80: PLAIN, 90: (*PLAIN, "hopper", "operands"), 100: PLAIN}
-
-
-def made_by(architecture: int, groups: tuple[str, ...]) -> dict[str, dict]:
-    """What each group gives, instructions counted, and the hashes of its PTX."""
-    found = {"ptx": {}}
-    for group in groups:
-        HASHES.clear()
-        kernels = GROUPS[group](architecture).items()
-        found[group] = {name: Counter(INSTRUCTIONS.findall(x)) if isinstance(x, str) else x for name, x in kernels}
-        found["ptx"][group] = [f"{architecture} {group.replace(' ', '_')} {n} {one}" for n, one in enumerate(HASHES)]
-    return found
-
 
 if __name__ == "__main__":
     triton.knobs.cache.dir = tempfile.mkdtemp()
     triton.knobs.compilation.disable_line_info = True
-    architecture, *groups = sys.argv[1:] or [0]
-    if groups:
-        print(json.dumps(made_by(int(architecture), tuple(groups))))
+    if sys.argv[1:]:
+        architecture, which = int(sys.argv[1]), sys.argv[2]
+        names = SAMPLE if which == "sample" else kernels_for(architecture)
+        print(json.dumps({name: facts(name, architecture) for name in names}))
     else:
         print("triton", triton.__version__)
-        for architecture, groups in sorted(WHOLE.items()):
-            made = made_by(architecture, groups)["ptx"].values()
-            print("\n".join(line for lines in made for line in lines), flush=True)
+        for architecture in ARCHITECTURES:
+            for name in kernels_for(architecture):
+                print(facts(name, architecture)["hash"], flush=True)

@@ -40,44 +40,6 @@ def race_kernel(out):
     tl.store(out + n, read)
 
 
-@triton.jit
-def hand_over_kernel(out, ARRIVALS: tl.constexpr):
-    """No mistake: a warp reads what another one wrote once a barrier in shared memory says that it is there.
-
-    The warp that wrote joins before ARRIVALS of its threads, 1 or 32, arrive at the barrier.
-    """
-    n = tl.arange(0, 64)  # one a thread
-    read = tl.inline_asm_elementwise(
-        f"""{{
-            .shared .align 8 .b64 full; .shared .b32 words[32];
-            .reg .pred is_first, writes, arrives, is_there; .reg .b64 state;
-            .reg .b32 barrier, first, lane, mine, other;
-            mov.u32 barrier, full; mov.u32 first, words; and.b32 lane, $1, 31;
-            mad.lo.u32 mine, lane, 4, first; sub.u32 other, 31, lane; mad.lo.u32 other, other, 4, first;
-            setp.eq.u32 is_first, $1, 0; setp.lt.u32 writes, $1, 32; setp.lt.u32 arrives, $1, {ARRIVALS};
-            @is_first mbarrier.init.shared.b64 [barrier], {ARRIVALS};
-            bar.sync 0;
-            mov.u32 $0, 0;
-            @writes st.shared.b32 [mine], $1;
-            bar.warp.sync 0xffffffff;
-            @arrives mbarrier.arrive.shared.b64 state, [barrier];
-            @writes bra done;
-        wait:
-            mbarrier.try_wait.parity.shared.b64 is_there, [barrier], 0;
-            @!is_there bra wait;
-            ld.shared.b32 $0, [other];
-        done:
-            bar.warp.sync 0xffffffff;
-        }}""",
-        "=r,r",
-        [n],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.store(out + n, read)
-
-
 def attend(branches, keys, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, queries=None, stored=False, **options):
     """Forward, and backward unless there are few queries, the last ones; stored: k and v in another order.
 
@@ -221,22 +183,7 @@ def race():
     race_kernel[(1,)](torch.ones(128, device=DEVICE, dtype=torch.int32), num_warps=4)
 
 
-def handed_over_by_one():
-    hand_over(1)
-
-
-def handed_over_by_all():
-    hand_over(32)
-
-
-def hand_over(arrivals):
-    out = torch.zeros(64, device=DEVICE, dtype=torch.int32)
-    hand_over_kernel[(1,)](out, ARRIVALS=arrivals, num_warps=2)
-    assert out.tolist() == [0] * 32 + list(range(31, -1, -1))
-
-
-CALLS = (plain, hopper, divided, decoding, merging, by_row, curve)
-CALLS += (past_the_end, race, handed_over_by_one, handed_over_by_all)
+CALLS = (plain, hopper, divided, decoding, merging, by_row, curve, past_the_end, race)
 FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":

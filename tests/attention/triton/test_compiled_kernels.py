@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -19,118 +18,97 @@ arguments = pytest.importorskip(
 )
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
-SMALL = ("decode", "curves", "rows")
-HOPPER = ("attention", "some of hopper", "resident", "some operands", *SMALL)  # one process compiles them, for 90
-# The small kernels compile for Hopper in every run, and for all in the full one: they take as long as the large ones.
-SMALL_ON = [pytest.param(each, marks=[] if each == 90 else pytest.mark.full) for each in ARCHITECTURES]
+# Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
+RUNS = [(90, "sample"), *(pytest.param((each, "every"), marks=pytest.mark.full) for each in ARCHITECTURES)]
 
 
-def compiled(group: str, architecture: int) -> dict[str, dict[str, int]]:
-    """The instructions that matter of each kernel of a group, and how many of each there are."""
-    together = HOPPER if architecture == 90 else ("attention",) if group == "ptx" else SMALL
-    if group == "ptx":  # of what every run compiles
-        return _compiled(architecture, *together)[group]
-    return _compiled(architecture, *(together if group in together else (group,)))[group]
-
-
-@cache
-def _compiled(architecture: int, *groups: str) -> dict[str, dict[str, dict[str, int]]]:
-    return _told_by("compile_kernels.py", str(architecture), *groups)
-
-
-def _told_by(script: str, *arguments: str) -> dict:
-    return json.loads(_printed_by(script, *arguments))
-
-
-def _printed_by(script: str, *arguments: str) -> str:
-    # By a process without the interpreter.
+def told_by(script: str, *arguments: str) -> dict:
+    """What a process without the interpreter prints."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).parent / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return json.loads(done.stdout)
 
 
-def hashes(lines: list[str]) -> set[tuple[str, ...]]:
-    """(architecture, kernel, hash) of lines of ptx_hashes.txt, without the groups that the kernels were compiled in."""
-    return {(words[0], *words[-2:]) for words in map(str.split, lines) if words[0].isdigit()}
+@pytest.fixture(scope="module", params=RUNS, ids=str)
+def run(request):
+    """The architecture, whether all its kernels are compiled, and what is told of each."""
+    architecture, which = request.param
+    return architecture, which == "every", told_by("compile_kernels.py", str(architecture), which)
 
 
-def test_no_kernel_is_compiled_to_other_ptx_than_the_committed_list_has():
+@pytest.fixture
+def some(run):
+    """Those kernels whose names begin so, as many as there have to be in a sample and in all."""
+    _, is_whole, kernels = run
+
+    def beginning(start: str, sampled: int, every: int) -> dict[str, dict]:
+        found = {name: facts for name, facts in kernels.items() if name.startswith(start)}
+        assert len(found) == (every if is_whole else sampled)
+        return found
+
+    return beginning
+
+
+@pytest.fixture
+def on_hopper(run):
+    """Of the warp-specialised kernels, which are for one architecture."""
+    if run[0] != 90:
+        pytest.skip("of another architecture")
+
+
+def test_every_kernel_is_compiled_to_the_ptx_that_the_committed_list_has(run):
     """`python compile_kernels.py > ptx_hashes.txt`, in this folder, makes the list for those who change a kernel."""
+    architecture, is_whole, kernels = run
     version, *committed = PTX_HASHES.read_text().splitlines()
     if version != f"triton {version_of('triton')}":
         pytest.skip(f"the list is of {version}")
-    made = [line for each in ARCHITECTURES for group in compiled("ptx", each).values() for line in group]
-    assert len(made) >= 15
-    assert hashes(made) <= hashes(committed)
+    made = [facts["hash"] for facts in kernels.values()]
+    assert set(made) <= set(committed)
+    assert not is_whole or made == [line for line in committed if line.startswith(f"{architecture} ")]
 
 
-@pytest.mark.full
-def test_the_committed_list_of_ptx_hashes_is_whole():
-    version, *committed = PTX_HASHES.read_text().splitlines()
-    if version != f"triton {version_of('triton')}":
-        pytest.skip(f"the list is of {version}")
-    assert _printed_by("compile_kernels.py").splitlines() == [version, *committed]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_those_of_attention_compile(architecture):
-    products = compiled("attention", architecture)
-    assert set(products) == {"forward", "dq", "dkv"}
-    product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
-    assert all(product in instructions for instructions in products.values())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_configuration_compiles_and_its_shared_memory_is_there(architecture):
+def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
     """Of those GPUs, an A100 gives a block the least; those that give less are told that the kernels do not serve."""
-    taken = compiled("configurations", architecture)
-    assert len(taken) == sum(map(len, arguments.CONFIGS.values()))
-    room = {80: SHARED_BYTES, 90: 227 * 1024, 100: 227 * 1024}[architecture]
-    assert {name: taken_bytes for name, taken_bytes in taken.items() if taken_bytes > room} == {}
+    product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[run[0]]
+    room = SHARED_BYTES if run[0] == 80 else 227 * 1024
+    for name in ("forward", "dq", "dkv"):
+        for kernel, facts in some(f"{name} ", 1, len(arguments.CONFIGS[name])).items():
+            assert facts["shared"] <= room, kernel
+            # Of those that multiply 16 bits, at a head_dim that every GPU's products take.
+            assert product in facts["instructions"] or kernel != f"{name} 2 64"
 
 
-@pytest.mark.parametrize(
-    ("group", "kernels"), [("some of hopper", 2), pytest.param("hopper", 14, marks=pytest.mark.full)]
-)
-def test_the_warp_specialised_ones_use_the_copy_engine(group, kernels):
-    found = compiled(group, 90)
-    assert len(found) == kernels
-    assert all({"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(instructions) for instructions in found.values())
-    adding = {name for name, instructions in found.items() if "cp.reduce.async.bulk.tensor" in instructions}
-    assert adding == {name for name in found if name.startswith("backward") and not name.endswith("without dq")}
+def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
+    for direction, sampled, every in (("forward", 1, 8), ("backward", 1, 16)):
+        for name, facts in some(f"hopper {direction}", sampled, every).items():
+            assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
+            adds_dq = direction == "backward" and name.endswith("True")
+            assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
 
-@pytest.mark.full
-def test_the_wait_for_the_product_with_v_stays_behind_exponentials():
+def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some):
     """ptxas would move it before them, in one of the two groups."""
-    loops = compiled("waits", 90)
-    assert len(loops) == 2
-    assert all(instructions.get("MUFU.EX2", 0) >= 64 for instructions in loops.values())  # one for each of 64 scores
+    for facts in some("hopper forward 128 False False", 0, 1).values():
+        assert len(facts["exponentials"]) == 2
+        assert min(facts["exponentials"]) >= 64  # one for each of 64 scores
 
 
-def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits():
+def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
     """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
-    of_a_forward, of_a_backward = ({"programs": programs, "serialized": 0} for programs in (2, 1))
-    assert compiled("resident", 90) == {
-        **{f"forward causal {causal}": of_a_forward for causal in (False, True)},
-        "backward causal True": of_a_backward,
-    }
+    for start, programs, every in (("forward 64", 2, 4), ("backward 64 True True True", 1, 1)):
+        for name, facts in some(f"hopper {start}", 1, every).items():
+            assert (facts["programs"], facts["serialized"]) == (programs, 0), name
 
 
-@pytest.mark.parametrize(
-    ("group", "kernels"), [("some operands", 3), pytest.param("operands", 16, marks=pytest.mark.full)]
-)
-def test_what_a_backward_holds_in_registers_is_not_written_over(group, kernels):
+def test_what_a_backward_holds_in_registers_is_not_written_over(on_hopper, some):
     """ptxas 12.8 did so where the next scores were asked for without dq: dk was then that of the last queries."""
-    found = compiled(group, 90)
-    assert len(found) == kernels
-    # Two groups, one loop over blocks of queries or two, eight products a block with k and v: four with each.
-    loops = {name: 2 if "True" in name.split()[1:3] else 1 for name in found if name.startswith("64")}
-    held = {name: 2 * 8 * count for name, count in loops.items()}
-    assert found == {name: {"held": held.get(name, 0), "spoilt": []} for name in found}
+    for name, facts in some("hopper backward", 1, 16).items():
+        _, _, columns, causal, cut, _ = name.split()
+        # Two groups, one loop over blocks of queries or two, eight products a block with k and v: four with each.
+        held = 2 * 8 * (2 if "True" in (causal, cut) else 1) if columns == "64" else 0
+        assert (facts["held"], facts["spoilt"]) == (held, []), name
 
 
 # A loop in a loop, in the form of nvdisasm: R8 to R11 are loaded before both, R4 to R7 made in every pass.
@@ -156,31 +134,19 @@ def test_a_held_operand_that_anything_writes_is_told(place, planted):
     assert held_operands(sass) == {"held": 1, "spoilt": [LOOPS[4]] if planted else []}
 
 
-@pytest.mark.parametrize("architecture", SMALL_ON)
-def test_those_for_few_queries_compile(architecture):
-    instructions = compiled("decode", architecture)
-    assert all("cp.async.cg" in instructions[rows] for rows in ("16 rows", "32 rows"))  # 16 bytes at a time, ahead
-    assert "ld.global.v4.b32" in instructions["merge"]
-
-
-@pytest.mark.parametrize("architecture", SMALL_ON)
-def test_those_of_the_hilbert_curve_compile(architecture):
-    """A cell of a plane leaves as one write of 16 bytes, and what encoding reads of a block comes in one read."""
-    accesses = compiled("curves", architecture)
-    assert set(accesses) == {"decode 2", "decode 3", "encode 2", "encode 3"}
-    assert "st.global.v2.b64" in accesses["decode 2"]
-    assert all("ld.global.v4.b32" in accesses[f"encode {ndim}"] for ndim in (2, 3))
-
-
-@pytest.mark.parametrize("architecture", SMALL_ON)
-def test_those_for_rows_compile_and_move_sixteen_bytes_at_a_time(architecture):
-    found = compiled("rows", architecture)
-    assert len(found) == 4
-    assert all({"ld.global.v4.b32", "st.global.v4.b32"} <= set(instructions) for instructions in found.values())
-    # A merged lse enters the backward: it must not lose digits to a GPU's approximations of exp and log.
-    assert not [
-        name for instructions in found.values() for name in instructions if name[:10] in ("ex2.approx", "lg2.approx")
-    ]
+def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
+    reads, writes = "ld.global.v4.b32", "st.global.v4.b32"
+    wanted = {"decode merge": {reads}, "decode": {"cp.async.cg"}}  # of keys and values, ahead
+    for name, facts in some("decode ", 2, 3).items():
+        assert wanted.get(name, wanted["decode"]) <= set(facts["instructions"]), name
+    # A cell of a plane leaves as one write, and what encoding reads of a block comes in one read.
+    wanted = {"curve decode 2": {"st.global.v2.b64"}, "curve decode 3": set()}
+    for name, facts in some("curve ", 2, 4).items():
+        assert wanted.get(name, {reads}) <= set(facts["instructions"]), name
+    for name, facts in some("rows ", 2, 4).items():
+        assert {reads, writes} <= set(facts["instructions"]), name
+        # A merged lse enters the backward: it must not lose digits to a GPU's approximations of exp and log.
+        assert not {"ex2.approx", "lg2.approx"} & set(facts["instructions"]), name
 
 
 @pytest.mark.parametrize(("dtype", "rate", "columns"), [(torch.bfloat16, 6, 64), (torch.float32, 1, 32)])
@@ -215,7 +181,7 @@ def test_a_stride_of_which_no_row_is_taken_may_be_anything():
     ],
 )
 def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, causal, forwards, backwards):
-    told = _told_by("first_call.py", head_dim, causal)
+    told = told_by("first_call.py", head_dim, causal)
     expected = {
         "forward": ["forward_kernel"] * forwards,
         "backward": ["delta_kernel", *["backward_kernel"] * backwards],

@@ -5,7 +5,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, in_pairs, stored
+from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, drawn, in_pairs, stored
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
@@ -27,10 +27,8 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def drawn(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_dim: int = 5, batch: int = 2):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, n, h, head_dim) for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+def tokens(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_dim: int = 5, batch: int = 2, **options):
+    return drawn(queries, heads, kv_heads, head_dim, keys=keys, batch=batch, **options)[:3]
 
 
 def decoded(q, k, v, call: Call):
@@ -53,7 +51,7 @@ AXES += (["causal", "not causal"],)
 def test_output_and_lse_equal_the_oracle_wherever_the_queries_stand(case):
     branches, offsets, mixing, heads, (first, queries), ordering, layout, dtype, padded, causality = case
     pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
-    q, k, v = (x.to(dtype) for x in drawn(queries, *heads))
+    q, k, v = tokens(queries, *heads, dtype=dtype)
     padding = torch.rand(2, KEYS, generator=torch.Generator().manual_seed(1)) < 0.4 if padded else None
     options = {"is_causal": causality == "causal", "key_padding_mask": padding, "query_start": first}
     expected, expected_lse = oracle.attention(q, k, v, pattern, scale=0.7, **options)
@@ -62,13 +60,12 @@ def test_output_and_lse_equal_the_oracle_wherever_the_queries_stand(case):
     kept = (k, v) if order is None else (order.apply(k, dim=1), order.apply(v, dim=1))
     call = Call(pattern, scale=0.7, inverse=inverse, **options)
     out, lse = decoded(*(stored(x, layout) for x in (q, *kept)), call)
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype][0], rtol=0)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=TOLERANCE[dtype][1], rtol=0)
+    assert_close((out, lse), (expected, expected_lse), TOLERANCE[dtype][:2])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal):
-    q, k, v = drawn(4, 4, 2)
+    q, k, v = tokens(4, 4, 2)
     seed = torch.tensor([2**40 + 5])
     pattern = DilatedPattern((16, 64), (2, 3))
     call = Call(pattern, scale=0.5, is_causal=is_causal, query_start=29, dropout_p=0.3, seed=seed)
@@ -77,7 +74,7 @@ def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal):
 
 @pytest.mark.parametrize("programs", [1, 20, 10**6])
 def test_the_result_does_not_depend_on_how_the_keys_are_split(programs, monkeypatch):
-    q, k, v = drawn(2, 2, 1, keys=250, head_dim=16, batch=1)
+    q, k, v = tokens(2, 2, 1, keys=250, head_dim=16, batch=1)
     call = Call(DilatedPattern((50, 250), (1, 2)), scale=0.3, is_causal=True, query_start=240)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     monkeypatch.setattr(decode, "KEYS_PER_ROW", 1)
@@ -96,7 +93,7 @@ def test_every_part_of_the_keys_has_one_program_and_no_other_is_started():
 
 
 def test_rows_without_keys_give_zero_and_minus_infinity():
-    q, k, v = drawn(5, 2, 2)
+    q, k, v = tokens(5, 2, 2)
     padding = torch.zeros(2, KEYS, dtype=torch.bool)
     padding[1] = True
     call = Call(DilatedPattern((8, 16), (2, 4), offsets="zero"), query_start=31, key_padding_mask=padding)
@@ -116,7 +113,7 @@ def test_rows_without_keys_give_zero_and_minus_infinity():
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_stays_in_its_rows(bad, which):
-    q, k, v = drawn(5, 2, 1, batch=1)
+    q, k, v = tokens(5, 2, 1, batch=1)
     call = Call(DilatedPattern((8, 32), (1, 2)), is_causal=True, query_start=30)
     clean, _ = decoded(q, k, v, call)
     for position in (3, 29, 32, 33, 60):
@@ -132,7 +129,7 @@ def test_a_key_that_is_not_finite_stays_in_its_rows(bad, which):
 
 @pytest.mark.gpu
 def test_two_runs_give_the_same_bits():
-    tensors = drawn(3, 4, 2)
+    tensors = tokens(3, 4, 2)
     call = Call(DilatedPattern((16, 64), (1, 2)), is_causal=True, query_start=46)
     assert all(map(torch.equal, decoded(*tensors, call), decoded(*tensors, call)))
 

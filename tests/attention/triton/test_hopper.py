@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cases import attended, drawn, exactly, norms, stored
 
 from hilbert_lib import DilatedPattern, dilated_attention
 
@@ -35,10 +36,7 @@ CASES = {
 
 @pytest.fixture
 def served(monkeypatch):
-    """Calls with the warp-specialised kernels, also with a launch for each branch, or with plain ones.
-
-    A Hopper GPU is needed.
-    """
+    """`cases.attended` by the warp-specialised kernels, also with a launch for each branch, or by plain ones."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     from hilbert_lib.attention.triton import launch, schedule
@@ -55,12 +53,9 @@ def served(monkeypatch):
         monkeypatch.setattr(division, "launches", each_alone if divided else launches)
         rule = (lambda *_: False) if plain else lambda *args: answers.append(original(*args)) or answers[-1]
         monkeypatch.setattr(launch.hopper, "runs", rule)
-        *inputs, dout = tensors
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = dilated_attention(*leaves, pattern, backend="triton", **options)
-        grads = torch.autograd.grad(out, leaves, dout)
+        results = attended(tensors, pattern, "triton", **options)
         assert plain or (answers and all(answers)), "the plain kernels served"
-        return out.detach(), *grads
+        return results
 
     return run
 
@@ -74,10 +69,13 @@ def determinism(wanted):
         torch.use_deterministic_algorithms(False)
 
 
-def drawn(length, heads, kv_heads, head_dim, dtype):
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    shapes = [(2, length, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes]
+def tokens(length, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    return drawn(length, heads, kv_heads, head_dim, batch=2, dtype=dtype, device=DEVICE)
+
+
+def off(found, expected) -> float:
+    """The largest relative error of out and the gradients."""
+    return max(norms((found[0], *found[2:]), (expected[0], *expected[2:])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,19 +84,15 @@ def drawn(length, heads, kv_heads, head_dim, dtype):
 def test_output_and_gradients_equal_the_reference(served, case, heads_first, dtype):
     branches, length, heads, kv_heads, head_dim, is_causal = CASES[case]
     pattern = DilatedPattern(*branches)
-    tensors = drawn(length, heads, kv_heads, head_dim, dtype)
-    if heads_first:
-        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    exact = [x.double().requires_grad_() for x in tensors[:3]]
-    out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
-    expected = out, *torch.autograd.grad(out, exact, tensors[3].double())
+    layout = "bhsd" if heads_first else "bshd"
+    tensors = [stored(x, layout) for x in tokens(length, heads, kv_heads, head_dim, dtype)]
+    expected = exactly(tensors, pattern, is_causal=is_causal)
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
     for how in ({}, {"plain": True}, {"divided": True}):
-        results = served(tensors, pattern, is_causal=is_causal, **how)
-        errors = [(a - b).norm() / b.norm() for a, b in zip(results, expected, strict=True)]
+        error = off(served(tensors, pattern, is_causal=is_causal, **how), expected)
         roundings = len(pattern.branches) if "divided" in how else 0  # beside the one that every result has
         most = (tolerance**2 + roundings * (torch.finfo(dtype).eps / 4) ** 2) ** 0.5
-        assert max(errors) < most, f"{how}: {errors}"
+        assert error < most, f"{how}: {error}"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -106,14 +100,13 @@ def test_output_and_gradients_equal_the_reference(served, case, heads_first, dty
 @pytest.mark.parametrize("branches", [((2048, 16384), (1, 6)), ((2048, 4096, 8192, 16384), (1, 2, 4, 6))])
 def test_many_tiles_that_are_cut_or_half_empty_equal_the_plain_kernels(served, branches, is_causal, head_dim):
     # As long as this, since a group that loses count of the blocks of keys may agree with the others by chance.
-    tensors = drawn(32768, 12, 12, head_dim, torch.bfloat16)
+    tensors = tokens(32768, 12, 12, head_dim)
     pattern = DilatedPattern(*branches)
     plain = served(tensors, pattern, is_causal=is_causal, plain=True)
     for deterministic, divided in ((False, False), (True, False), (False, True), (True, True)):
         with determinism(deterministic):
             results = served(tensors, pattern, is_causal=is_causal, divided=divided)
-        for a, b in zip(results, plain, strict=True):
-            assert (a - b).norm() / b.norm() < 4e-3
+        assert off(results, [x.double() for x in plain]) < 4e-3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -123,12 +116,9 @@ def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch,
     from hilbert_lib.attention.triton import schedule
 
     monkeypatch.setattr(schedule, "LARGEST_TABLE", 2)
-    pattern, tensors = DilatedPattern((400, 1000), (5, 7)), drawn(1999, 4, 2, head_dim, torch.bfloat16)
-    exact = [x.double().requires_grad_() for x in tensors[:3]]
-    out = dilated_attention(*exact, pattern, is_causal=is_causal, backend="reference")
-    expected = out, *torch.autograd.grad(out, exact, tensors[3].double())
-    for a, b in zip(served(tensors, pattern, is_causal=is_causal), expected, strict=True):
-        assert (a - b).norm() / b.norm() < 4e-3
+    pattern, tensors = DilatedPattern((400, 1000), (5, 7)), tokens(1999, 4, 2, head_dim)
+    expected = exactly(tensors, pattern, is_causal=is_causal)
+    assert off(served(tensors, pattern, is_causal=is_causal), expected) < 4e-3
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -136,7 +126,7 @@ def test_tiles_whose_branches_no_table_tells_may_be_in_none(served, monkeypatch,
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("part", [slice(700, 3100), slice(1000, 1130)])  # the second in one half of some tiles
 def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_causal, divided):
-    q, k, v, dout = drawn(4096, 4, 2, head_dim, torch.bfloat16)
+    q, k, v, dout = tokens(4096, 4, 2, head_dim)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
     every = served((q, k, v, dout), pattern, is_causal=is_causal, divided=divided)[0]
     with torch.no_grad():
@@ -149,7 +139,7 @@ def test_a_part_of_the_queries_has_the_rows_of_all(served, part, head_dim, is_ca
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_forward_and_where_asked_backward_repeat_their_bits(served, head_dim, is_causal, divided):
-    tensors = drawn(4096, 4, 2, head_dim, torch.bfloat16)
+    tensors = tokens(4096, 4, 2, head_dim)
     pattern = DilatedPattern((512, 1024, 2048), (1, 2, 4))
     assert torch.equal(*(served(tensors, pattern, divided=divided)[0] for _ in range(2)))
     with determinism(True):
@@ -168,7 +158,7 @@ def test_forward_and_where_asked_backward_repeat_their_bits(served, head_dim, is
     ],
 )
 def test_a_nan_reaches_only_the_rows_that_attend_to_it(served, branches, length, divided, is_causal, which):
-    tensors = drawn(length, 2, 2, 64, torch.bfloat16)
+    tensors = tokens(length, 2, 2, 64)
     pattern = DilatedPattern(*branches)
     tensors[which][1, 450, 0] = torch.nan
     out = served(tensors, pattern, is_causal=is_causal, divided=divided)[0]
@@ -182,29 +172,20 @@ def test_keys_that_are_not_there_have_no_gradient_however_small_the_scores(serve
     q = torch.ones(1, 64, 1, 64, device=DEVICE, dtype=torch.float16)
     k = (torch.randn_like(q) * 0.1 - 18 / 64).half()
     tensors = [q, k, torch.randn_like(q), torch.randn_like(q)]
-    results = served(tensors, DilatedPattern((64,), (1,)), scale=1.0)
+    results, plain = (served(tensors, DilatedPattern((64,), (1,)), scale=1.0, plain=each) for each in (False, True))
     assert all(x.isfinite().all() for x in results)
-    for a, b in zip(results, served(tensors, DilatedPattern((64,), (1,)), scale=1.0, plain=True), strict=True):
-        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(results, plain, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, head_dim):
+def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(served, head_dim):
     # Scores near 100, one block of 128 keys after the other, 2,048 of them: v is 1 in the first half, -1 in the other,
     # and what a block takes from those before it shows in out as in lse.
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    from hilbert_lib.attention.triton import launch
-
-    original, answers = launch.hopper.runs, []
-    monkeypatch.setattr(launch.hopper, "runs", lambda *args: answers.append(original(*args)) or answers[-1])
     length, level = 2**18, 100.0
-    q, k, v, _ = drawn(length, 1, 1, head_dim, torch.bfloat16)
-    q, k = 1 + 0 * q[:1], level / head_dim**0.5 + 0.1 * k[:1]
-    v = torch.ones_like(v[:1])
+    q, k, v, dout = (x[:1] for x in tokens(length, 1, 1, head_dim))
+    q, k, v = 1 + 0 * q, level / head_dim**0.5 + 0.1 * k, torch.ones_like(v)
     v[:, length // 2 :] = -1
-    out, lse = dilated_attention(q, k, v, DilatedPattern((length,), (1,)), backend="triton", return_lse=True)
-    assert answers == [True]
+    out, lse, *_ = served((q, k, v, dout), DilatedPattern((length,), (1,)))
     scores = k[0, :, 0].double().sum(-1) * head_dim**-0.5
     weights = scores.softmax(0)
     assert (lse.double() - scores.logsumexp(0)).abs().max() < 2e-4
@@ -216,7 +197,7 @@ def test_early_keys_of_a_long_segment_weigh_as_much_as_late_ones(monkeypatch, he
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)])
 def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head_dim, dtype, is_causal, bits):
     # A row's maximum is left where it is until it has grown by some bits: weights before and after must fit each other.
-    tensors = drawn(2048, 2, 2, head_dim, dtype)
+    tensors = tokens(2048, 2, 2, head_dim, dtype)
     q, k, v, dout = (x * 0 if number < 2 else x for number, x in enumerate(tensors))
     q[..., 0] = 1
     k[..., 0] = (torch.arange(2048, device=DEVICE) * bits * 0.6931)[:, None]
@@ -224,9 +205,8 @@ def test_a_maximum_that_grows_a_little_with_every_block_is_followed(served, head
     exact = (x.double() for x in (q, k, v))
     options = {"is_causal": is_causal, "scale": 1.0}
     expected, lse = dilated_attention(*exact, pattern, backend="reference", return_lse=True, **options)
-    out = served((q, k, v, dout), pattern, **options)[0]
-    assert (out - expected).norm() < 4e-3 * expected.norm()
-    found = dilated_attention(q, k, v, pattern, backend="triton", return_lse=True, **options)[1]
+    out, found, *_ = served((q, k, v, dout), pattern, **options)
+    assert norms([out], [expected])[0] < 4e-3
     assert (found - lse).abs().max() < 1e-3
 
 

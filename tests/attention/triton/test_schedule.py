@@ -1,17 +1,116 @@
-"""Branches are divided among launches of the warp-specialised kernels where that makes less work."""
+"""Tiles hold the rows of their branches, which are divided among launches where that makes less work."""
 
 import pytest
 import torch
-from cases import tiles_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.pattern import OFFSET_RULES
 
 REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def tiles_of(tables, one, g, length):
+    """Positions of the rows of each tile of a head that the tables of a pass hold."""
+    for at in range(-(-length // tables.chunk)):
+        for start, members, u, size in tables.items[g, at % tables.items.shape[1]].tolist():
+            row = u + torch.arange(size)
+            tile = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
+            tile = tile[tile < min((at + 1) * tables.chunk, length)]
+            if len(tile):
+                yield tile
+
+
+BRANCHES = st.lists(
+    st.integers(1, 60).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w))), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=100)
+@given(
+    BRANCHES,
+    st.integers(1, 150),
+    st.sampled_from(OFFSET_RULES),
+    st.integers(1, 3),
+    st.sampled_from([4, 16]),
+    st.sampled_from([0, 4, 16, 256]),
+)
+@example([(50, 1), (100, 3)], 700, "zero", 1, 16, 40)  # several tables of several chunks, of two kinds
+def test_tiles_hold_the_rows_of_their_branches_once(pairs, length, rule, kv_heads, block, together):
+    pattern = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule)
+    todo = schedule.passes(pattern, length, block)
+    assert sorted(i for one in todo for i in one.branches) == list(range(len(pairs)))
+    assert [one.covers_all for one in todo] == [False] * (len(todo) - 1) + [len(todo) > 1]
+    position = torch.arange(length)
+    for one in todo:
+        # With few together, several tables of several chunks.
+        tables = schedule.tables(pattern, one, length, kv_heads, block, together, torch.device("cpu"))
+        assert together or tables.chunk == one.chunk
+        assert tables.chunk == one.chunk or tables.items.shape[2] <= together
+        for g in range(kv_heads):
+            tiles = list(tiles_of(tables, one, g, length))
+            visited = torch.cat([torch.empty(0, dtype=torch.int64), *tiles]).sort().values
+            needed = torch.full((length,), one.covers_all)
+            for i in one.branches:
+                inside = pattern.contains(i, position, g, kv_heads)
+                needed |= inside
+                if one.is_aligned:
+                    assert all(len(inside[tile].unique()) == 1 for tile in tiles)
+                    assert all(len((tile // pattern.segment_lengths[i]).unique()) == 1 for tile in tiles)
+            assert len(visited.unique()) == len(visited)
+            assert tables.cut or all(len(tile) == block for tile in tiles)
+            assert torch.isin(position[needed], visited).all()
+            assert all((tile.diff() > 0).all() for tile in tiles)
+
+
+@pytest.mark.parametrize("dilation_rates", [(1, 2, 4), (1, 2, 6)])
+def test_the_tiles_of_several_chunks_stand_together_the_longest_first(dilation_rates):
+    pattern, length, heads = DilatedPattern((64, 128, 256), dilation_rates), 4096, 2
+    (one,) = schedule.passes(pattern, length, 8)
+    tables = schedule.tables(pattern, one, length, heads, 8, 256, torch.device("cpu"))
+    assert tables.chunk % one.chunk == 0
+    assert one.chunk < tables.chunk <= length
+    assert tables.items.shape[1] == 1
+    for g in range(heads):
+        counts = [
+            sum(bool(pattern.contains(i, tile[:1], g, heads)) for i in one.branches)
+            for tile in tiles_of(tables, one, g, length)
+        ]
+        of_one = tables.items.shape[2]
+        assert all(
+            counts[at : at + of_one] == sorted(counts[at : at + of_one], reverse=True)
+            for at in range(0, len(counts), of_one)
+        )
+
+
+@pytest.mark.parametrize("segment_lengths", [(64,), (64, 64)])
+def test_chunks_stand_apart_where_all_tiles_are_equally_long(segment_lengths):
+    pattern = DilatedPattern(segment_lengths, (1,) * len(segment_lengths))
+    (one,) = schedule.passes(pattern, 4096, 8)
+    tables = schedule.tables(pattern, one, 4096, 1, 8, 256, torch.device("cpu"))
+    assert tables.chunk == one.chunk
+
+
+@pytest.mark.parametrize(
+    ("branches", "length"),
+    [
+        *((tuple((2048 << n, 1 << n) for n in range(5)), length) for length in (36864, 67584, 50000, 65537)),
+        (((2048, 1), (2**20, 3)), 8192),
+        (((2048, 1), (2**20, 5)), 12288),
+    ],
+)
+def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
+    pattern = DilatedPattern(*zip(*branches, strict=True))
+    (one,) = schedule.passes(pattern, length, 128)
+    programs = [
+        tables.items.shape[2] * -(-length // tables.chunk)
+        for tables in (schedule.tables(pattern, one, length, 1, 128, each, torch.device("cpu")) for each in (0, 512))
+    ]
+    assert programs[0] <= programs[1] <= 1.05 * programs[0]
 
 
 def finest(pattern, length):
