@@ -1,13 +1,16 @@
 """The ring against the oracle, the plan and itself, on 2, 3 and 4 ranks, which are started once, and on 8."""
 
+import re
 from collections import deque
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
 
+from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import _layout
@@ -144,7 +147,6 @@ EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
 # By promise: the number of ranks, what they run, and what each gives back.
 EXACTLY = {
-    "an exchange beside the local branches": (2, "order_of_events", {}, [["compute", "start", "wait", "compute"]] * 2),
     "one merge of each result waits for them": (2, "outside_the_side_stream", {}, [ONE_MERGE] * 2),
     "nothing to compute": (2, "nothing_to_compute", {}, [EMPTY] * 2),
     "one rank has no gradient": (2, "one_rank_has_no_gradient", {}, [True] * 2),
@@ -155,6 +157,8 @@ EXACTLY = {
     "same bits again, gathered": (3, "repeats", {"transport": "all_gather", "lengths": SHARDS}, [True] * 3),
     "same bits again, exchanged": (3, "repeats", {"transport": "all_to_all", "lengths": SHARDS}, [True] * 3),
 }
+NAMES_PAGE = (Path(__file__).parents[2] / "docs/names.md").read_text()
+DOCUMENTED = {"calls": re.findall(r"^\| `\w+` \| `(RingDilatedAttention\(.*?)`", NAMES_PAGE, re.M)}
 GROUPS = {
     "one leaves while another connects": (3, "leave_while_one_connects", {}, [3] * 3),
     "nothing keeps a destroyed group": (3, "group_is_gone", {}, [True] * 3),
@@ -191,6 +195,7 @@ for ranks, cases in COUNTED.items():
 for ranks in (2, 4):
     CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
+CALLS[2] += [["calls_of_the_documents", DOCUMENTED]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 
 
@@ -352,9 +357,11 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
 
 def check_disagreement(what: str, backend: str = "gloo") -> None:
     arguments, said = DISAGREEMENTS[what]
-    for answer in answers(2, "ring_headers:disagree", arguments, backend):
+    is_refused = not any("on rank" in words for words in said)  # what the last rank asks for, whatever the others do
+    for rank, answer in enumerate(answers(2, "ring_headers:disagree", arguments, backend)):
         for one in answer:  # where nothing is known of the others, and where they are expected to agree
             assert all(words in one for words in said), one
+            assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
@@ -366,6 +373,13 @@ def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
 def test_the_promise_is_kept(promise):
     *call, expected = (EXACTLY | GROUPS)[promise]
     assert answers(*call) == expected
+
+
+def test_every_ring_of_the_documents_names_equals_the_oracle():
+    assert len(DOCUMENTED["calls"]) == 6
+    for differences in answers(2, "calls_of_the_documents", DOCUMENTED):
+        assert len(differences) == 6
+        assert max(differences) < 1e-5, differences
 
 
 def test_a_group_may_be_part_of_the_world_and_a_mesh():
@@ -382,9 +396,8 @@ def test_validate_false_sends_no_header_and_remembers_lengths():
 
 def test_nothing_is_sent_and_only_the_own_shard_computed_before_all_agree():
     for first, second in answers(2, "ring_headers:around_the_header", {}):
-        assert first[:3] == ["agree", "compute", "send"]
-        assert second[:3] == ["compute", "agree", "send"]  # nothing differs on this rank, and so hardly on another
-        assert sorted(first) == sorted(second)
+        assert first == ["agree", "compute", "send", "wait", "compute"]  # an exchange beside the local branches
+        assert second == ["compute", "agree", *first[2:]]  # nothing differs on this rank, and so hardly on another
 
 
 def test_a_rank_that_expects_what_was_before_learns_better():

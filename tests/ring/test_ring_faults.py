@@ -5,16 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from own_processes import mark, marked_processes, wait_for
+from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib.launch import REFUSED, workers
 from hilbert_lib.launch.worker_main import beat_file
@@ -68,23 +66,6 @@ def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
     assert str(error).startswith(f"rank {last} {status}: {error.cause}")
     assert f"this rank {fault}" in error.output
     assert fault != "stalls" or any("in stall" in line for line in error.output), "it must show where"
-
-
-@pytest.mark.full  # FAULTS has their reports, and tests of the ring what they say
-def test_ranks_that_disagree_all_raise_and_name_both_sides():
-    error = fault_of("faulty_ranks:disagree", 2)
-    assert error.ranks == (0, 1)
-    for name, sides in {
-        "pattern": r"dilation_rates=\(1,\).* on rank 0; .*dilation_rates=\(2,\).* on rank 1",
-        "kv_ordering": "rate=1.* on rank 0; .*rate=2.* on rank 1",
-    }.items():
-        assert re.search(f"{name} must be the same on all ranks, got .*{sides}", str(error))
-
-
-def test_a_rank_that_refuses_is_named_and_not_those_it_told():
-    error = fault_of("faulty_ranks:last_rank_refuses", 2)
-    assert (error.ranks, error.cause) == ((1,), "ValueError: dropout_p must be in [0, 1), got 2.0")
-    assert error.output[0] == "rank 1:"
 
 
 def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):
@@ -155,17 +136,13 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
-def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path):
+def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path, monkeypatch):
     program = f"""
         from hilbert_lib.launch.workers import run_ranks
         run_ranks("faulty_ranks:all_hang", {ranks}, backend="gloo")
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
-    )
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = start_python(program, tmp_path)
     # This process, the one that ends all below it, torchrun, the ranks, and what each of them started.
     wait_for(lambda: len(marked_processes()) == 3 + 2 * ranks, 300)  # on busy cores too; what is tested comes after
     process.send_signal(number)

@@ -16,7 +16,6 @@ from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.plan.rows import Rows
 
 GATHERING = ("all_gather", "ring")
-MB = 10**6
 
 
 def plan_of(pattern, shard_lengths, **asked):
@@ -194,38 +193,6 @@ def test_a_padding_mask_takes_a_byte_of_each_row_that_travels_and_is_kept(transp
         assert padded.sent_backward == plain.sent_backward
         assert padded.memory_forward - plain.memory_forward == sum(out.values()) + sum(into.values())
         assert padded.memory_backward - plain.memory_backward == sum(into.values())
-
-
-def test_segments_inside_a_rank_send_nothing():
-    plan = plan_of(DilatedPattern((256, 512), (1, 2)), (512,) * 8)
-    assert [branch.transport for branch in plan.branches] == ["local", "local"]
-    assert plan.messages == {}
-    assert all(cost.sent_forward == cost.received_backward == 0 for cost in plan.ranks)
-
-
-def test_a_straddling_segment_alone_is_sent():
-    # Shards of 3 segments and a half: the two halves in the middle are all that moves.
-    plan = plan_of(DilatedPattern((8,), (2,)), (28, 28), transport="ring")
-    assert [(segment.start, segment.stop) for segment in plan.branches[0].shared] == [(24, 32)]
-    assert [cost.sent_forward for cost in plan.ranks] == [2 * 2 * 2 * 4 * 2] * 2  # 2 rows of 2 heads
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_a_spanning_branch_costs_less_than_the_bound_whatever_the_length(ranks):
-    bound = 2 * 2 * 16 * 128 * 2048
-    assert round(bound / MB, 1) == 16.8
-    for power in (17, 30):
-        rate = 2**power // 2048
-        pattern = DilatedPattern((2**power,), (rate,), offsets="zero")
-        plan = plan_of(pattern, (2**power // ranks,) * ranks, heads=16, kv_heads=16, head_dim=128, transport="ring")
-        assert {cost.sent_forward for cost in plan.ranks} == {bound * (ranks - 1) // ranks}
-
-
-def test_causal_ranks_receive_from_those_before_them_only():
-    plan = plan_of(DilatedPattern((64,), (2,)), (16,) * 4, is_causal=True, transport="ring")
-    slab = 2 * 2 * 8 * 4 * 2  # k and v, 2 heads, 8 rows, head_dim 4
-    assert [cost.received_forward // slab for cost in plan.ranks] == [0, 1, 2, 3]
-    assert [cost.sent_forward // slab for cost in plan.ranks] == [3, 2, 1, 0]
 
 
 def test_auto_exchanges_heads_by_the_rule():
