@@ -165,23 +165,33 @@ GROUPS = {
 }
 if not torch.cuda.is_available():  # there such a group has NCCL too, which wants a GPU for each rank
     GROUPS["a group of every backend"] = (3, "in_a_group_of_every_backend", {}, [True] * 3)
-# Of branches inside ranks, of one that spans them, and of segments that straddle; how far above the plan memory may be.
+# Branches inside ranks, one that spans them, segments that straddle; and one whose rows outweigh all else.
 HELD = {
-    "local": ([[64, 256], [1, 4]], 1.05),
-    "spanning": ([[64, 1024, 16384], [1, 16, 256]], 1.05),
-    "straddling": ([[512, 3000], [4, 7]], 1.2),
+    "local": [[64, 256], [1, 4]],
+    "spanning": [[64, 512, 4096], [1, 8, 64]],
+    "straddling": [[512, 3000], [4, 7]],
+    "dense": [[4096], [1]],
+}
+MEMORY = {
+    2: [("dense", "ring", {})],  # one rank that sends needs one buffer
+    4: [
+        ("local", "ring", {"ordering": "hilbert"}),
+        ("spanning", "ring", {}),
+        ("spanning", "all_to_all", {"ordering": "hilbert"}),
+        ("straddling", "ring", {"is_causal": True}),
+        ("straddling", "all_gather", {"padded": True}),
+        ("dense", "ring", {}),
+        ("dense", "ring", {"is_causal": True}),
+        ("dense", "all_gather", {}),
+        ("dense", "all_to_all", {}),
+    ],
 }
 
 
-def memory_of(kind: str, tokens: int, transport: str) -> dict:
-    return {"branches": HELD[kind][0], "tokens": tokens, "transport": transport, "is_causal": False}
+def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> dict:
+    return {"branches": HELD[kind], "tokens": tokens, "transport": transport, **options}
 
 
-# All keys of two ranks: their rows outweigh all else.
-DENSE = [
-    {"branches": [[512], [1]], "tokens": 512, "transport": transport, "is_causal": False}
-    for transport in ("all_gather", "ring")
-]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
@@ -189,11 +199,11 @@ CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_he
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
 for ranks, *call, _ in EXACTLY.values():
     CALLS[ranks] += [call]
-CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
+CALLS[2] += [["ring_costs:measured", MEASURED]]
 for ranks, cases in COUNTED.items():
     CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
-for ranks in (2, 4):
-    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
+for ranks, cases in MEMORY.items():
+    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
 CALLS[2] += [["calls_of_the_documents", DOCUMENTED]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
@@ -293,44 +303,22 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
         assert begins + took < found[f"{name}_ms"] / 2, (name, begins, took, found[f"{name}_ms"])
 
 
-def check_memory(found: list, above: float, slack: int) -> None:
-    for rank in found:
-        for allocated, planned, own in rank:
-            assert abs(allocated - planned - own) <= max((above - 1) * (planned + own), slack), (
-                allocated,
-                planned,
-                own,
-            )
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", HELD)
-def test_memory_allocated_is_the_plans_and_what_the_backend_takes(kind, ranks):
-    check_memory(answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
-
-
-def test_one_rank_that_sends_needs_one_buffer():
-    slab = 2 * 256 * 2 * 64 * 4  # bytes of k and v of 256 positions, 2 KV heads of 64 in float32
-    for gathered, round_the_ring in zip(*(answers(2, "ring_costs:peak_memory", one) for one in DENSE), strict=True):
-        for (whole, *_), (step, *_) in zip(gathered, round_the_ring, strict=True):
-            assert abs(step - whole) < slab / 16
-
-
-@pytest.mark.parametrize("kind", ["local", "spanning"])
-def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
-    two, four = (answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
-    for half, quarter in zip(two[0], four[0], strict=True):  # forward, backward
-        assert quarter[0] < 0.51 * half[0]
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in MEMORY.items() for case in cases])
+def test_memory_allocated_is_the_plans(ranks, case):
+    for rank in answers(ranks, "ring_costs:peak_memory", memory_of(*case)):
+        for allocated, planned in rank:
+            assert 0.92 * planned <= allocated <= 1.025 * planned  # one buffer more of the dense ring is 3 % to 6 %
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("transport", ["ring", "all_gather"])
-def test_memory_of_a_gpu_is_the_plans_and_what_the_backend_takes(kind, transport):
+def test_memory_of_a_gpu_is_the_plans(kind, transport):
     ranks = torch.cuda.device_count()
-    calls = [["ring_costs:peak_memory", memory_of(kind, 2**17 * ranks, transport)]]
+    calls = [["ring_costs:peak_memory", memory_of(kind, transport, {}, 2**17 * ranks)]]
     found = run_ranks("ring_ranks:run", ranks, {"calls": calls}, stall_seconds=120)
-    check_memory([rank[0] for rank in found], max(1.1, HELD[kind][1]), 64 * 2**20)
+    for allocated, planned in (pair for rank in found for pair in rank[0]):
+        assert allocated == pytest.approx(planned, rel=0.1, abs=64 * 2**20)
 
 
 def check_bytes(ranks: int, case: dict, backend: str = "gloo") -> None:

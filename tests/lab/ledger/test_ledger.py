@@ -117,7 +117,7 @@ COMPUTED = {
     "C6": "-1 to 0.06667",
     "C7": "1 to 11.35",
     "C8": "0.06299 to 0.6667",
-    "R1": "1 to 12.93",
+    "R1": "1 to 13.9",
 }
 COMPUTED |= {"R2": "1 to 1.03", "R3": "-10.35 to 0", "R7": "1,", "S2": "0.1263 to 7.864"}
 # The lower ends of ranges, as the documents print them; a per cent or three are granted where they print one number.
