@@ -171,12 +171,9 @@ def test_decoding_holds_partial_results_of_chunks_of_keys():
     assert few.workspace > few.outputs
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "flash_attn_4", "flex", "triton", "eager"])
 @pytest.mark.parametrize("pattern", [REFERENCE, LONG])
-def test_a_backward_needs_more_than_its_forward(backend, pattern):
-    sizes = {"length": 2**18, "heads": 16, "head_dim": 128, "backend": backend, "device": "cuda"}
-    if torch.cuda.is_available() and backend == "flash_attn_4":
-        pytest.skip("asks whether the package is there")
+def test_a_backward_of_flex_needs_more_than_its_forward(pattern):  # the committed peaks are of all others
+    sizes = {"length": 2**18, "heads": 16, "head_dim": 128, "backend": "flex", "device": "cuda"}
     forward, backward = (estimate_memory(pattern, **sizes, direction=x) for x in estimate.DIRECTIONS)
     assert forward.workspace >= 0
     assert backward.total > forward.total

@@ -175,9 +175,7 @@ HELD = {
 MEMORY = {
     2: [("dense", "ring", {})],  # one rank that sends needs one buffer
     4: [
-        ("local", "ring", {"ordering": "hilbert"}),
-        ("spanning", "ring", {}),
-        ("spanning", "all_to_all", {"ordering": "hilbert"}),
+        ("spanning", "ring", {"ordering": "hilbert"}),
         ("straddling", "ring", {"is_causal": True}),
         ("straddling", "all_gather", {"padded": True}),
         ("dense", "ring", {}),

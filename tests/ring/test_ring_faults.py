@@ -44,20 +44,24 @@ def fault_of(target, ranks, arguments=None, **options):
     return caught.value
 
 
+BROKEN = {  # by fault: the rank's status and the cause
+    "is killed": ("killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
+    "stalls": ("stalled", "rank [01] waited: .*Timed out"),
+    "is stopped": ("stalled", "no sign of life for 2 s"),
+    "returns early": ("failed", "returned while rank 0 waited: RuntimeError: .*Connection (closed|reset) by peer"),
+    "fills the memory": ("out of memory", "can't allocate memory: you"),
+    "ends early": ("failed", "it ended without a result"),
+    "raises": ("failed", "ValueError: pattern must be the same on every rank"),
+    "exits": ("failed", "SystemExit: 3"),
+    "returns no JSON": ("failed", "TypeError: .* is not JSON serializable"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "status", "cause"),
-    [
-        ("is killed", "killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
-        ("stalls", "stalled", "rank [01] waited: .*Timed out"),
-        ("is stopped", "stalled", "no sign of life for 2 s"),
-        ("returns early", "failed", "returned while rank 0 waited: RuntimeError: .*Connection (closed|reset) by peer"),
-        pytest.param("fills the memory", "out of memory", "can't allocate memory: you", marks=pytest.mark.full),
-        pytest.param("ends early", "failed", "it ended without a result", marks=pytest.mark.full),
-        pytest.param("exits", "failed", "SystemExit: 3", marks=pytest.mark.full),
-        pytest.param("returns no JSON", "failed", "TypeError: .* is not JSON serializable", marks=pytest.mark.full),
-    ],
+    "fault", [*list(BROKEN)[:4], *(pytest.param(x, marks=pytest.mark.full) for x in list(BROKEN)[4:])]
 )
-def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
+def test_the_rank_that_broke_is_named_with_its_cause(fault):
+    status, cause = BROKEN[fault]
     last = 2 if fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
     options = STALLED if status == "stalled" else {}
     error = fault_of("faulty_ranks:last_rank_breaks", last + 1, {"fault": fault}, **options)
@@ -169,18 +173,9 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all(tmp_path):
 @pytest.mark.multigpu
 @pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(
-    ("fault", "status"),
-    [
-        ("is killed", "killed"),
-        ("fills the memory", "out of memory"),
-        ("raises", "failed"),
-        ("stalls", "stalled"),
-        ("is stopped", "stalled"),
-    ],
-)
-def test_over_nccl_the_rank_that_broke_is_named_too(fault, status):
-    ranks = torch.cuda.device_count()
+@pytest.mark.parametrize("fault", ["is killed", "fills the memory", "raises", "stalls", "is stopped"])
+def test_over_nccl_the_rank_that_broke_is_named_too(fault):
+    ranks, status = torch.cuda.device_count(), BROKEN[fault][0]
     options = {"stall_seconds": 5} if status == "stalled" else {}
     error = fault_of("faulty_ranks:last_rank_breaks", ranks, {"fault": fault}, backend="nccl", seconds=60, **options)
     assert (error.ranks, error.status) == ((ranks - 1,), status), str(error)

@@ -24,8 +24,9 @@ class RankCost:
     received_forward: int
     sent_backward: int
     received_backward: int
-    # Bytes at the highest point, as the fused kernels run it on a GPU: the call's tensors, the exchange's buffers, the
-    # layout's index tensors, the rows that a block is computed from, and what the kernels add up in float32.
+    # Bytes at the highest point, as the fused kernels run it on Hopper without dropout: the call's tensors, the
+    # exchange's buffers, the layout's index tensors, the rows that a block is computed from, and the kernels' sums in
+    # float32. Layouts of earlier calls are kept too (`ring.attention`) and are not counted.
     memory_forward: int
     memory_backward: int
     # Useful FLOP, counted as in `DilatedPattern.work`.
@@ -44,7 +45,7 @@ class Sizes:
     element: int  # bytes of an element of q, k, v and out
     sum: int  # bytes of an element of lse, delta, merged results and gradients
     padding: int = 0  # bytes that say whether a row is padded: they come with the rows of a forward, and are kept
-    ordered: bool = False  # whether k and v are read through an ordering
+    ordered: bool = False  # whether k and v are read through an ordering, by kernels that sum more in float32
 
     @property
     def group(self) -> int:
