@@ -49,29 +49,6 @@ def all_hang(arguments: dict) -> None:
     time.sleep(HANG_SECONDS)
 
 
-def disagree(arguments: dict) -> None:
-    """Every rank attends with a pattern and an ordering of its own; one tells it later than the other."""
-    from hilbert_lib import DilatedPattern, OrderingSpec, ring_dilated_attention  # which the other faults do without
-
-    begun()
-    q = torch.ones(1, 8, 1, 4, device=device())
-    rate = dist.get_rank() + 1
-    try:
-        ring_dilated_attention(q, q, q, DilatedPattern((8,), (rate,)), kv_ordering=OrderingSpec("residue", rate=rate))
-    finally:
-        time.sleep(0.25 * dist.get_rank())
-
-
-def last_rank_refuses(arguments: dict) -> None:
-    """The last rank asks for what attention refuses."""
-    from hilbert_lib import DilatedPattern, ring_dilated_attention
-
-    begun()
-    q = torch.ones(1, 8, 1, 4, device=device())
-    dropout_p = 2.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.0
-    ring_dilated_attention(q, q, q, DilatedPattern((8,), (1,)), dropout_p=dropout_p)
-
-
 def begun() -> None:
     """Tell the test that this rank is there: by a file, whose time is when."""
     (Path(os.environ["HILBERT_TEST_BEGAN"]) / str(dist.get_rank())).touch()

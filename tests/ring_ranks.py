@@ -46,7 +46,7 @@ def run(order: dict) -> list:
     return [pkgutil.resolve_name(name)(**arguments) for name, arguments in named]
 
 
-def calls_of_the_documents(order: dict) -> list[float]:
+def calls_of_the_documents(calls: list[str]) -> list[float]:
     """How far each call of the table in docs/names.md is from the oracle, on this rank's part of the output."""
     segment_length, length = 16, 32
     pattern = DilatedPattern((segment_length, length), (1, 2), mixing="head_groups")
@@ -54,7 +54,7 @@ def calls_of_the_documents(order: dict) -> list[float]:
     q, k, v = torch.randn(3, 1, length, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
     expected, _ = oracle.attention(q, k, v, pattern)
     differences = []
-    for call in order["calls"]:
+    for call in calls:
         module = eval(call, {**named, "RingDilatedAttention": RingDilatedAttention})
         own_q, own_k, own_v = (shard(x) for x in (q, k, v))
         if module.kv_ordering:
@@ -352,15 +352,6 @@ def noting(places: list[tuple], is_noted=lambda: True):
         for place, name, event in places:
             stack.enter_context(patch.object(place, name, noted(event, getattr(place, name))))
         yield events
-
-
-def order_of_events() -> list[str]:
-    """What a forward with local and remote branches does: starts of an exchange, computations, waits."""
-    q, k, v, _ = inputs(16)
-    places = [(exchange, "exchange", "start"), (operators, "forward", "compute"), (exchange.Arriving, "wait", "wait")]
-    with noting(places) as events:
-        ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather")
-    return events
 
 
 def outside_the_side_stream() -> list[list[str]]:

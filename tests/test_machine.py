@@ -32,9 +32,18 @@ CASES = [  # model, capability, name of the architecture, dtypes beside float32 
 
 
 @pytest.fixture(autouse=True)
-def _forget_gpus():
+def gpus(monkeypatch):
+    """A torch for CUDA that sees GPUs of these capabilities; without one it has no driver."""
     hardware._seen.cache_clear()
-    yield
+
+    def see(*capabilities):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index or 0])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(f"GPU {device.index or 0}"))
+
+    yield see
     hardware._seen.cache_clear()
 
 
@@ -69,19 +78,18 @@ def test_the_table_shows_what_is_known():
 
 
 @pytest.mark.parametrize("build", ["CPU", "CUDA without a driver"])
-def test_without_a_gpu_or_a_driver_there_is_none(monkeypatch, build):
-    monkeypatch.setattr(torch.version, "cuda", None if build == "CPU" else "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_a_gpu_or_a_driver_there_is_none(monkeypatch, gpus, build):
+    gpus()
+    if build == "CPU":
+        monkeypatch.setattr(torch.version, "cuda", None)
     assert get_gpu_info() == get_gpu_info("cuda") == get_gpu_info("cpu") == NO_GPU
     for device in ("cuda:3", 3):
         with pytest.raises(ValueError, match=r"device must be a GPU that this process sees, .* got cuda:3"):
             get_gpu_info(device)
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_a_device_that_is_not_there_is_refused_by_name(gpus):
+    gpus((8, 0), (9, 0))
     for device in ("cuda:2", 2):
         with pytest.raises(ValueError, match="device must be below cuda:2, got cuda:2"):
             get_gpu_info(device)
@@ -102,27 +110,16 @@ def test_this_gpu_is_known():
     assert info.l2_bytes > 2**18
 
 
-def test_each_gpu_of_several_is_told_apart(monkeypatch):
-    models = [((8, 0), "A100"), ((9, 0), "H200")]
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: models[device.index or 0][0])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(models[device.index or 0][1]))
+def test_each_gpu_of_several_is_told_apart(gpus):
+    gpus((8, 0), (9, 0))
     assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
-    assert get_gpu_info("cuda:1").name == get_gpu_info(1).name == "H200"
+    assert get_gpu_info("cuda:1").name == get_gpu_info(1).name == "GPU 1"
     assert get_gpu_info() == get_gpu_info("cuda:0")
 
 
-def test_a_gpu_is_asked_once_and_a_refusal_is_not_kept(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_gpu_is_asked_once_and_a_refusal_is_not_kept(gpus):
+    gpus()
     with pytest.raises(ValueError, match="of which there is none"):
         get_gpu_info("cuda:0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties())
+    gpus((9, 0))
     assert get_gpu_info("cuda:0") is get_gpu_info(torch.device("cuda", 0))
-    assert asked == [torch.device("cuda:0")]

@@ -30,8 +30,8 @@ def plan(
     """Show what dilated attention over several ranks will send, hold and compute, before anything runs.
 
     A line a branch: how many ranks share one of its segments, the most that one rank sends or receives for it in a
-    forward, the transport and why. Then a line a rank: bytes on the wire, forward and backward; memory of the tensors
-    and buffers; useful TFLOP. 1 MB is 10^6 bytes. A row that several branches need travels once.
+    forward, the transport and why. Then a line a rank: bytes on the wire, forward and backward; memory at the
+    highest point; useful TFLOP. 1 MB is 10^6 bytes. A row that several branches need travels once.
 
     Suffixes: k, m and g are 2^10, 2^20 and 2^30; 2k:1g doubles from one to the other. With --weights the shards are of
     such lengths that no rank waits for another. ring_dilated_attention runs this plan where its shards have these

@@ -205,6 +205,7 @@ def _run(asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = 
     q, k, call, group = asked.q, asked.k, asked.call, asked.group
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
     kind = {"dtype": q.dtype, "is_causal": call.is_causal, "padded": call.key_padding_mask is not None}
+    kind["ordered"] = asked.kv_ordering is not None
     layout = _layout(group.rank(), q.device, call.pattern, lengths, **sizes, **kind, **asked.planning)
     if call.dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)

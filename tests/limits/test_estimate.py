@@ -171,12 +171,9 @@ def test_decoding_holds_partial_results_of_chunks_of_keys():
     assert few.workspace > few.outputs
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "sdpa", "flash_attn_4", "flex", "triton", "eager"])
 @pytest.mark.parametrize("pattern", [REFERENCE, LONG])
-def test_a_backward_needs_more_than_its_forward(backend, pattern):
-    sizes = {"length": 2**18, "heads": 16, "head_dim": 128, "backend": backend, "device": "cuda"}
-    if torch.cuda.is_available() and backend == "flash_attn_4":
-        pytest.skip("asks whether the package is there")
+def test_a_backward_of_flex_needs_more_than_its_forward(pattern):  # the committed peaks are of all others
+    sizes = {"length": 2**18, "heads": 16, "head_dim": 128, "backend": "flex", "device": "cuda"}
     forward, backward = (estimate_memory(pattern, **sizes, direction=x) for x in estimate.DIRECTIONS)
     assert forward.workspace >= 0
     assert backward.total > forward.total
@@ -282,32 +279,18 @@ def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
         assert predicted == pytest.approx(peak, rel=0.01), (branches, sizes, asked)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
-@pytest.mark.parametrize(
-    # Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
-    "backend",
-    ["triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES, pytest.param("eager", marks=pytest.mark.alone)],
-)
-@pytest.mark.parametrize(
-    ("pattern", "options"),
-    [
-        (REFERENCE, {"length": 65536, "heads": 16, "head_dim": 128}),
-        (REFERENCE, {"length": 65536, "heads": 16, "head_dim": 64, "is_causal": True, "kv_heads": 4}),
-        (REFERENCE, {"length": 50000, "heads": 8, "batch": 2}),
-        (LONG, {"length": 131072, "heads": 16}),
-    ],
-)
-def test_on_the_gpu_the_estimate_is_what_is_allocated(pattern, options, backend, direction):
-    hold_on_the_gpu(pattern, options, backend, direction)
-
-
 # Of at most 4 GB, so that sixteen tests fit on a GPU beside each other. With dropout, padding, float32 or an ordering
 # the warp-specialised kernels do not serve, and LONG takes several passes, whose partial results are float32.
 LARGE = {"length": 65536, "heads": 16, "head_dim": 128}
 NARROW = {"length": 65536, "heads": 16, "head_dim": 64}
 HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
-EXTRAS = {  # backends, pattern and options
+# Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
+ALL = (*HALVES, pytest.param("eager", marks=pytest.mark.alone))
+ON_A_GPU = {  # backends, pattern and options
+    "plain": (ALL, REFERENCE, LARGE),
+    "grouped, causal": (ALL, REFERENCE, {**NARROW, "is_causal": True, "kv_heads": 4}),
+    "uneven, several sequences": (ALL, REFERENCE, {"length": 50000, "heads": 8, "batch": 2}),
+    "several passes": (ALL, LONG, {"length": 131072, "heads": 16}),
     "dropout": (["triton"], LONG, {**NARROW, "dropout_p": 0.1}),
     "padding": (["triton"], REFERENCE, {**LARGE, "has_key_padding": True}),
     "float32": (["triton", "sdpa", "xformers"], REFERENCE, {**NARROW, "dtype": torch.float32}),
@@ -323,17 +306,20 @@ EXTRAS = {  # backends, pattern and options
 }
 
 
+def on_a_gpu():
+    for case, (names, *_) in ON_A_GPU.items():
+        for name in names:
+            backend, marks = (name, ()) if isinstance(name, str) else (name.values[0], name.marks)
+            yield pytest.param(case, backend, marks=marks)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", estimate.DIRECTIONS)
-@pytest.mark.parametrize(("case", "backend"), [(case, name) for case, (names, *_) in EXTRAS.items() for name in names])
-def test_on_the_gpu_the_estimate_holds_for_other_calls(case, backend, direction):
-    _, pattern, options = EXTRAS[case]
-    hold_on_the_gpu(pattern, options, backend, direction)
-
-
-def hold_on_the_gpu(pattern, options, backend, direction):
+@pytest.mark.parametrize(("case", "backend"), list(on_a_gpu()))
+def test_on_the_gpu_the_estimate_is_what_is_allocated(case, backend, direction):
     if backend in presence.MODULES and (reason := presence.breakage(backend)):
         pytest.skip(reason)
+    _, pattern, options = ON_A_GPU[case]
     options = {"dtype": torch.bfloat16, **options, "backend": backend}
     torch.cuda.empty_cache()
     predicted, measured = predicted_and_measured(pattern, options, direction, device="cuda")

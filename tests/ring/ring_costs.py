@@ -1,21 +1,26 @@
 """What ranks send, hold and take, in the tests of the ring."""
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import accumulate
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from ring_ranks import device, inputs
+from ring_ranks import SPECS, device, inputs
 
-from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring import attention
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
+from hilbert_lib.ring.rank import blocks, local, passes
 
 
 def count_bytes(
@@ -75,43 +80,90 @@ def counted():
         dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
 
 
-def peak_memory(branches: list, tokens: int, transport: str, *, is_causal: bool) -> list[list[int]]:
-    """Bytes at the highest point of a forward, and of a backward: as allocated by torch; as planned; and what the
-    backend takes beside a call's tensors, as it does in a call of one process with this rank's rows."""
-    length, dtype = tokens // dist.get_world_size(), torch.bfloat16 if device().type == "cuda" else torch.float32
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shapes = [(1, length, n, sizes["head_dim"]) for n in (4, 2, 2, 4)]
-    *leaves, dout = (torch.randn(shape, generator=generator, dtype=dtype).to(device()) for shape in shapes)
+def peak_memory(
+    branches: list,
+    tokens: int,
+    transport: str,
+    *,
+    is_causal: bool = False,
+    ordering: str = "none",
+    padded: bool = False,
+) -> list[list[int]]:
+    """Bytes at the highest point of a forward, and of a backward: as allocated by torch, and as planned.
+
+    Without a GPU stand-ins allocate what its kernels do, and compute nothing.
+    """
+    length, sizes = tokens // dist.get_world_size(), {"heads": 8, "kv_heads": 4, "head_dim": 64}
+    shapes = [(1, length, n, 64) for n in (8, 4, 4, 8)]
+    *leaves, dout = (torch.zeros(shape, dtype=torch.bfloat16, device=device()) for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
-    pattern = DilatedPattern(*branches)
-    rows = {"pattern": pattern, "is_causal": is_causal}
-    forward, backward = _peaks(partial(ring_dilated_attention, transport=transport, **rows), leaves, dout)
-    own_forward, own_backward = _peaks(partial(dilated_attention, **rows), leaves, dout)
-    qkv, scalars = sum(x.nbytes for x in leaves), 4 * length * sizes["heads"]  # lse, and delta
-    own_forward -= qkv + dout.nbytes + scalars
-    own_backward -= 2 * (qkv + dout.nbytes + scalars)
-    plan = plan_ring(
-        pattern,
-        (length,) * dist.get_world_size(),
-        batch=1,
-        dtype=dtype,
-        is_causal=is_causal,
-        transport=transport,
-        **sizes,
-    )
-    cost = plan.ranks[dist.get_rank()]
-    return [[forward, cost.memory_forward, own_forward], [backward, cost.memory_backward, own_backward]]
+    asked = {"is_causal": is_causal, "transport": transport}
+    mask = torch.zeros(1, length, dtype=torch.bool, device=device()) if padded else None
+    call = partial(ring_dilated_attention, pattern=DilatedPattern(*branches), key_padding_mask=mask, **asked)
+    call.keywords["kv_ordering"] = SPECS[ordering]
+    with nullcontext() if device().type == "cuda" else _stand_ins(), _layouts() as layouts:
+        torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
+        out, forward = _with_peak(partial(call, *leaves))
+        _, backward = _with_peak(partial(torch.autograd.grad, out, leaves, dout))
+    held = sum(x.nbytes for x in leaves) + _bytes_of(layouts[0])
+    held += 0 if ordering == "none" else length * (8 + 8 + 4)  # perm and inverse, int64; slots, int32
+    forward, backward = forward + held, backward + held + 2 * dout.nbytes + 4 * length * 8  # dout, out and lse
+    how = asked | sizes | {"batch": 1, "dtype": torch.bfloat16, "ordered": ordering != "none", "padded": padded}
+    cost = plan_ring(call.keywords["pattern"], (length,) * dist.get_world_size(), **how).ranks[dist.get_rank()]
+    return [[forward, cost.memory_forward], [backward, cost.memory_backward]]
 
 
-def _peaks(call, leaves: list[torch.Tensor], dout: torch.Tensor) -> tuple[int, int]:
-    """Bytes at the highest point of a forward, and of a backward, with their arguments."""
-    torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
-    out, forward = _with_peak(partial(call, *leaves))
-    _, backward = _with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    arguments = sum(x.nbytes for x in leaves)
-    kept = 2 * dout.nbytes + 4 * out.shape[1] * out.shape[2]  # dout, out and lse
-    return arguments + forward, arguments + kept + backward
+@contextmanager
+def _layouts():
+    """The layouts of the calls inside, in the list that it gives."""
+    found, layout_of = [], attention._layout
+
+    def noted(*asked, **how):
+        found.append(layout_of(*asked, **how))
+        return found[-1]
+
+    with patch.object(attention, "_layout", noted):
+        yield found
+
+
+def _bytes_of(layout: object) -> int:
+    """Of a layout's index tensors."""
+    if isinstance(layout, torch.Tensor):
+        return layout.nbytes
+    inside = layout.values() if isinstance(layout, dict) else layout
+    if is_dataclass(layout):
+        inside = vars(layout).values()
+    is_nested = isinstance(inside, type({}.values()) | tuple)
+    return sum(map(_bytes_of, inside)) if is_nested else 0
+
+
+@contextmanager
+def _stand_ins():
+    """Kernels that allocate what the fused ones do on a GPU, and merges in place."""
+    fused = BACKENDS["triton"]
+
+    def workspace(given, call, direction):
+        meta = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given)
+        sizes = fused.workspace(meta, call, direction, torch.device("cuda"), 0)
+        return torch.empty(sum(sizes.values()), dtype=torch.uint8)
+
+    def forward(q, k, v, call, name):
+        _held = workspace((q, k, v), call, "forward")
+        return q.new_empty(q.shape), q.new_empty(q.transpose(1, 2).shape[:3], dtype=torch.float32)
+
+    def backward(*tensors):
+        *given, call, _ = tensors
+        _held = workspace(given, call, "backward")
+        return tuple(x.new_empty(x.shape) for x in given[1:4])
+
+    nothing = {"merge_rows": lambda *_: None, "add_rows": lambda *_: None}
+    with (
+        patch.multiple(operators, forward=forward, backward=backward),
+        patch.multiple(blocks, choose=lambda *_, **__: "triton", **nothing),
+        patch.multiple(passes, choose=lambda *_, **__: "triton", **nothing),
+        patch.multiple(local, **nothing),
+    ):
+        yield
 
 
 def _with_peak(run) -> tuple:

@@ -81,10 +81,11 @@ def without_validation(lengths: list[int]) -> list:
 
 
 def around_the_header() -> list[list[str]]:
-    """The order in which a group's first call, and its second, compute, learn that all agree, and start to send."""
+    """The order in which a group's first call, and its second, compute, learn that all agree, send and wait."""
     group, found = dist.new_group(), []
     q, k, v, _ = inputs(16)
     places = [(operators, "forward", "compute"), (header.Agreement, "lengths", "agree"), (exchange, "exchange", "send")]
+    places += [(exchange.Arriving, "wait", "wait")]
     with noting(places) as events:
         for _ in range(2):
             ring_dilated_attention(q, k, v, DilatedPattern((8, 32), (1, 2)), transport="all_gather", group=group)

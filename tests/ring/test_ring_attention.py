@@ -1,13 +1,16 @@
 """The ring against the oracle, the plan and itself, on 2, 3 and 4 ranks, which are started once, and on 8."""
 
+import re
 from collections import deque
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
 
+from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import _layout
@@ -144,7 +147,6 @@ EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
 # By promise: the number of ranks, what they run, and what each gives back.
 EXACTLY = {
-    "an exchange beside the local branches": (2, "order_of_events", {}, [["compute", "start", "wait", "compute"]] * 2),
     "one merge of each result waits for them": (2, "outside_the_side_stream", {}, [ONE_MERGE] * 2),
     "nothing to compute": (2, "nothing_to_compute", {}, [EMPTY] * 2),
     "one rank has no gradient": (2, "one_rank_has_no_gradient", {}, [True] * 2),
@@ -155,29 +157,39 @@ EXACTLY = {
     "same bits again, gathered": (3, "repeats", {"transport": "all_gather", "lengths": SHARDS}, [True] * 3),
     "same bits again, exchanged": (3, "repeats", {"transport": "all_to_all", "lengths": SHARDS}, [True] * 3),
 }
+NAMES_PAGE = (Path(__file__).parents[2] / "docs/names.md").read_text()
+DOCUMENTED = {"calls": re.findall(r"^\| `\w+` \| `(RingDilatedAttention\(.*?)`", NAMES_PAGE, re.M)}
 GROUPS = {
     "one leaves while another connects": (3, "leave_while_one_connects", {}, [3] * 3),
     "nothing keeps a destroyed group": (3, "group_is_gone", {}, [True] * 3),
 }
 if not torch.cuda.is_available():  # there such a group has NCCL too, which wants a GPU for each rank
     GROUPS["a group of every backend"] = (3, "in_a_group_of_every_backend", {}, [True] * 3)
-# Of branches inside ranks, of one that spans them, and of segments that straddle; how far above the plan memory may be.
+# Branches inside ranks, one that spans them, segments that straddle; and one whose rows outweigh all else.
 HELD = {
-    "local": ([[64, 256], [1, 4]], 1.05),
-    "spanning": ([[64, 1024, 16384], [1, 16, 256]], 1.05),
-    "straddling": ([[512, 3000], [4, 7]], 1.2),
+    "local": [[64, 256], [1, 4]],
+    "spanning": [[64, 512, 4096], [1, 8, 64]],
+    "straddling": [[512, 3000], [4, 7]],
+    "dense": [[4096], [1]],
+}
+MEMORY = {
+    2: [("dense", "ring", {})],  # one rank that sends needs one buffer
+    4: [
+        ("spanning", "ring", {"ordering": "hilbert"}),
+        ("straddling", "ring", {"is_causal": True}),
+        ("straddling", "all_gather", {"padded": True}),
+        ("dense", "ring", {}),
+        ("dense", "ring", {"is_causal": True}),
+        ("dense", "all_gather", {}),
+        ("dense", "all_to_all", {}),
+    ],
 }
 
 
-def memory_of(kind: str, tokens: int, transport: str) -> dict:
-    return {"branches": HELD[kind][0], "tokens": tokens, "transport": transport, "is_causal": False}
+def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> dict:
+    return {"branches": HELD[kind], "tokens": tokens, "transport": transport, **options}
 
 
-# All keys of two ranks: their rows outweigh all else.
-DENSE = [
-    {"branches": [[512], [1]], "tokens": 512, "transport": transport, "is_causal": False}
-    for transport in ("all_gather", "ring")
-]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
@@ -185,12 +197,13 @@ CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_he
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
 for ranks, *call, _ in EXACTLY.values():
     CALLS[ranks] += [call]
-CALLS[2] += [["ring_costs:measured", MEASURED]] + [["ring_costs:peak_memory", case] for case in DENSE]
+CALLS[2] += [["ring_costs:measured", MEASURED]]
 for ranks, cases in COUNTED.items():
     CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
-for ranks in (2, 4):
-    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(kind, 16384, "ring")] for kind in HELD]
+for ranks, cases in MEMORY.items():
+    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
+CALLS[2] += [["calls_of_the_documents", DOCUMENTED]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 
 
@@ -288,44 +301,22 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
         assert begins + took < found[f"{name}_ms"] / 2, (name, begins, took, found[f"{name}_ms"])
 
 
-def check_memory(found: list, above: float, slack: int) -> None:
-    for rank in found:
-        for allocated, planned, own in rank:
-            assert abs(allocated - planned - own) <= max((above - 1) * (planned + own), slack), (
-                allocated,
-                planned,
-                own,
-            )
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", HELD)
-def test_memory_allocated_is_the_plans_and_what_the_backend_takes(kind, ranks):
-    check_memory(answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")), HELD[kind][1], 0)
-
-
-def test_one_rank_that_sends_needs_one_buffer():
-    slab = 2 * 256 * 2 * 64 * 4  # bytes of k and v of 256 positions, 2 KV heads of 64 in float32
-    for gathered, round_the_ring in zip(*(answers(2, "ring_costs:peak_memory", one) for one in DENSE), strict=True):
-        for (whole, *_), (step, *_) in zip(gathered, round_the_ring, strict=True):
-            assert abs(step - whole) < slab / 16
-
-
-@pytest.mark.parametrize("kind", ["local", "spanning"])
-def test_memory_of_a_rank_falls_as_ranks_are_added(kind):
-    two, four = (answers(ranks, "ring_costs:peak_memory", memory_of(kind, 16384, "ring")) for ranks in (2, 4))
-    for half, quarter in zip(two[0], four[0], strict=True):  # forward, backward
-        assert quarter[0] < 0.51 * half[0]
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in MEMORY.items() for case in cases])
+def test_memory_allocated_is_the_plans(ranks, case):
+    for rank in answers(ranks, "ring_costs:peak_memory", memory_of(*case)):
+        for allocated, planned in rank:
+            assert 0.92 * planned <= allocated <= 1.025 * planned  # one buffer more of the dense ring is 3 % to 6 %
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("transport", ["ring", "all_gather"])
-def test_memory_of_a_gpu_is_the_plans_and_what_the_backend_takes(kind, transport):
+def test_memory_of_a_gpu_is_the_plans(kind, transport):
     ranks = torch.cuda.device_count()
-    calls = [["ring_costs:peak_memory", memory_of(kind, 2**17 * ranks, transport)]]
+    calls = [["ring_costs:peak_memory", memory_of(kind, transport, {}, 2**17 * ranks)]]
     found = run_ranks("ring_ranks:run", ranks, {"calls": calls}, stall_seconds=120)
-    check_memory([rank[0] for rank in found], max(1.1, HELD[kind][1]), 64 * 2**20)
+    for allocated, planned in (pair for rank in found for pair in rank[0]):
+        assert allocated == pytest.approx(planned, rel=0.1, abs=64 * 2**20)
 
 
 def check_bytes(ranks: int, case: dict, backend: str = "gloo") -> None:
@@ -352,9 +343,11 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
 
 def check_disagreement(what: str, backend: str = "gloo") -> None:
     arguments, said = DISAGREEMENTS[what]
-    for answer in answers(2, "ring_headers:disagree", arguments, backend):
+    is_refused = not any("on rank" in words for words in said)  # what the last rank asks for, whatever the others do
+    for rank, answer in enumerate(answers(2, "ring_headers:disagree", arguments, backend)):
         for one in answer:  # where nothing is known of the others, and where they are expected to agree
             assert all(words in one for words in said), one
+            assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
@@ -366,6 +359,13 @@ def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
 def test_the_promise_is_kept(promise):
     *call, expected = (EXACTLY | GROUPS)[promise]
     assert answers(*call) == expected
+
+
+def test_every_ring_of_the_documents_names_equals_the_oracle():
+    assert len(DOCUMENTED["calls"]) == 6
+    for differences in answers(2, "calls_of_the_documents", DOCUMENTED):
+        assert len(differences) == 6
+        assert max(differences) < 1e-5, differences
 
 
 def test_a_group_may_be_part_of_the_world_and_a_mesh():
@@ -382,9 +382,8 @@ def test_validate_false_sends_no_header_and_remembers_lengths():
 
 def test_nothing_is_sent_and_only_the_own_shard_computed_before_all_agree():
     for first, second in answers(2, "ring_headers:around_the_header", {}):
-        assert first[:3] == ["agree", "compute", "send"]
-        assert second[:3] == ["compute", "agree", "send"]  # nothing differs on this rank, and so hardly on another
-        assert sorted(first) == sorted(second)
+        assert first == ["agree", "compute", "send", "wait", "compute"]  # an exchange beside the local branches
+        assert second == ["compute", "agree", *first[2:]]  # nothing differs on this rank, and so hardly on another
 
 
 def test_a_rank_that_expects_what_was_before_learns_better():

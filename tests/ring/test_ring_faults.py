@@ -5,16 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from own_processes import mark, marked_processes, wait_for
+from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib.launch import REFUSED, workers
 from hilbert_lib.launch.worker_main import beat_file
@@ -46,20 +44,24 @@ def fault_of(target, ranks, arguments=None, **options):
     return caught.value
 
 
+BROKEN = {  # by fault: the rank's status and the cause
+    "is killed": ("killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
+    "stalls": ("stalled", "rank [01] waited: .*Timed out"),
+    "is stopped": ("stalled", "no sign of life for 2 s"),
+    "returns early": ("failed", "returned while rank 0 waited: RuntimeError: .*Connection (closed|reset) by peer"),
+    "fills the memory": ("out of memory", "can't allocate memory: you"),
+    "ends early": ("failed", "it ended without a result"),
+    "raises": ("failed", "ValueError: pattern must be the same on every rank"),
+    "exits": ("failed", "SystemExit: 3"),
+    "returns no JSON": ("failed", "TypeError: .* is not JSON serializable"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "status", "cause"),
-    [
-        ("is killed", "killed", "by SIGKILL: from outside, or by the kernel for want of memory"),
-        ("stalls", "stalled", "rank [01] waited: .*Timed out"),
-        ("is stopped", "stalled", "no sign of life for 2 s"),
-        ("returns early", "failed", "returned while rank 0 waited: RuntimeError: .*Connection (closed|reset) by peer"),
-        pytest.param("fills the memory", "out of memory", "can't allocate memory: you", marks=pytest.mark.full),
-        pytest.param("ends early", "failed", "it ended without a result", marks=pytest.mark.full),
-        pytest.param("exits", "failed", "SystemExit: 3", marks=pytest.mark.full),
-        pytest.param("returns no JSON", "failed", "TypeError: .* is not JSON serializable", marks=pytest.mark.full),
-    ],
+    "fault", [*list(BROKEN)[:4], *(pytest.param(x, marks=pytest.mark.full) for x in list(BROKEN)[4:])]
 )
-def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
+def test_the_rank_that_broke_is_named_with_its_cause(fault):
+    status, cause = BROKEN[fault]
     last = 2 if fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
     options = STALLED if status == "stalled" else {}
     error = fault_of("faulty_ranks:last_rank_breaks", last + 1, {"fault": fault}, **options)
@@ -68,23 +70,6 @@ def test_the_rank_that_broke_is_named_with_its_cause(fault, status, cause):
     assert str(error).startswith(f"rank {last} {status}: {error.cause}")
     assert f"this rank {fault}" in error.output
     assert fault != "stalls" or any("in stall" in line for line in error.output), "it must show where"
-
-
-@pytest.mark.full  # FAULTS has their reports, and tests of the ring what they say
-def test_ranks_that_disagree_all_raise_and_name_both_sides():
-    error = fault_of("faulty_ranks:disagree", 2)
-    assert error.ranks == (0, 1)
-    for name, sides in {
-        "pattern": r"dilation_rates=\(1,\).* on rank 0; .*dilation_rates=\(2,\).* on rank 1",
-        "kv_ordering": "rate=1.* on rank 0; .*rate=2.* on rank 1",
-    }.items():
-        assert re.search(f"{name} must be the same on all ranks, got .*{sides}", str(error))
-
-
-def test_a_rank_that_refuses_is_named_and_not_those_it_told():
-    error = fault_of("faulty_ranks:last_rank_refuses", 2)
-    assert (error.ranks, error.cause) == ((1,), "ValueError: dropout_p must be in [0, 1), got 2.0")
-    assert error.output[0] == "rank 1:"
 
 
 def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):
@@ -155,17 +140,13 @@ def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
-def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path):
+def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path, monkeypatch):
     program = f"""
         from hilbert_lib.launch.workers import run_ranks
         run_ranks("faulty_ranks:all_hang", {ranks}, backend="gloo")
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in a background
-    )
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = start_python(program, tmp_path)
     # This process, the one that ends all below it, torchrun, the ranks, and what each of them started.
     wait_for(lambda: len(marked_processes()) == 3 + 2 * ranks, 300)  # on busy cores too; what is tested comes after
     process.send_signal(number)
@@ -192,18 +173,9 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all(tmp_path):
 @pytest.mark.multigpu
 @pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(
-    ("fault", "status"),
-    [
-        ("is killed", "killed"),
-        ("fills the memory", "out of memory"),
-        ("raises", "failed"),
-        ("stalls", "stalled"),
-        ("is stopped", "stalled"),
-    ],
-)
-def test_over_nccl_the_rank_that_broke_is_named_too(fault, status):
-    ranks = torch.cuda.device_count()
+@pytest.mark.parametrize("fault", ["is killed", "fills the memory", "raises", "stalls", "is stopped"])
+def test_over_nccl_the_rank_that_broke_is_named_too(fault):
+    ranks, status = torch.cuda.device_count(), BROKEN[fault][0]
     options = {"stall_seconds": 5} if status == "stalled" else {}
     error = fault_of("faulty_ranks:last_rank_breaks", ranks, {"fault": fault}, backend="nccl", seconds=60, **options)
     assert (error.ranks, error.status) == ((ranks - 1,), status), str(error)

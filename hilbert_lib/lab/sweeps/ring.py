@@ -193,7 +193,7 @@ def _transport(side: str) -> str:
 def _planned(side: str, work: Work) -> dict:
     dtype, rows = getattr(torch, work.dtype), work.tokens // work.ranks
     sizes = {"batch": 1, "heads": work.heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "dtype": dtype}
-    how = {"is_causal": work.is_causal, "transport": _transport(side), **sizes}
+    how = {"is_causal": work.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
     costs = plan_ring(work.pattern_of(side), (rows,) * work.ranks, **how).ranks
     names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
     names["planned_bytes"] = "memory_backward" if work.backward else "memory_forward"

@@ -1,6 +1,7 @@
 """A plan as data, and what it costs a rank: bytes on the wire, bytes of memory, FLOP."""
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, product
 
@@ -8,7 +9,7 @@ import torch
 
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import pairs_before
-from hilbert_lib.ring.plan.rows import Message, common_heads
+from hilbert_lib.ring.plan.rows import Message, common_heads, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan, messages_for
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
@@ -23,8 +24,9 @@ class RankCost:
     received_forward: int
     sent_backward: int
     received_backward: int
-    # Bytes of the call's tensors and of the exchange's buffers at the highest point, without what a backend takes for
-    # itself, and without the copies that a block of rows is computed from.
+    # Bytes at the highest point, as the fused kernels run it on Hopper without dropout: the call's tensors, the
+    # exchange's buffers, the layout's index tensors, the rows that a block is computed from, and the kernels' sums in
+    # float32. Layouts of earlier calls are kept too (`ring.attention`) and are not counted.
     memory_forward: int
     memory_backward: int
     # Useful FLOP, counted as in `DilatedPattern.work`.
@@ -43,6 +45,22 @@ class Sizes:
     element: int  # bytes of an element of q, k, v and out
     sum: int  # bytes of an element of lse, delta, merged results and gradients
     padding: int = 0  # bytes that say whether a row is padded: they come with the rows of a forward, and are kept
+    ordered: bool = False  # whether k and v are read through an ordering, by kernels that sum more in float32
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def row(self) -> int:
+        """Bytes of one head's row of q, k, v or out."""
+        return self.head_dim * self.element
+
+    @property
+    def summed_row(self) -> int:
+        """Bytes of one head's row of a sum."""
+        return self.head_dim * self.sum
 
     def on_wire(self, transport: str, direction: str) -> tuple[int, int]:
         """Bytes for each (position, KV head) of a message: on its way, and of the answer that goes back.
@@ -51,8 +69,7 @@ class Sizes:
         All-to-all: q, k and v; out and lse. In its backward, for which q, k and v were kept, dout, lse and
         delta = rowsum(dout * out); dq, dk and dv, in float32. A KV head brings its group of query heads.
         """
-        queries = self.heads // self.kv_heads
-        row, sums = self.head_dim * self.element, self.head_dim * self.sum
+        queries, row, sums = self.group, self.row, self.summed_row
         there, back = {
             ("gathering", "forward"): (2 * row, 0),
             ("gathering", "backward"): (2 * row, 2 * sums),
@@ -101,10 +118,27 @@ class RingPlan:
         for direction in ("forward", "backward"):
             wire += traffic(self, direction)
             held.append([_memory(self, rank, direction) for rank in ranks])
-        queries = self.sizes.batch * self.sizes.heads // self.sizes.kv_heads
+        queries = self.sizes.batch * self.sizes.group
         products = [2 * queries * self.sizes.head_dim * _pairs(self, rank) for rank in ranks]
         flop = [[count * each for each in products] for count in (2, 5)]  # products of matrices forward, and backward
         return tuple(map(RankCost, *wire, *held, *flop))
+
+    def fused(self, rank: int) -> tuple[int, ...]:
+        """The branches whose segments, counted from a rank's first position, are as in the sequence: one call."""
+        aligned = tuple(number for number in range(len(self.branches)) if self._is_aligned(number, rank))
+        rules = self.pattern.offsets, self.pattern.mixing
+        # These rules depend on the number of the branch: a pattern of fewer branches would mean other rows.
+        if len(aligned) < len(self.branches) and ("branch" in rules or "head_groups" in rules):
+            return ()
+        return aligned
+
+    def _is_aligned(self, number: int, rank: int) -> bool:
+        branch = self.branches[number]
+        if branch.transport == "all_to_all" and any(rank in segment.ranks for segment in branch.shared):
+            return False
+        before = self.starts[rank] % branch.segment_length
+        inside_one = before + self.shard_lengths[rank] <= branch.segment_length
+        return before == 0 or (inside_one and before % branch.dilation_rate == 0)
 
     def __str__(self) -> str:
         sizes = self.sizes
@@ -133,30 +167,142 @@ def traffic(plan: RingPlan, direction: str) -> tuple[list[int], list[int]]:
 
 
 def _memory(plan: RingPlan, rank: int, direction: str) -> int:
-    # Bytes at the highest point. Several results are added up for the rows of shared segments.
-    sizes, segments = plan.sizes, [segment for branch in plan.branches for segment in branch.shared]
-    shared = sum(rows.size for segment in segments for rows in segment.rows.get(rank, ()))
-    queries = sizes.heads // sizes.kv_heads
+    # Bytes at the highest point: in the fused call, in a block beside it, or where answers come home.
+    sizes, group, fused = plan.sizes, plan.sizes.group, plan.fused(rank)
     rows = plan.shard_lengths[rank] * sizes.kv_heads
+    # Plain kernels serve what the warp-specialised ones do not. Where they take several passes, these keep sums.
+    is_plain = len(fused) > 1 and (sizes.ordered or sizes.padding or sizes.element > 2)
     if direction == "forward":  # q, k, v, out, lse; the sums of out and lse
-        one_row = (2 * queries + 2) * sizes.head_dim * sizes.element + queries * sizes.sum
-        one_shared = queries * (sizes.head_dim + 1) * sizes.sum
+        one_row = (2 * group + 2) * sizes.row + group * sizes.sum
+        one_touched = group * (sizes.summed_row + sizes.sum)
+        one_fused = one_touched if is_plain else 0
     else:  # q, k, v, out, dout, lse, delta, dq, dk, dv; the sums of dq, dk and dv
-        one_row = (4 * queries + 4) * sizes.head_dim * sizes.element + 2 * queries * sizes.sum
-        one_shared = (queries + 2) * sizes.head_dim * sizes.sum
-    total = sizes.batch * (rows * one_row + min(shared, rows) * one_shared)
-    for transport, between in plan.messages.items():
-        there, back = sizes.on_wire(transport, direction)
-        out = [message.size for (source, _), message in between.items() if source == rank]
-        into = [message.size for (_, destination), message in between.items() if destination == rank]
-        if transport == "ring":  # one buffer is filled while the other is read
-            total += (there + back) * sum(min(2, len(some)) * max(some, default=0) for some in (out, into))
-        else:
-            total += (there + back) * (sum(out) + sum(into))
-        total += sizes.batch * sizes.padding * (sum(into) + (sum(out) if direction == "forward" else 0))
-        if transport == "all_to_all" and direction == "backward":  # the exchanged q, k and v, kept
-            total += sizes.on_wire(transport, "forward")[0] * sum(into)
-    return total
+        one_row = (4 * group + 4) * sizes.row + 2 * group * sizes.sum
+        one_touched = (group + 2) * sizes.summed_row
+        one_fused = one_touched if is_plain else group * sizes.summed_row
+    blocks = [block for number in range(len(plan.branches)) for block in _blocks(plan, rank, number, number in fused)]
+    touched = sum(
+        rows.size for branch in plan.branches for shared in branch.shared for rows in shared.rows.get(rank, ())
+    )
+    touched += sum(block.queries for block in blocks if block.is_local)
+    touched = min(touched, rows)
+    held = [_held(plan, rank, direction, transport) for transport in plan.messages]
+    at_packing, at_work, at_answers = map(sum, zip((0, 0, 0), *held, strict=True))
+    at_work += max((block.memory(sizes, direction) for block in blocks), default=0)
+    if direction == "backward":  # the queries of the last block
+        at_answers += max((block.copies(sizes) for block in blocks), default=0)
+    beside = max(at_packing, sizes.batch * touched * one_touched + max(at_work, at_answers))
+    at_once = max(sizes.batch * rows * one_fused if fused else 0, beside)
+    return sizes.batch * rows * one_row + at_once + _tables(plan, rank, blocks, touched)
+
+
+@dataclass(frozen=True)
+class _Block:
+    # Rows of a `rank.layout.Block`: (position, KV head) pairs.
+    queries: int
+    keys: int
+    is_local: bool = False  # of segments inside the shard
+
+    def copies(self, sizes: Sizes) -> int:
+        """Bytes of dout, q, out and lse of its queries."""
+        return sizes.batch * self.queries * sizes.group * (3 * sizes.row + sizes.sum)
+
+    def memory(self, sizes: Sizes, direction: str) -> int:
+        """Bytes of the copies that it is computed from, of its results, and of what adds these up."""
+        queries, keys = sizes.batch * self.queries * sizes.group, sizes.batch * self.keys * 2 * sizes.row
+        if direction == "forward":  # q, out and lse; k and v
+            return queries * (2 * sizes.row + sizes.sum) + keys
+        # dq and delta; k, v, dk and dv; the sums of dq, and then dk beside dv
+        results = queries * (sizes.row + sizes.sum) + 2 * keys
+        return self.copies(sizes) + results + max(queries * sizes.summed_row, keys)
+
+
+def _blocks(plan: RingPlan, rank: int, number: int, is_fused: bool) -> Iterator[_Block]:
+    # What a rank computes of a branch apart from its fused call, as `rank.layout` cuts it.
+    branch, padding = plan.branches[number], plan.sizes.padding
+    inside, w = branch.local[rank], branch.segment_length
+    whole = len(inside) // w
+    for segments, first in () if is_fused else ((whole, inside[:w]), (1, inside[whole * w :])):
+        groups = (rows_between(first, first.start, branch.dilation_rate, *each) for each in branch.groups.items())
+        alike = [(segments * rows.size, segments * rows.size, rows.count) for rows in groups]
+        yield from (replace(block, is_local=True) for block in _together(alike, padding))
+    for segment in (each for each in branch.shared if rank in each.ranks):
+        own, exchanged = segment.rows[rank], branch.transport == "all_to_all"
+        if not is_fused and not exchanged:
+            yield from _together([(rows.size, rows.size, rows.count) for rows in own], padding)
+        for sources in [[rank] for rank in segment.ranks] if branch.transport == "ring" else [segment.ranks]:
+            arriving = [segment.crossing(source, rank, branch.transport, plan.is_causal) for source in sources]
+            pairs = []
+            for group, mine in enumerate(own):
+                rows = [each[group] for each in arriving if group in each]
+                keys, count = sum(each.size for each in rows), sum(each.count for each in rows)
+                queries = (keys, count) if exchanged else (mine.size, mine.count)
+                pairs.append((queries[0], keys, (queries[1], count)))
+            yield from _together(pairs, padding)
+
+
+def _together(pairs: list[tuple], padding: int) -> Iterator[_Block]:
+    # One block of all groups of equal sizes, unless a padding mask differs between them.
+    alike: dict[tuple, tuple[int, int]] = {}
+    for group, (queries, keys, size) in enumerate(pairs):
+        if queries and keys:
+            key = size, group if padding else 0
+            before = alike.get(key, (0, 0))
+            alike[key] = before[0] + queries, before[1] + keys
+    return (_Block(*each) for each in alike.values())
+
+
+def _held(plan: RingPlan, rank: int, direction: str, transport: str) -> tuple[int, int, int]:
+    # Bytes of an exchange: while its rows are packed, while a block is computed, and while answers are added up.
+    sizes, messages = plan.sizes, plan.messages[transport].items()
+    there, back = sizes.on_wire(transport, direction)
+    out = [message.size for (source, _), message in messages if source == rank]
+    into = {source: message.size for (source, destination), message in messages if destination == rank}
+    if transport == "ring":
+        return _held_by_ring(plan, rank, direction, out, into)
+    out, into = sum(out), sum(into.values())
+    held = there * (out + into) + _padding(sizes, direction, out, into)
+    if transport == "all_gather":  # answers, and a copy of those that are added up at once: no row comes twice
+        copy = min(out, plan.shard_lengths[rank] * sizes.kv_heads)
+        return 2 * there * out, held + back * into, held + back * (into + out + copy)
+    row, queries = sizes.batch * sizes.row, sizes.group
+    if direction == "forward":  # the sums of out and lse, which are rounded into the answer
+        sums = sizes.batch * queries * (sizes.summed_row + sizes.sum) * into
+        return 2 * there * out, held + sums, held + back * (into + out) + max(sums, back * out)
+    # The exchanged q, k and v are kept; so is the own out that delta is of. `product` stands for the others'.
+    held += sizes.on_wire(transport, "forward")[0] * into + queries * row * out + back * into
+    product, copy = queries * row * into, sizes.batch * max(queries, 2) * sizes.summed_row * out
+    return 2 * there * out, held + product, held + back * out + max(product, copy)
+
+
+def _held_by_ring(
+    plan: RingPlan, rank: int, direction: str, out: list[int], into: dict[int, int]
+) -> tuple[int, int, int]:
+    # One buffer is filled while the other is read.
+    sizes, ranks = plan.sizes, len(plan.shard_lengths)
+    there, back = sizes.on_wire("ring", direction)
+    most_out, most_into = max(out, default=0), max(into.values(), default=0)
+    both_out, both_into = most_out * min(2, len(out)), most_into * min(2, len(into))
+    held = (there + back) * both_into + _padding(sizes, direction, both_out, both_into)
+    # Answers to the rows of one step travel while the next is computed.
+    travelling = back * both_out if any((rank - source) % ranks > 1 for source in into) else 0
+    packing = there * most_out * (min(3, len(out)) + 1)  # k, v and both, while the two steps before are held
+    answers = there * both_out + back * (both_out + most_out)
+    return 0, held + there * both_out + travelling, held + max(packing, answers)
+
+
+def _padding(sizes: Sizes, direction: str, out: int, into: int) -> int:
+    # Bytes that say which rows are padded: those received are kept.
+    return sizes.batch * sizes.padding * (into + (out if direction == "forward" else 0))
+
+
+def _tables(plan: RingPlan, rank: int, blocks: list[_Block], touched: int) -> int:
+    # Bytes of index tensors on the device: int64 but for the slots that kernels read, int32.
+    sent = sum(
+        message.size for between in plan.messages.values() for (source, _), message in between.items() if source == rank
+    )
+    ordering = plan.shard_lengths[rank] * (8 + 8 + 4) if plan.sizes.ordered else 0
+    return 8 * (2 * touched + 3 * sent + sum(block.queries + block.keys for block in blocks)) + ordering
 
 
 def _pairs(plan: RingPlan, rank: int) -> int:

@@ -30,6 +30,7 @@ def plan_ring(
     memory_limit: int | None = None,
     weights: Sequence[float] | None = None,
     padded: bool = False,
+    ordered: bool = False,
 ) -> RingPlan:
     """The plan of which rank sends which rows to whom, so that every query finds its keys; the same on every rank.
 
@@ -51,6 +52,7 @@ def plan_ring(
         weights: relative speeds of the ranks. The table then shows which ranks wait; "auto" exchanges heads, which
             divides the work evenly, only if the speeds are equal.
         padded: whether the call has a key_padding_mask: one byte of it travels with each row.
+        ordered: whether the call has a kv_ordering, which takes memory alone.
 
     Raises:
         TypeError, ValueError: naming the argument and what is allowed; also if nothing fits memory_limit, or if by
@@ -81,6 +83,7 @@ def plan_ring(
         element=dtype.itemsize,
         sum=max(4, dtype.itemsize),
         padding=int(boolean("padded", padded)),
+        ordered=boolean("ordered", ordered),
     )
     branches = tuple(cut_branch(pattern, number, shard_lengths, kv_heads) for number in range(len(pattern.branches)))
     bare = RingPlan(pattern, shard_lengths, sizes, dtype, boolean("is_causal", is_causal), branches, speeds)

@@ -109,6 +109,7 @@ class Ring:
 
     def __iter__(self) -> Iterator[Arriving]:
         step = self._first
+        del self._first  # with what it sent
         for number in range(2, self._group.size() + 1):
             following = self._step(number) if number < self._group.size() else None
             step.wait()

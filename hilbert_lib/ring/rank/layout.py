@@ -68,7 +68,7 @@ class Layout:
 def layout_of(plan: RingPlan, rank: int, device: torch.device) -> Layout:
     """The part of a plan that one rank executes, with its index tensors on a device."""
     here = _RankPlan(plan, rank, device)
-    fused, kv_heads = here.fused(), plan.sizes.kv_heads
+    fused, kv_heads = plan.fused(rank), plan.sizes.kv_heads
     inside, touched = [], []
     for number, branch in enumerate(plan.branches):
         local = [] if number in fused else here.local_rows(branch)
@@ -106,22 +106,6 @@ class _RankPlan:
         """(1, count, heads)."""
         positions = rows.first + torch.arange(rows.count) * rows.step
         return positions[None, :, None] * self.plan.sizes.kv_heads + torch.tensor(rows.kv_heads, dtype=torch.int64)
-
-    def fused(self) -> tuple[int, ...]:
-        """The branches whose segments, counted from the shard's first position, are as in the sequence."""
-        branches, rules = self.plan.branches, (self.plan.pattern.offsets, self.plan.pattern.mixing)
-        aligned = tuple(i for i, branch in enumerate(branches) if self._is_aligned(branch))
-        # These rules depend on the number of the branch: a pattern of fewer branches would mean other rows.
-        if len(aligned) < len(branches) and ("branch" in rules or "head_groups" in rules):
-            return ()
-        return aligned
-
-    def _is_aligned(self, branch: BranchPlan) -> bool:
-        if branch.transport == "all_to_all" and any(self.rank in segment.ranks for segment in branch.shared):
-            return False
-        before = self.start % branch.segment_length
-        inside_one = before + self.plan.shard_lengths[self.rank] <= branch.segment_length
-        return before == 0 or (inside_one and before % branch.dilation_rate == 0)
 
     def local_rows(self, branch: BranchPlan) -> list[list[Tensor]]:
         """Numbers of rows in segments inside the shard, by offset: of the whole ones, and of a short last one."""

@@ -117,9 +117,9 @@ COMPUTED = {
     "C6": "-1 to 0.06667",
     "C7": "1 to 11.35",
     "C8": "0.06299 to 0.6667",
-    "R1": "1 to 12.93",
+    "R1": "1.001 to 13.9",
 }
-COMPUTED |= {"R2": "1 to 1.03", "R3": "-10.35 to 0", "R7": "1,", "S2": "0.1263 to 7.864"}
+COMPUTED |= {"R2": "0.9999 to 1.028", "R3": "-10.35 to 0", "R7": "1,", "S2": "0.1263 to 7.864"}
 # The lower ends of ranges, as the documents print them; a per cent or three are granted where they print one number.
 PRINTED = {"K3": [7.95], "K4": [1.02], "K6": [1.15], "K7": [1.1], "K8": [0.96, 0.94, 0.57, 1.63], "K9": [1.03, 1.56]}
 PRINTED |= {"K10": [5], "C1": [0.25], "C2": [0.4], "C3": [25], "C4": [0.2], "M1": [0.3], "R3": [0.1], "B1": [1.2]}
