@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,17 @@ def test_a_run_that_takes_too_long_is_interrupted_and_says_so(handler):
     assert signal.signal(signal.SIGINT, before) is handler
 
 
+def test_an_error_of_the_block_itself_is_not_replaced_by_the_limit():
+    def run():
+        try:
+            time.sleep(LONG_SLEEP)
+        except KeyboardInterrupt:
+            raise OSError("while it ended") from None
+
+    with pytest.raises(OSError, match="while it ended"), Watcher(SHORT, "cpu"):
+        run()
+
+
 def test_a_run_is_interrupted_where_the_hosts_memory_runs_out(monkeypatch):
     left = iter([40 * GB, 40 * GB])
     monkeypatch.setattr(watch, "host_memory", lambda: Memory("host", 50 * GB, next(left, 2 * GB)))
@@ -57,11 +67,11 @@ def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, availabl
 
 
 def test_another_process_is_ended_with_all_that_it_started():
-    program = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    # A process, what it started, and what that started.
+    process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 60 & echo up; wait' & wait"], stdout=subprocess.PIPE)
     process.stdout.readline()
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
-    assert len(family) == 2
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert len(family) == 3
     with Watcher(SHORT, "cpu", pid=process.pid) as one:
         assert process.wait(timeout=10) != 0
     assert not psutil.wait_procs(family, timeout=5)[1]

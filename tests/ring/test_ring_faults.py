@@ -157,6 +157,9 @@ def test_ranks_end_with_the_process_that_started_them(number, ranks, tmp_path, m
 
 def test_under_a_plain_torchrun_a_stalled_rank_ends_all(tmp_path):
     (tmp_path / "arguments.json").write_text('{"fault": "stalls"}')
+    former = tmp_path / "results/rank-1.json"  # of the rank that stalls now
+    former.parent.mkdir()
+    former.write_text('{"result": 1}')
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "hilbert_lib.launch.worker_main", "faulty_ranks:last_rank_breaks"]
     command += ["--stall-seconds=3", "--backend=gloo"]
@@ -168,6 +171,7 @@ def test_under_a_plain_torchrun_a_stalled_rank_ends_all(tmp_path):
     assert "Timed out waiting 3000ms" in done.stderr
     assert "in stall" in done.stderr, "the stalled rank must show where it was"
     assert not re.search("error_file: [^<]", done.stderr), "torchrun fails where its signal cuts one off"
+    assert not former.exists(), "a former run's result must not be taken for this one's"
 
 
 @pytest.mark.multigpu
