@@ -103,7 +103,7 @@ class Memory:
     def decoded(self, cells: np.ndarray) -> np.ndarray:
         if self.dtype == gl.bfloat16:
             return (cells.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return cells.astype({"f": np.float32, "i": np.int64}.get(cells.dtype.kind, bool))
+        return cells.astype(np.float32 if self.dtype.is_floating() else np.int64)
 
     def encoded(self, array: np.ndarray) -> np.ndarray:
         if self.dtype == gl.bfloat16:
@@ -128,7 +128,7 @@ class Pointer:
             raise Fault(f"places {at.min()} to {at.max()} of a storage of {self.memory.cells.size}")
         return at, mask
 
-    def load(self, mask=None, other=0):
+    def load(self, mask, other):
         at, mask = self._reached(mask)
         found = self.memory.decoded(self.memory.cells[at])
         array = np.empty(mask.shape, found.dtype)
@@ -136,7 +136,7 @@ class Pointer:
         array[mask] = found
         return Value(array, self.memory.dtype)
 
-    def store(self, value, mask=None):
+    def store(self, value, mask):
         at, mask = self._reached(mask)
         self.memory.cells[at] = self.memory.encoded(np.broadcast_to(raw(value), mask.shape)[mask])
 

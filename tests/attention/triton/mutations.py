@@ -274,6 +274,6 @@ EQUAL = [
         tiles.arrive(k_free(ring, block))
     scores = warpgroup_mma_wait(1, deps=[score_token])
 """,
-        "a tile of k that is given back early is filled only after v of the block before is given back, later in the step",
+        "the stage of k is filled again only after v of the block before is given back, later in the step",
     ),
 ]

@@ -19,7 +19,7 @@ from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.triton.hopper import division
 
-emulator = pytest.importorskip("emulator", reason="needs triton", exc_type=ImportError)
+emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 
 CASES = 32
 DETERMINISTIC = (4, 8, 9, 17, 21, 22, 30)  # cases that also run without sums of dq by the copy engine
