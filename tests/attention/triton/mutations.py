@@ -35,7 +35,7 @@ MUTATIONS = [
         "tl.maximum(size, 1) - 1, stride)",
         "tl.maximum(size, 1) - 2, stride)",
         "the last row of a tile does not count",
-        31,
+        17,
     ),
     Mutation(
         "hopper.tiles",
@@ -89,7 +89,7 @@ MUTATIONS = [
         "if left > ring.k_tiles.shape[2] // 2:",
         "if left > ring.k_tiles.shape[2] // 2 + 1:",
         "a second half of one key is left out",
-        31,
+        11,
     ),
     Mutation(
         "hopper.steps",
@@ -128,7 +128,7 @@ MUTATIONS = [
         "    if WHOLE:\n        acc = _scaled_if_any(acc, decay)",
         "    if WHOLE:\n        acc = acc",
         "earlier sums keep their scale",
-        18,
+        14,
     ),
     Mutation(
         "hopper.forward",
@@ -236,13 +236,27 @@ MUTATIONS = [
         "a tile that is cut off goes without a mask",
         2,
     ),
-    Mutation("hopper.backward", "dk_acc += gl.load(dk", "dk_acc + gl.load(dk", "earlier launches' dk is lost", 9),
+    Mutation("hopper.backward", "dk_acc += gl.load(dk", "dk_acc + gl.load(dk", "earlier launches' dk is lost", 18),
     Mutation(
         "hopper.launch",
         "or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in branches)",
         "or False",
         "launches do not see that tiles are cut off",
         28,
+    ),
+    Mutation(
+        "hopper.forward",
+        "out_rows + dims, here, lse + lse_rows, query >= 0)",
+        "out_rows + dims, here, lse + lse_rows, query > 0)",
+        "row 0 forgets what earlier launches found",
+        24,
+    ),
+    Mutation(
+        "hopper.backward",
+        "first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M",
+        "first_masked = gl.cdiv(_first_query(own_lowest, origin, r) - begin, BLOCK_M)",
+        "a block that sees some keys of a group is passed over",
+        31,
     ),
 ]
 EQUAL = [

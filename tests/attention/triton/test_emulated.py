@@ -22,8 +22,8 @@ from hilbert_lib.attention.triton.hopper import division
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 
 CASES = 32
-DETERMINISTIC = (4, 8, 9, 17, 21, 22, 30)  # cases that also run without sums of dq by the copy engine
-CALLS = [*((seed, False) for seed in range(CASES)), *((seed, True) for seed in DETERMINISTIC)]
+# A seed, and whether torch asks for determinism: then the copy engine sums no dq.
+CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
 HEAD_DIMS = (40, 48, 64, 80, 128)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
@@ -59,10 +59,10 @@ def drawn(seed: int) -> Case:
         # Last tiles of one row, of half the rows and one more, and others.
         length = 128 * random.randint(1, 4) + random.choice((1, 1, 65, 65, 0, 64, -1, 50))
         if seed % 3 == 0:
-            lengths = random.choices((128, 256, 384, 768), k=len(lengths))
-            rates, length = random.choices((1, 1, 2), k=len(lengths)), 768
+            lengths, length = random.sample((256, 384, 768), k=random.randint(2, 3)), 768
+            rates = [random.choice((1, 2) if w == 256 else (1, 3)) for w in lengths]
         if seed % 3 == 1:
-            lengths, rates = random.choice((((256, 512), (1, 1)), ((256, 512), (1, 2)), ((512, 512), (1, 2))))
+            lengths, rates = random.choice((((256, 512), (1, 1)), ((512, 512), (1, 2)), ((400, 400), (1, 3))))
             length += 256
         pattern = DilatedPattern(
             lengths,
@@ -74,7 +74,7 @@ def drawn(seed: int) -> Case:
         query_start = random.randint(1, length - 66)
     return Case(
         pattern, length, heads, kv_heads, HEAD_DIMS[seed % 5], seed % 2 == 1,
-        random.choice((1, 4)) * HEAD_DIMS[seed % 5] ** -0.5, random.choice((1, 1, 2)),
+        random.choice((1, 4)) * HEAD_DIMS[seed % 5] ** -0.5, random.choice((1, 2)) if length < 400 else 1,
         random.choice(LAYOUTS), random.choice((torch.bfloat16, torch.float16)), query_start,
     )  # fmt: skip
 
@@ -170,20 +170,20 @@ def test_output_and_gradients_of_the_kernels_source_equal_the_oracle(sources, se
 
 def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
     monkeypatch.setattr(sources, "run", lambda each: None)
-    forward, backward = set(), set()
+    forward, backward, adding = set(), set(), set()
     for seed, is_deterministic in CALLS:
         results_of(sources, drawn(seed), is_deterministic)
         for each in sources.starts:
             columns, causal, goes_on = (each.named.get(name) for name in ("BLOCK_D", "CAUSAL", "READ_PARTIAL"))
             if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.forward":
-                forward |= {(columns, causal, each.named["MASKED"]), (columns, causal, "goes on", goes_on)}
+                forward.add((columns, causal, each.named["MASKED"], goes_on))
             if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.backward":
-                with_dq = each.named["WITH_DQ"]
-                backward |= {(columns, causal, with_dq, each.named["CUT"]), (columns, causal, "goes on", goes_on)}
+                backward.add((columns, causal, each.named["CUT"], each.named["WITH_DQ"]))
+                adding.add((columns, causal, goes_on))
     both = (False, True)
-    goes_on = set(product((64, 128), both, ("goes on",), both))
-    assert forward == set(product((64, 128), both, both)) - {(64, True, False), (128, True, False)} | goes_on
-    assert backward == set(product((64, 128), both, both, both)) | goes_on
+    assert forward == {way for way in product((64, 128), both, both, both) if way[2] >= way[1]}  # causal: masked
+    assert backward == set(product((64, 128), both, both, both))
+    assert adding == set(product((64, 128), both, both))
 
 
 @pytest.mark.parametrize("seed", [8, 19])
