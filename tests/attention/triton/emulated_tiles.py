@@ -1,0 +1,279 @@
+"""Values, global memory and shared memory of the emulator: numpy arrays with the names that kernels use."""
+
+from collections.abc import Callable
+from threading import local
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int32: gl.int32,
+}
+
+
+class Fault(Exception):
+    """What would be undefined on a GPU, or never end."""
+
+
+def raw(x):
+    """The numpy array or the number of a value."""
+    return x.array if type(x) is Value else x
+
+
+def rounded(array: np.ndarray, dtype) -> np.ndarray:
+    """float32 numbers rounded to a dtype."""
+    if dtype == gl.bfloat16:
+        bits = array.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return array.astype(np.float16).astype(np.float32) if dtype == gl.float16 else array
+
+
+class Value:
+    """A tile or a number in registers: float32, int64 or bool, and the dtype that the kernel knows it by."""
+
+    __slots__ = ("array", "dtype")
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, array, dtype=None):
+        kind = array.dtype.kind
+        self.array = array.astype(np.float32) if array.dtype == np.float64 else array
+        self.dtype = dtype or {"f": gl.float32, "b": gl.int1}.get(kind, gl.int32)
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    def __getitem__(self, index):
+        return Value(self.array[index], self.dtype)
+
+    def __bool__(self):
+        return bool(self.array)
+
+    def __index__(self):
+        return int(self.array)
+
+    __int__ = __index__
+
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            return Value(self.array.view(np.int32), dtype)
+        if dtype.is_floating():
+            return Value(rounded(self.array.astype(np.float32), dtype), dtype)
+        return Value(self.array.astype(np.int64), dtype)
+
+    def reshape(self, shape):
+        return Value(self.array.reshape(shape), self.dtype)
+
+
+def quotient(a, b):
+    """Division as on a GPU, towards zero."""
+    return (a - np.fmod(a, b)) // b
+
+
+def _add_operators() -> None:
+    both = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "floordiv": quotient}
+    both |= {"mod": np.fmod, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    both |= {"lshift": np.left_shift, "rshift": np.right_shift}
+    compared = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    compared |= {"eq": np.equal, "ne": np.not_equal}
+    for name, function in (both | compared).items():
+        setattr(Value, f"__{name}__", lambda self, other, f=function: Value(f(self.array, raw(other))))
+    for name, function in both.items():
+        setattr(Value, f"__r{name}__", lambda self, other, f=function: Value(f(raw(other), self.array)))
+
+
+_add_operators()
+
+
+class Memory:
+    """The whole storage of a tensor. numpy has no bfloat16: it sees the bits."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype = DTYPES[tensor.dtype]
+        cells = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
+        is_bits = tensor.dtype == torch.bfloat16
+        self.cells = cells.view(torch.int16).numpy().view(np.uint16) if is_bits else cells.numpy()
+
+    def decoded(self, cells: np.ndarray) -> np.ndarray:
+        if self.dtype == gl.bfloat16:
+            return (cells.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return cells.astype(np.float32 if self.dtype.is_floating() else np.int64)
+
+    def encoded(self, array: np.ndarray) -> np.ndarray:
+        if self.dtype == gl.bfloat16:
+            return (rounded(array.astype(np.float32), self.dtype).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return array.astype(self.cells.dtype)
+
+
+class Pointer:
+    """Places in a tensor's storage."""
+
+    def __init__(self, memory: Memory, at):
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more):
+        return Pointer(self.memory, self.at + raw(more))
+
+    def _reached(self, mask) -> tuple[np.ndarray, np.ndarray]:
+        at, mask = np.broadcast_arrays(self.at, True if mask is None else raw(mask))
+        at = at[mask]
+        if at.size and not 0 <= at.min() <= at.max() < self.memory.cells.size:
+            raise Fault(f"places {at.min()} to {at.max()} of a storage of {self.memory.cells.size}")
+        return at, mask
+
+    def load(self, mask, other):
+        at, mask = self._reached(mask)
+        found = self.memory.decoded(self.memory.cells[at])
+        array = np.empty(mask.shape, found.dtype)
+        array[...] = raw(other)
+        array[mask] = found
+        return Value(array, self.memory.dtype)
+
+    def store(self, value, mask):
+        at, mask = self._reached(mask)
+        self.memory.cells[at] = self.memory.encoded(np.broadcast_to(raw(value), mask.shape)[mask])
+
+
+class Descriptor:
+    """A copy engine's descriptor in a kernel: boxes of a tensor of up to five dimensions."""
+
+    def __init__(self, host: TensorDescriptor):
+        self.memory, self.layout, self.block_shape = Memory(host.base), host.layout, list(host.block_shape)
+        self.shape = host.shape
+        start, size = host.base.storage_offset(), self.memory.cells.itemsize
+        last = start + sum((n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True))
+        if last >= self.memory.cells.size:
+            raise Fault(f"a descriptor reaches place {last} of a storage of {self.memory.cells.size}")
+        strides = [stride * size for stride in host.strides]
+        self.whole = np.lib.stride_tricks.as_strided(self.memory.cells[start:], host.shape, strides)
+        self.block_type = SimpleNamespace(nbytes=int(np.prod(host.block_shape)) * size)
+
+    @property
+    def handle(self):
+        return self
+
+    def parts(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of the tensor lies in the box at some coordinates, which may be negative, and where in the box."""
+        sides = list(zip(at, self.block_shape, self.shape, strict=True))
+        inside = tuple(slice(min(max(x, 0), n), max(min(x + size, n), 0)) for x, size, n in sides)
+        return inside, tuple(slice(s.start - x, max(s.stop, s.start) - x) for x, s in zip(at, inside, strict=True))
+
+    def box(self, at: list[int]) -> np.ndarray:
+        """A box, zero outside of the tensor."""
+        inside, within = self.parts(at)
+        box = np.zeros(self.block_shape, np.float32)
+        box[within] = self.memory.decoded(self.whole[inside])
+        return box
+
+    def reduce(self, function: np.ufunc, at: list[int], box: np.ndarray) -> None:
+        """What of a box lies in the tensor, joined to what is there."""
+        inside, within = self.parts(at)
+        self.whole[inside] = self.memory.encoded(function(self.memory.decoded(self.whole[inside]), box[within]))
+
+
+class SharedTile:
+    """A tile in shared memory, NaN at first: as instructions see it, and as copies and products do after a fence."""
+
+    def __init__(self, dtype, by_instructions: np.ndarray, by_engines: np.ndarray):
+        self.dtype, self.by_instructions, self.by_engines = dtype, by_instructions, by_engines
+        self.shape = by_instructions.shape
+
+    def _viewed(self, view: Callable):
+        return SharedTile(self.dtype, view(self.by_instructions), view(self.by_engines))
+
+    @property
+    def handle(self):
+        return self
+
+    def index(self, i):
+        if not 0 <= int(i) < self.shape[0]:
+            raise Fault(f"tile {int(i)} of {self.shape[0]}")
+        return self._viewed(lambda x: x[int(i)])
+
+    def slice(self, start, length, dim=0):
+        if not 0 <= int(start) <= int(start) + length <= self.shape[dim]:
+            raise Fault(f"rows from {int(start)} on, {length} of {self.shape[dim]}")
+        return self._viewed(lambda x: np.moveaxis(np.moveaxis(x, dim, 0)[int(start) : int(start) + length], 0, dim))
+
+    def permute(self, axes):
+        return self._viewed(lambda x: x.transpose(axes))
+
+    def reshape(self, shape):
+        return self._viewed(lambda x: x.reshape(shape, copy=False))
+
+    def _reinterpret(self, dtype, shape, layout):
+        if dtype != self.dtype:
+            raise Fault(f"a tile of {self.dtype} read as {dtype}")
+        return self.reshape(shape)
+
+    def load(self, layout=None):
+        return Value(self.by_instructions.copy(), self.dtype)
+
+    def store(self, value):
+        if value.dtype != self.dtype:
+            raise Fault(f"{value.dtype} stored in a tile of {self.dtype}")
+        self.by_instructions[...] = value.array
+        UNFENCED.tiles.append(self)
+
+    def fill(self, box: np.ndarray):
+        """Writes what the copy engine brings."""
+        self.by_instructions[...] = self.by_engines[...] = box
+
+
+class Unfenced(local):
+    """The tiles that a thread, which is a group of warps, stored since its last fence."""
+
+    def __init__(self):
+        self.tiles: list[SharedTile] = []
+
+
+UNFENCED = Unfenced()
+
+
+def fence():
+    """Copies and products see what this group stored."""
+    for tile in UNFENCED.tiles:
+        tile.by_engines[...] = tile.by_instructions
+    UNFENCED.tiles.clear()
+
+
+def matrix_product(a: np.ndarray, b: np.ndarray, acc: Value | None) -> Value:
+    """a times b, added to acc. By torch, since numpy's own library starts threads for it."""
+    found = torch.mm(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    return Value(found if acc is None else found + acc.array)
+
+
+def on_arrays(function: Callable) -> Callable:
+    """A function of numpy as one of values."""
+    return lambda *args: Value(function(*map(raw, args)))
+
+
+# What kernels call by the names of `triton.language`; `layout` is Gluon's.
+FUNCTIONS = {
+    "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
+    "store": lambda pointer, value, mask=None: pointer.store(value, mask),
+    "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
+    "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), dtype),
+    "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),
+    "zeros_like": on_arrays(np.zeros_like),
+    "where": on_arrays(np.where),
+    # Of a NaN and a number these give the number, as a GPU does.
+    "minimum": on_arrays(np.fmin),
+    "maximum": on_arrays(np.fmax),
+    "max": on_arrays(np.fmax.reduce),
+    "sum": on_arrays(np.sum),
+    "exp2": on_arrays(np.exp2),
+    "log2": on_arrays(np.log2),
+    "log": on_arrays(np.log),
+    "cdiv": on_arrays(lambda a, b: quotient(a + b - 1, b)),
+    "trans": lambda x: Value(x.array.T, x.dtype),
+    "dot": lambda a, b, acc=None, input_precision=None: matrix_product(a.array, b.array, acc),
+    "convert_layout": lambda x, layout: x,
+}

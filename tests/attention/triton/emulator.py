@@ -1,0 +1,278 @@
+"""Runs the source of Triton's and Gluon's kernels on a CPU: stubs for both languages, and the library's own launches.
+
+`emulated_tiles` has the values, `emulated_program` the threads and barriers. Only inline assembly is replaced. Layouts
+of registers, numbers that outgrow 32 bits and what Triton's compiler makes of the source are not seen.
+"""
+
+import builtins
+import re
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from inspect import signature
+from math import prod
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import torch
+from emulated_program import Barrier, Barriers, Program
+from emulated_tiles import FUNCTIONS, Descriptor, Fault, Memory, Pointer, SharedTile, Value, fence, matrix_product
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+import hilbert_lib
+from hilbert_lib.attention.triton.start import Start
+
+PACKAGE = "hilbert_lib.attention.triton"
+EMULATED = {  # all that a call runs but what is decided without triton
+    *(f"{PACKAGE}.{name}" for name in ("geometry", "arguments", "forward", "backward", "launch")),
+    *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
+}
+LAYOUTS = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
+OPTIONS = {"num_warps", "num_stages", "maxnreg"}  # of a launch, which no kernel is given
+running: Program | None = None  # the program that runs
+
+
+class Product:
+    """A product of tiles on the tensor cores, computed at some time after it is asked for."""
+
+    def __init__(self, a, b, acc):
+        self.a, self.b, self.acc, self.result = a, b, acc, None
+
+    def compute(self):
+        a, b = (x.by_engines if isinstance(x, SharedTile) else x.array for x in (self.a, self.b))
+        self.result = matrix_product(a, b, self.acc)
+
+    def done(self):
+        if self.result is None:
+            raise Fault("a product is used that was not waited for")
+        return self.result
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    if a.dtype != b.dtype or a.dtype == gl.float32:
+        raise Fault(f"a product of {a.dtype} and {b.dtype}")
+    product = Product(a, b, acc if use_acc else None)
+    running.group.products.append(product.compute)
+    running.wait()
+    return product if is_async else warpgroup_mma_wait(0, [product])
+
+
+def warpgroup_mma_wait(num_outstanding=0, deps=()):
+    products = running.group.products
+    running.wait(lambda: len(products) <= num_outstanding)
+    done = tuple(each.done() for each in deps)
+    return done if len(done) > 1 else done[0]
+
+
+def init(barrier, count):
+    barrier.one.count = barrier.one.left = count
+
+
+def expect(barrier, nbytes):
+    barrier.one.change(1, nbytes)
+    running.wait()
+
+
+def arrive(barrier, *, count=1):
+    barrier.one.change(count, 0)
+    running.wait()
+
+
+def wait(barrier, phase):
+    cell, phase = barrier.one, int(phase)
+    running.wait(lambda: cell.phase & 1 != phase)
+
+
+def copy_to_shared(descriptor, coordinates, barrier, tile):
+    at, cell = [int(x) for x in coordinates], barrier.one
+    if list(tile.shape) != descriptor.block_shape:
+        raise Fault(f"a box of {descriptor.block_shape} copied to a tile of {list(tile.shape)}")
+
+    def copy():
+        tile.fill(descriptor.box(at))
+        cell.change(0, -descriptor.block_type.nbytes)
+
+    running.copies.insert(running.random.randint(0, len(running.copies)), copy)
+    running.wait()
+
+
+def reduce_from_shared(function, descriptor, coordinates, tile):
+    if list(tile.shape) != descriptor.block_shape:
+        raise Fault(f"a tile of {list(tile.shape)} added in boxes of {descriptor.block_shape}")
+    running.group.sent.append(lambda: descriptor.reduce(function, coordinates, tile.by_engines))
+    running.wait()
+
+
+def store_wait(pendings=0):
+    sent = running.group.sent
+    running.wait(lambda: len(sent) <= pendings)
+
+
+@lru_cache
+def barrier_in(asm: str) -> tuple[int, int, bool] | None:
+    """Of assembly with one of the hardware's barriers: which register has its number, its threads, whether it waits."""
+    before, bar, after = asm.partition("bar.")
+    if not bar:
+        return None
+    kind, place, threads = re.match(r"(arrive|sync) (\S+), (\d+);", after).groups()
+    # The number may have been moved: then the register was named last.
+    register = re.findall(r"\$(\d+)", before + place)[-1]
+    return int(register), int(threads), kind == "sync"
+
+
+def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
+    """What the kernels' assembly does: `tiles.arrive` and its like, and `steps._scaled_if_any`."""
+    if barrier := barrier_in(asm):
+        register, threads, is_waited_for = barrier
+        # Registers of the result come first, and each operand has `pack`.
+        running.meet(int(args[register // pack - 1]), threads, is_waited_for)
+        return None
+    if "mul.f32" in asm:
+        return args[0] * args[1]
+    raise NotImplementedError(asm)
+
+
+def allocate(dtype, shape, layout):
+    if layout is Barrier:
+        return Barriers([Barrier() for _ in range(prod(shape))], shape)
+    return SharedTile(dtype, *(np.full(shape, np.nan, np.float32) for _ in range(2)))
+
+
+def static_assert(condition, message=""):
+    assert condition, message
+
+
+def jit(function=None, **_):
+    """A kernel, or a function of one, is the function itself."""
+    if function is None:
+        return jit
+    function.arg_names = list(signature(function).parameters)
+    return function
+
+
+def constant(x):
+    return x
+
+
+def no_layout(*_, **__):
+    """A layout of registers, which numpy has not."""
+
+
+LANGUAGE = SimpleNamespace(
+    **FUNCTIONS,
+    **{name: getattr(gl, name) for name in ("int1", "int32", "int64", "float16", "bfloat16", "float32")},
+    **dict.fromkeys(LAYOUTS, no_layout),
+    NVMMASharedLayout=gl.NVMMASharedLayout,
+    tensor=Value,
+    shared_memory_descriptor=SharedTile,
+    constexpr=constant,
+    static_range=range,
+    static_assert=static_assert,
+    program_id=lambda axis: Value(np.int64(running.ids[axis])),
+    allocate_shared_memory=allocate,
+    warp_specialize=lambda parts, warps, registers: running.split(parts, warps),
+    inline_asm_elementwise=inline_asm,
+)
+SEMANTIC = SimpleNamespace(
+    _convert_to_ir_values=lambda values, require_i64: [int(x) for x in values],
+    builder=SimpleNamespace(create_async_tma_reduce=reduce_from_shared),
+)
+GLUON = SimpleNamespace(jit=jit, constexpr_function=lru_cache, language=LANGUAGE)
+TRITON = SimpleNamespace(
+    jit=jit,
+    language=LANGUAGE,
+    cdiv=lambda a, b: -(-a // b),
+    knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
+)
+HOPPER = SimpleNamespace(
+    fence_async_shared=fence,
+    mbarrier=SimpleNamespace(MBarrierLayout=lambda: Barrier, init=init, expect=expect, arrive=arrive, wait=wait),
+    tma=SimpleNamespace(async_copy_global_to_shared=copy_to_shared, store_wait=store_wait),
+    warpgroup_mma=warpgroup_mma,
+    warpgroup_mma_wait=warpgroup_mma_wait,
+)
+
+
+STUBS = {
+    "triton": TRITON,
+    "triton.language": LANGUAGE,
+    "triton._C.libtriton": SimpleNamespace(ir=SimpleNamespace(DESCRIPTOR_REDUCE_KIND=SimpleNamespace(ADD=np.add))),
+    "triton.experimental": SimpleNamespace(gluon=GLUON),
+    "triton.experimental.gluon": GLUON,
+    "triton.experimental.gluon.language._core": SimpleNamespace(
+        builtin=lambda function: partial(function, _semantic=SEMANTIC)
+    ),
+    "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
+}
+
+
+class Sources:
+    """The library's modules of kernels and launches, loaded from their source with the stubs in place of Triton.
+
+    edits: of a module by its name below `attention.triton`, a text that stands there once, and what replaces it.
+    """
+
+    def __init__(self, edits: dict[str, tuple[str, str]] | None = None):
+        self.edits = {f"{PACKAGE}.{name}": edit for name, edit in (edits or {}).items()}
+        self.modules = {f"{PACKAGE}.start": SimpleNamespace(Start=Start, start=self._start)}
+        self.starts: list[Start] = []
+        self.run = run
+        # A GPU of compute capability 9.0 is asked for nowhere else.
+        served = self.module(f"{PACKAGE}.hopper.launch")
+        served.runs = lambda tensors, keys, call: served.serves(tensors[0], keys, call)
+        self.launch = self.module(f"{PACKAGE}.launch")
+
+    def module(self, name: str) -> ModuleType:
+        """A module by its whole name."""
+        if name not in self.modules:
+            path = Path(hilbert_lib.__file__).parents[1].joinpath(*name.split(".")).with_suffix(".py")
+            source = path.read_text(encoding="utf-8")
+            if name in self.edits:
+                before, after = self.edits[name]
+                assert source.count(before) == 1, f"{before!r} stands {source.count(before)} times in {path.name}"
+                source = source.replace(before, after)
+            module = self.modules[name] = ModuleType(name)
+            module.__builtins__ = {**vars(builtins), "__import__": self._import}
+            exec(compile(source, path, "exec"), vars(module))
+        return self.modules[name]
+
+    def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        if name in STUBS:
+            return STUBS[name] if fromlist else STUBS[name.split(".")[0]]
+        if name in self.modules or name in EMULATED:
+            return self.module(name)
+        inside = {each: f"{name}.{each}" for each in fromlist or () if f"{name}.{each}" in EMULATED}
+        others = tuple(each for each in fromlist or () if each not in inside)
+        found = __import__(name, globals, locals, others, level)
+        if not inside:
+            return found
+        emulated = {each: self.module(whole) for each, whole in inside.items()}
+        return SimpleNamespace(**emulated, **{each: getattr(found, each) for each in others})
+
+    def _start(self, starts: Sequence[Start]) -> None:
+        for each in starts:
+            self.starts.append(each)
+            self.run(each)
+
+
+def run(each: Start) -> None:
+    """Runs the programs of a launch one after the other."""
+    global running
+    kernel = each.kernel
+    arguments = [_given(x) for x in each.arguments]
+    named = {name: _given(x) for name, x in each.named.items() if name not in OPTIONS}
+    for number in range(prod(each.grid)):
+        ids = np.unravel_index(number, each.grid, order="F")
+        running = Program(kernel.__name__, tuple(map(int, ids)), each.named.get("num_warps", 4))
+        with np.errstate(all="ignore"):
+            kernel(*arguments, **named)
+        if running.copies or any(group.products or group.sent for group in running.groups):
+            raise Fault("a program ends with copies or products that nothing waited for")
+
+
+def _given(x):
+    # What a kernel is given for an argument.
+    if isinstance(x, torch.Tensor):
+        return Pointer(Memory(x), x.storage_offset())
+    return Descriptor(x) if isinstance(x, TensorDescriptor) else x

@@ -1,0 +1,225 @@
+"""The source of the warp-specialised kernels, run on a CPU (`emulator`), equals the oracle. Edited, it fails.
+
+The library's own launches find branches, grids and arguments, as on a Hopper GPU.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from itertools import product
+from random import Random
+from typing import NamedTuple
+
+import oracle
+import pytest
+import torch
+from cases import stored
+from mutations import EQUAL, MUTATIONS, Mutation
+
+from hilbert_lib import DilatedPattern
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.triton.hopper import division
+
+emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
+
+CASES = 32
+# A seed, and whether torch asks for determinism: then the copy engine sums no dq.
+CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
+HEAD_DIMS = (40, 48, 64, 80, 128)
+HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
+LAYOUTS = ("bshd", "bhsd", "sliced")
+
+
+class Case(NamedTuple):
+    """A call."""
+
+    pattern: DilatedPattern
+    length: int  # of k and v
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool
+    scale: float
+    batch: int
+    layout: str
+    dtype: torch.dtype
+    query_start: int | None = None
+
+
+@cache
+def drawn(seed: int) -> Case:
+    """A random case that the kernels serve: all tiles whole but for causality, branches that share a launch, or any."""
+    random = Random(seed)
+    heads, kv_heads = random.choice(HEADS[:3] if seed % 3 == 0 else HEADS)
+    query_start = None
+    pattern, length = None, 0
+    while pattern is None or not any(division.is_reached(*branch, length) for branch in pattern.branches):
+        lengths = random.choices((101, 200, 250, 512, 900), k=random.randint(1, 3))
+        rates = random.choices((1, 1, 1, 2, 3, 4, 6), k=len(lengths))
+        # Last tiles of one row, of half the rows and one more, and others.
+        length = 128 * random.randint(1, 4) + random.choice((1, 1, 65, 65, 0, 64, -1, 50))
+        if seed % 3 == 0:
+            lengths, length = random.sample((256, 384, 768), k=random.randint(2, 3)), 768
+            rates = [random.choice((1, 2) if w == 256 else (1, 3)) for w in lengths]
+        if seed % 3 == 1:
+            lengths, rates = random.choice((((256, 512), (1, 1)), ((512, 512), (1, 2)), ((400, 400), (1, 3))))
+            length += 256
+        pattern = DilatedPattern(
+            lengths,
+            rates,
+            offsets=random.choice(("head", "head_block", "branch", "zero")),
+            mixing="head_groups" if kv_heads >= len(lengths) and random.random() < 0.2 else "softmax",
+        )
+    if seed % 7 == 6:  # all but the first positions have a query, more than are decoded
+        query_start = random.randint(1, length - 66)
+    return Case(
+        pattern, length, heads, kv_heads, HEAD_DIMS[seed % 5], seed % 2 == 1,
+        random.choice((1, 4)) * HEAD_DIMS[seed % 5] ** -0.5, random.choice((1, 2)) if length < 400 else 1,
+        random.choice(LAYOUTS), random.choice((torch.bfloat16, torch.float16)), query_start,
+    )  # fmt: skip
+
+
+def times_seen(pattern: DilatedPattern, length: int, g: int, kv_heads: int, is_causal: bool) -> torch.Tensor:
+    """How many times a query sees a key: (queries, keys), float64."""
+    position = torch.arange(length)
+    seen = torch.zeros(length, length, dtype=torch.float64)
+    for i, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        if oracle.uses(pattern.mixing, i, len(pattern.segment_lengths), g, kv_heads):
+            inside = position % w % r == oracle.offset_of(pattern.offsets, i, r, g, kv_heads)
+            together = position[:, None] // w == position // w
+            seen += inside[:, None] & inside & together & ((position[:, None] >= position) | (not is_causal))
+    return seen
+
+
+def attention(q, k, v, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `oracle.attention` computes query by query, at once."""
+    group = case.heads // case.kv_heads
+    heads = (times_seen(case.pattern, case.length, g, case.kv_heads, case.is_causal) for g in range(case.kv_heads))
+    seen = torch.stack(list(heads)).repeat_interleave(group, 0)[:, case.query_start or 0 :]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    is_empty = seen.sum(-1) == 0
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.scale + (seen + is_empty[..., None]).log()
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v) * ~is_empty.T[..., None]
+    return out, scores.logsumexp(-1).masked_fill(is_empty, -torch.inf)
+
+
+@cache
+def expected(case: Case) -> tuple:
+    """Inputs, and what is right: out, lse and the gradients of q, k and v."""
+    generator = torch.Generator().manual_seed(0)
+    queries = case.length - (case.query_start or 0)
+    sizes = [(queries, case.heads), (case.length, case.kv_heads), (case.length, case.kv_heads), (queries, case.heads)]
+    q, k, v, dout = (
+        torch.randn(case.batch, *size, case.head_dim, generator=generator).to(case.dtype) for size in sizes
+    )
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, case)
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    return (q, k, v, dout), (out.detach(), lse.detach(), *grads)
+
+
+def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
+    """What the kernels compute."""
+    q, k, v, dout = (stored(x, case.layout) for x in expected(case)[0])
+    call = Call(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
+    sources.starts.clear()
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        out, lse = sources.launch.forward(q, k, v, call)
+        grads = sources.launch.backward(dout, q, k, v, out, lse, call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+
+def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
+    """What is wrong about the results of a case, if anything."""
+    try:
+        results = results_of(sources, case, is_deterministic)
+    except emulator.Fault as fault:
+        return str(fault)
+    if any(each.named.get("IF_FLAG") and each.arguments[-1].item() for each in sources.starts):
+        return "the plain kernel ran once more, as for a NaN"
+    launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
+    # Each launch rounds what it adds to.
+    bound = (TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
+    for (name, found), right in zip(results.items(), expected(case)[1], strict=True):
+        found = found.double()
+        if name == "lse":
+            same = torch.where(found == right, 0, found - right).abs()
+            if not same.max() < 1e-5:
+                return f"lse: {same.max():.1e}"
+        else:
+            error = (found - right).norm(dim=-1)
+            size = right.norm() / right.shape[:-1].numel() ** 0.5  # of a row
+            if not (error.norm() < bound * right.norm() and error.max() < 10 * bound * size):
+                return f"{name}: {error.norm() / right.norm():.1e}, in a row {error.max() / size:.1e}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return emulator.Sources()
+
+
+@pytest.mark.parametrize(("seed", "is_deterministic"), CALLS)
+def test_output_and_gradients_of_the_kernels_source_equal_the_oracle(sources, seed, is_deterministic):
+    assert fault_of(sources, drawn(seed), is_deterministic) is None
+    assert f"{emulator.PACKAGE}.hopper.forward" in [each.kernel.__module__ for each in sources.starts]
+
+
+def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    forward, backward, adding = set(), set(), set()
+    for seed, is_deterministic in CALLS:
+        results_of(sources, drawn(seed), is_deterministic)
+        for each in sources.starts:
+            columns, causal, goes_on = (each.named.get(name) for name in ("BLOCK_D", "CAUSAL", "READ_PARTIAL"))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.forward":
+                forward.add((columns, causal, each.named["MASKED"], goes_on))
+            if each.kernel.__module__ == f"{emulator.PACKAGE}.hopper.backward":
+                backward.add((columns, causal, each.named["CUT"], each.named["WITH_DQ"]))
+                adding.add((columns, causal, goes_on))
+    both = (False, True)
+    assert forward == {way for way in product((64, 128), both, both, both) if way[2] >= way[1]}  # causal: masked
+    assert backward == set(product((64, 128), both, both, both))
+    assert adding == set(product((64, 128), both, both))
+
+
+@pytest.mark.parametrize("seed", [8, 19])
+def test_oracles_agree(seed):
+    case = drawn(seed)._replace(length=70, query_start=None)
+    (q, k, v, _), (out, lse, *_) = expected(case)
+    slow = oracle.attention(q, k, v, case.pattern, is_causal=case.is_causal, scale=case.scale)
+    torch.testing.assert_close((out, lse), slow, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_reaches_the_rows_that_attend_to_it(sources, head_dim):
+    """Here the plain kernel runs once more, as the warp-specialised one asks for."""
+    case = drawn(19)._replace(head_dim=head_dim, layout="bshd")
+    q, k, v, _ = (x.clone() for x in expected(case)[0])
+    v[0, 3, 0] = torch.nan
+    found, _ = sources.launch.forward(q, k, v, Call(case.pattern, is_causal=True, scale=case.scale))
+    sees = times_seen(case.pattern, case.length, 0, 1, True)[:, 3] > 0
+    assert sees.any()
+    assert torch.equal(found[0, :, 0].isnan().all(-1), sees)
+    assert torch.equal(found[0, :, 0].isnan().any(-1), sees)
+
+
+def is_seen(mutation: Mutation, seeds: Iterable[int]) -> bool:
+    """Whether some case shows that a source was edited."""
+    edits = {mutation.module: (mutation.before, mutation.after)}
+    return any(fault_of(emulator.Sources(edits), drawn(seed)) for seed in seeds)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.why)
+def test_an_edited_source_fails(mutation):
+    # The case that showed it first: others may once the sources or the order of threads have changed.
+    assert is_seen(mutation, (mutation.seed, *range(CASES)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", EQUAL, ids=lambda each: each.why)
+def test_an_edit_that_changes_nothing_passes(mutation):
+    assert not is_seen(mutation, range(CASES))
