@@ -50,6 +50,10 @@ def test_every_claim_of_the_documents_has_an_entry_without_a_measured_number(led
     assert list(ledger) == [f"{kind}{number}" for kind, count in COUNTS.items() for number in range(1, count + 1)]
     entries = yaml.safe_load(LEDGER.read_text())
     assert not any({"value", "low", "high", "spread", "median"} & set(entry) for entry in entries.values())
+    for name, claim in ledger.items():
+        assert all((claim.claim, claim.source, claim.question)), name
+        assert bool(claim.measure) == bool(claim.claimed) != bool(claim.tests), name
+        assert (claim.verdict in (HOLDS, HOLDS_NOT)) == bool(claim.tests), name
 
 
 @pytest.mark.evidence
@@ -161,25 +165,6 @@ def test_each_case_is_judged_by_the_range_that_speaks_of_it():
     assert judged.as_claimed.tolist() == [True, True, False, True]
     with pytest.raises(ValueError, match="claimed must speak of some case"):
         judge(CASES, [Band(least=1, where="ranks == 3")])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"colour": "red"}, "X must have fields of .*, got .'colour'."),
-        ({"question": ""}, "X must have a claim, its source and a question"),
-        ({"measure": ""}, "X must be answered by measure or by tests"),
-        ({"tests": ["tests/test_x.py::test_y"]}, "one of the two"),
-        ({"claimed": []}, "X must say what range is claimed"),
-        ({"measure": "", "tests": ["a"], "verdict": "perhaps"}, "X must say whether its tests show that it holds"),
-    ],
-)
-def test_an_entry_that_cannot_be_answered_is_refused(tmp_path, changes, words):
-    entry = {"claim": "c", "source": "000", "question": "q", "measure": "models:stride_regularity", "claimed": [{}]}
-    path = tmp_path / "claims.yml"
-    path.write_text(yaml.safe_dump({"X": {**entry, **changes}}))
-    with pytest.raises(ValueError, match=words):
-        read_ledger(path)
 
 
 def pool(strategy, ratio, lengths, reserved):
