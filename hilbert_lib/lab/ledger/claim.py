@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.records import REPORTS, RESULTS, TELLING, newest_run, read_records, run_environment
 
 ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
 HOLDS, HOLDS_NOT, UNTESTED, WAITS = "holds", "does not hold", "cannot be tested here", "waits for"
@@ -46,7 +46,8 @@ class Claim:
 
     measure: "module:function" of this package, which gives the cases that `options` ask for, from a file of the newest
     run under reports/h200*/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
-    them) show the verdict. only: parameters of the notebook that measure this claim alone.
+    them) show the verdict. basis: "as planned" or "as predicted", where nothing was measured. only: parameters of the
+    notebook that measure this claim alone.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Claim:
     file: str = RESULTS
     claimed: tuple[Band, ...] = ()
     when: Condition | None = None
+    basis: str = ""
     tests: Sequence[str] = ()
     verdict: str = ""
     note: str = ""
@@ -116,7 +118,8 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     measure: Callable[..., pd.DataFrame] = getattr(import_module(f"hilbert_lib.lab.ledger.{module}"), name)
     if not claim.record:
         return _answer(claim, measure(**claim.options), None, "any: nothing is timed")
-    run = newest_run(claim.record, claim.file) if run is None else run
+    # What needs no GPU was timed without one.
+    run = run or newest_run(claim.record, claim.file) or newest_run(claim.record, claim.file, REPORTS.glob(TELLING))
     if run is None:
         return Answer(claim, f"{WAITS}: {claim.record}")
     try:
@@ -130,6 +133,9 @@ def _answer(claim: Claim, cases: pd.DataFrame, run: Path | None, hardware: str) 
     if cases.empty:  # or was not timed, where NaN stood
         return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run, hardware)
     verdict, cases = judge(cases, claim.claimed, claim.when)
+    verdict = (
+        verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1) if claim.basis and verdict.startswith(HOLDS) else verdict
+    )
     return Answer(claim, verdict, _value(cases), cases, run, hardware)
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from hilbert_lib.lab.cache import sweeps
-from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
+from hilbert_lib.lab.cache.cache import LINE_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.l2 import hit_rates
 from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.pairs import relative_difference
@@ -65,13 +65,15 @@ def stride_regularity() -> pd.DataFrame:
 
 
 def lines_shared_by_branches() -> pd.DataFrame:
-    """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage."""
+    """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage.
+
+    Of heads side by side that fill no whole line: else a line holds one token, or one head, in any order.
+    """
     cases = []
-    for layout in LAYOUTS:
-        for size in ROW_BYTES:
-            shares = [_shared(Storage(Ordering(kind, LENGTH), size, HEADS, layout)) for kind in ("hilbert", "linear")]
-            cases.append({"layout": layout, "row_bytes": size, "value": shares[0] - shares[1]})
-    return counted(pd.DataFrame(cases))
+    for heads, size in ((2, 16), (2, 32), (4, 16)):
+        shares = {kind: _shared(Storage(Ordering(kind, LENGTH), size, heads)) for kind in ORDERS}
+        cases.append({"heads": heads, "row_bytes": size, **shares, "value": shares["hilbert"] - shares["linear"]})
+    return counted(cases)
 
 
 def plain_kernel_on_reordered_keys() -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels
-from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, answers
+from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, answers
 from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
@@ -164,11 +164,12 @@ def _ring(records: list[dict]) -> dict:
 
 
 def _claims() -> dict:
-    """How many claims there are, and how many hold, hold under a condition, and do not hold."""
+    """How many claims there are, and how many hold, hold under a condition, do not hold, and cannot be tested."""
     verdicts = pd.Series([each.verdict for each in answers().values()])
-    told = {"claims": len(verdicts), "claims_hold": int((verdicts == HOLDS).sum())}
-    told["claims_hold_when"] = int(verdicts.str.startswith(f"{HOLDS} ").sum())
-    return told | {"claims_hold_not": int(verdicts.str.startswith(HOLDS_NOT).sum())}
+    told = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
+    told["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - told["claims_hold"]
+    kinds = {"claims_hold_not": HOLDS_NOT, "claims_untested": UNTESTED}
+    return told | {name: int(verdicts.str.startswith(words).sum()) for name, words in kinds.items()}
 
 
 def _runs() -> str:
