@@ -18,10 +18,11 @@ from hilbert_lib.lab.records import REPORTS, TELLING, committed_records, read_re
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
-from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
+from hilbert_lib.lab.tables import ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
+POOLS = ["kept", "pool"]  # a CUDA graph holds its buffers too; what it gains is of launches
 POINTS = "bench_attention_xformers"
 CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
@@ -141,9 +142,9 @@ def loop_over_call(records: Records) -> pd.DataFrame:
     calls = pair_table(committed_records("05_backend_selection"), "pattern cache")
     call_ms = calls[(calls.b == "call") & (calls.what == "Hilbert ordering")].set_index("length").b_ms
     cases = []
-    for each in (each for each in records if each["a"]["name"] == "loop"):
-        length, samples = each["a"]["parameters"]["length"], np.array(each["a"]["samples_ms"])
-        value, low, high = np.quantile(samples / call_ms[length], [0.5, 0, 1])
+    for each in records:
+        length = each["parameters"]["length"]
+        value, low, high = np.quantile(each["samples_ms"] / call_ms[length], [0.5, 0, 1])
         cases.append({"length": length, "value": value, "low": low, "high": high})
     return pd.DataFrame(cases)
 
@@ -156,30 +157,21 @@ def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
 
 def pools(records: Records) -> pd.DataFrame:
     """Time under torch's caching allocator over that with a pool, and at 8,192 tokens the pool's memory over its."""
-    where = "not lengths.str.contains(' ') and rival != 'graph'"  # a graph's gain is of launches
-    times = ratios(records, sweep="pools", where=where, columns=["rival", "direction", "lengths"])
-    times = times.assign(what="time", tokens=times.pop("lengths").astype(int))
-    held = _held(records, "curve == 'hilbert' and tokens == 8192 and rival != 'graph'")
-    memory = counted(held[held.rival != "caching"], held.bytes / held.bytes[held.rival == "caching"].iloc[0])
-    return pd.concat([times, memory.drop(columns="bytes").assign(what="memory")], ignore_index=True)
+    times, held = pool_table(records), pool_table(records, "memory table")
+    times = times[times.strategy.isin(POOLS) & ~times.lengths.str.contains(" ")].rename(columns={"ratio": "value"})
+    bytes_at_8k = held[(held.curve == "hilbert") & (held.lengths == "8192")].set_index("strategy").reserved_bytes
+    more = (bytes_at_8k / bytes_at_8k["caching"]).rename("value").reset_index()
+    memory = counted(more[more.strategy.isin(POOLS)]).assign(what="memory", lengths="8192")
+    cases = pd.concat([times.assign(what="time"), memory], ignore_index=True)
+    return cases.assign(tokens=cases.lengths.astype(int))[["what", "strategy", "direction", "tokens", *INTERVAL]]
 
 
 def memory_of_configurations(records: Records) -> pd.DataFrame:
     """Memory reserved with k and v reordered and buffers held in each way, over that of plain calls."""
-    held = _held(records, "tokens >= 16384")
-    plain = held[held.curve == ""].drop_duplicates("tokens").set_index("tokens").bytes
+    held = pool_table(records, "memory table").query("lengths != '8192'")
+    plain = held[held.curve == ""].set_index("lengths").reserved_bytes
     others = held[held.curve != ""]
-    return counted(others.drop(columns="bytes"), others.bytes / others.tokens.map(plain))
-
-
-def _held(records: Records, where: str) -> pd.DataFrame:
-    rows = []
-    for record in of_sweep(records, "memory table"):
-        for side, held in zip("ab", record["reserved_bytes"], strict=True):
-            given = record[side]["parameters"]
-            row = {"rival": record[side]["name"], "curve": given["curve"], "tokens": int(given["lengths"])}
-            rows.append({**row, "bytes": held})
-    return pd.DataFrame(rows).drop_duplicates(["rival", "curve", "tokens"]).query(where)
+    return counted(others[["strategy", "lengths"]], others.reserved_bytes / others.lengths.map(plain))
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import pandas as pd
 import torch
 
 from hilbert_lib.lab.cache import sweeps
-from hilbert_lib.lab.cache.cache import LINE_BYTES, Storage, branch_rows, row_units
+from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.l2 import hit_rates
 from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.pairs import relative_difference
@@ -67,12 +68,13 @@ def stride_regularity() -> pd.DataFrame:
 def lines_shared_by_branches() -> pd.DataFrame:
     """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage.
 
-    Of heads side by side that fill no whole line: else a line holds one token, or one head, in any order.
+    Of heads that fill no whole line: else a line holds one token in any order, and no order moves a share.
     """
     cases = []
-    for heads, size in ((2, 16), (2, 32), (4, 16)):
-        shares = {kind: _shared(Storage(Ordering(kind, LENGTH), size, heads)) for kind in ORDERS}
-        cases.append({"heads": heads, "row_bytes": size, **shares, "value": shares["hilbert"] - shares["linear"]})
+    for layout, (heads, size) in product(LAYOUTS, ((2, 16), (2, 32), (4, 16))):
+        shares = {kind: _shared(Storage(Ordering(kind, LENGTH), size, heads, layout)) for kind in ORDERS}
+        case = {"layout": layout, "heads": heads, "row_bytes": size, **shares}
+        cases.append({**case, "value": shares["hilbert"] - shares["linear"]})
     return counted(cases)
 
 
@@ -114,6 +116,6 @@ def _shared(storage: Storage) -> float:
     pattern = DilatedPattern((SEGMENT, 2 * SEGMENT), (2, 4), offsets="zero")
     touched = []
     for head in (0, 1):
-        rows = branch_rows(storage, pattern, branch=head, head=head)
+        rows = branch_rows(storage, pattern, branch=head)
         touched.append(row_units(storage.addresses(rows.positions, head), storage.row_bytes, LINE_BYTES)[0].unique())
     return torch.isin(touched[0], touched[1]).double().mean().item()

@@ -46,9 +46,8 @@ def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> lis
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
     lines = []
     for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
-        facts = {name: pair[1].parameters.get(name) for name in ("pair", "length", "heads", "head_dim", "dilation")}
-        facts |= {"branches": pair[1].parameters["branches"]}
-        told = ", ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
+        names, given = ("pair", "length", "heads", "head_dim", "dilation", "branches"), pair[-1].parameters
+        told = ", ".join(f"{name}={given[name]}" for name in names if given.get(name) is not None)
         lines.append(f"{' | '.join(side.name for side in pair)}: {told}")
     return lines
 

@@ -4,9 +4,11 @@ import json
 import os
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,11 +16,14 @@ from made_up import comparison
 
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.ledger import rerun
+from hilbert_lib.lab.ledger import kernels, rerun
 from hilbert_lib.lab.ledger.claim import ROOT, answers, read_ledger
+from hilbert_lib.lab.ledger.claims import CLAIMS, loop_sides
 from hilbert_lib.lab.ledger.rerun import command
-from hilbert_lib.lab.records import newest_run
+from hilbert_lib.lab.records import newest_run, read_records
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
+
+CALLS = {"b": ["call"], "what": ["Hilbert ordering"], "length": [64], "b_ms": [1.0]}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +129,17 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
     assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
     assert shown.count("branches=512:") == 4
     assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
+    assert hilbert("claims", "--rerun", "K11", "--dry-run").splitlines()[0] == "loop: length=65536"
+
+
+def test_what_is_timed_on_the_cpu_needs_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(CLAIMS, "K11", partial(loop_sides, (8,)))
+    monkeypatch.setattr(kernels, "pair_table", lambda *_: pd.DataFrame(CALLS))
+    assert "K11" in hilbert("claims", "--rerun", "K11", "--out", tmp_path)
+    (record,) = read_records(next(tmp_path.glob("*/claims_K11")) / "results.jsonl")
+    assert record["name"] == "loop"
+    assert min(record["samples_ms"]) > 0
 
 
 def test_an_unknown_claim_is_named():
