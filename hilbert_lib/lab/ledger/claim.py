@@ -16,7 +16,7 @@ import yaml
 
 from hilbert_lib.lab.records import REPORTS, RESULTS, TELLING, newest_run, read_records, run_environment
 
-ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
+ROOT, LEDGER, VERDICTS = REPORTS.parent, REPORTS / "claims.yml", REPORTS / "verdicts.yml"
 HOLDS, HOLDS_NOT, UNTESTED, WAITS = "holds", "does not hold", "cannot be tested here", "waits for"
 INTERVAL = ["value", "low", "high"]
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]

@@ -21,6 +21,7 @@ from hilbert_lib.lab.ledger.claim import (
     LEDGER,
     ROOT,
     UNTESTED,
+    VERDICTS,
     WAITS,
     Band,
     Condition,
@@ -79,7 +80,7 @@ def test_every_claim_is_answered_by_a_record_a_computation_or_tests():
 
 @pytest.mark.evidence
 def test_verdicts_are_those_that_were_read_and_kept():
-    kept = yaml.safe_load((REPORTS / "verdicts.yml").read_text())
+    kept = yaml.safe_load(VERDICTS.read_text())
     assert {name: each.verdict for name, each in answers().items()} == kept
 
 
