@@ -77,7 +77,11 @@ class Answer:
     value: str = ""
     cases: pd.DataFrame | None = None
     run: Path | None = None
-    hardware: str = ""
+
+    @property
+    def hardware(self) -> str:
+        """On what it was measured; any, where nothing was."""
+        return run_environment(self.run, self.claim.file)["hardware"] if self.run else "any"
 
     @property
     def evidence(self) -> str:
@@ -113,30 +117,26 @@ def answers() -> dict[str, Answer]:
 def answer(claim: Claim, run: Path | None = None) -> Answer:
     """What the newest committed record (or that of a folder), the computation or the tests say of a claim."""
     if claim.tests:
-        return Answer(claim, claim.verdict, hardware="any")
+        return Answer(claim, claim.verdict)
     module, name = claim.measure.split(":")
     measure: Callable[..., pd.DataFrame] = getattr(import_module(f"hilbert_lib.lab.ledger.{module}"), name)
     if not claim.record:
-        return _answer(claim, measure(**claim.options), None, "any: nothing is timed")
-    # What needs no GPU was timed without one.
-    run = run or newest_run(claim.record, claim.file) or newest_run(claim.record, claim.file, REPORTS.glob(TELLING))
-    if run is None:
-        return Answer(claim, f"{WAITS}: {claim.record}")
-    try:
-        cases = measure(read_records(run / claim.file), **claim.options).dropna(subset=INTERVAL[0])
-    except ValueError:
-        cases = pd.DataFrame()  # the record lacks a sweep
-    return _answer(claim, cases, run, run_environment(run, claim.file)["hardware"])
-
-
-def _answer(claim: Claim, cases: pd.DataFrame, run: Path | None, hardware: str) -> Answer:
+        cases = measure(**claim.options)
+    else:
+        # What needs no GPU was timed without one.
+        run = run or newest_run(claim.record, claim.file) or newest_run(claim.record, claim.file, REPORTS.glob(TELLING))
+        if run is None:
+            return Answer(claim, f"{WAITS}: {claim.record}")
+        try:
+            cases = measure(read_records(run / claim.file), **claim.options).dropna(subset=INTERVAL[0])
+        except ValueError:
+            cases = pd.DataFrame()  # the record lacks a sweep
     if cases.empty:  # or was not timed, where NaN stood
-        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run, hardware)
+        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
     verdict, cases = judge(cases, claim.claimed, claim.when)
-    verdict = (
-        verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1) if claim.basis and verdict.startswith(HOLDS) else verdict
-    )
-    return Answer(claim, verdict, _value(cases), cases, run, hardware)
+    if claim.basis and verdict.startswith(HOLDS):
+        verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
+    return Answer(claim, verdict, _value(cases), cases, run)
 
 
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None = None) -> tuple[str, pd.DataFrame]:
