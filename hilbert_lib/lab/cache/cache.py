@@ -29,19 +29,10 @@ class Storage:
     heads: int = 1
     layout: str = "bshd"
 
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
-
     @property
     def length(self) -> int:
         """Positions stored."""
         return self.ordering.length
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of k, and of v."""
-        return self.length * self.heads * self.row_bytes
 
     def addresses(self, positions: Tensor, head: int) -> Tensor:
         """The first byte of the rows of one head, counted from the start of k."""
@@ -73,8 +64,6 @@ def branch_rows(
 
     key_order: "storage", every ordering's best case, or "position", the sequence's; a softmax does not depend on it.
     """
-    if key_order not in KEY_ORDERS:
-        raise ValueError(f"key_order must be one of {KEY_ORDERS}, got {key_order!r}")
     every = torch.arange(storage.length, device=storage.ordering.device)
     positions = every[pattern.contains(branch, every, head, storage.heads)]
     segments = positions // pattern.segment_lengths[branch]

@@ -22,19 +22,14 @@ import torch
 # asks the far one over a fabric for what that one keeps: `l2_*` are the lookups for L1s, `far_*` those for the fabric.
 # Requests for one sector that come together are joined before L2, so that l2_sectors may be below l1_sectors.
 METRICS = {
-    "l1_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",  # one an instruction of a warp; into registers
-    "l1_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",  # that they ask for
     "l1_spill_sectors": "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # registers that did not fit
     "l1_hit_percent": "l1tex__t_sector_hit_rate.pct",
     "l1_sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # from L2 into the L1s, whichever instruction asked
-    "l2_requests": "lts__t_requests_srcunit_tex_op_read.sum",
     "l2_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
     "l2_hit_sectors": "lts__t_sectors_srcunit_tex_op_read_lookup_hit.sum",
     "far_sectors": "lts__t_sectors_srcunit_ltcfabric_op_read.sum",
     "far_hit_sectors": "lts__t_sectors_srcunit_ltcfabric_op_read_lookup_hit.sum",
-    "l2_hit_percent": "lts__t_sector_op_read_hit_rate.pct",  # of all reads, where a far sector is looked up twice
     "dram_read_bytes": "dram__bytes_read.sum",
-    "dram_written_bytes": "dram__bytes_write.sum",
     "time_ns": "gpu__time_duration.sum",
 }
 

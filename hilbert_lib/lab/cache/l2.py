@@ -63,14 +63,13 @@ def kernel_trace(
 ) -> Trace:
     """The reads of k and v by a flash-attention kernel that runs one program a block of `tile_queries` queries.
 
-    Programs start in the order branch, head, segment, query block (the last changes fastest), `concurrent` at a time;
-    those of a wave walk over the key tiles of their segment in step, reading the tile of k and then that of v.
-    joined_keys: keys, one after the other, whose reads of a unit are one read; its sectors are counted then. By default
-    those of a tile are, and no sectors.
+    Programs start in the order branch, head, segment, query block, `concurrent` at a time; those of a wave walk over
+    the key tiles of their segment in step, the tile of k and then that of v. joined_keys: keys, one after the other,
+    whose reads of a unit are one, with its sectors counted; by default those of a tile, and no sectors.
     """
     joined = tile_keys if joined_keys is None else joined_keys
     device = storage.ordering.device
-    k_units = -(-storage.tensor_bytes // unit_bytes)
+    k_units = -(-storage.length * storage.heads * storage.row_bytes // unit_bytes)
     tile_count = -(-storage.length // tile_keys)
     of_unit = unit_bytes if joined_keys is None else SECTOR_BYTES  # what is told apart within a unit
     in_unit, in_tile = unit_bytes // of_unit, -(-tile_keys // joined)
@@ -131,11 +130,10 @@ def stack_distances(units: Tensor) -> Tensor:
 
 
 def _smaller_before(permutation: Tensor) -> Tensor:
-    """For each element of a permutation of 0..n-1, how many smaller ones stand before it.
+    """For each element of a permutation of 0..n-1, how many smaller ones stand before it: a radix sort from the top.
 
-    A radix sort from the highest bit. At bit b the elements that agree above b form a group, in their first order, and
-    as this is a permutation group g fills the places from g * 2**(b+1) on. Two elements differ first in one bit: there
-    the larger one counts the smaller one if that stands before it.
+    At bit b the elements that agree above b form a group, in their first order; group g fills the places from
+    g * 2**(b+1) on. Two elements differ first in one bit: there the larger one counts a smaller one before it.
     """
     values = permutation
     places = torch.arange(len(values), device=values.device)
@@ -152,12 +150,7 @@ def _smaller_before(permutation: Tensor) -> Tensor:
 
 
 def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
-    """Hit rates of LRU caches of several sizes [bytes] on one trace, exactly: a row a capacity.
-
-    Where the trace has sectors, also sector_hit_rate, the share of them that was not asked for in a miss.
-    """
-    if min(capacities) < trace.unit_bytes:
-        raise ValueError(f"capacities must hold a unit of {trace.unit_bytes} bytes, got {min(capacities)}")
+    """Hit rates of LRU caches of several sizes [bytes] on one trace, exactly; of its sectors too, where it has them."""
     requests = int(trace.requests.sum())
     table = pd.DataFrame({"capacity_bytes": list(capacities), "requests": requests})
     if min(capacities) >= trace.units.unique().numel() * trace.unit_bytes:
@@ -175,9 +168,15 @@ def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
 
 
 def hit_rates(
-    pattern: DilatedPattern, *, length: int, row_bytes: Sequence[int], capacities: Sequence[int], **kernel
+    pattern: DilatedPattern,
+    *,
+    length: int,
+    row_bytes: Sequence[int],
+    capacities: Sequence[int],
+    names: Sequence[str] = (),
+    **kernel,
 ) -> pd.DataFrame:
-    """Hit rates of a kernel's reads of one head of k and v, for every ordering, row size and capacity [bytes].
+    """Hit rates of a kernel's reads of one head of k and v, for every ordering (or `names`), row size and capacity.
 
     >>> small = {"length": 64, "row_bytes": [32], "capacities": [2048], "tile_queries": 4}
     >>> table = hit_rates(DilatedPattern((64,), (4,)), **small)
@@ -185,9 +184,10 @@ def hit_rates(
     {'linear': 128, 'residue': 8}
     """
     tables = []
-    for name, ordering in compared_orderings(length, pattern.dilation_rates[0]).items():
+    orderings = compared_orderings(length, pattern.dilation_rates[0])
+    for name in names or orderings:
         for size in row_bytes:
-            trace = kernel_trace(Storage(ordering, size, layout="bhsd"), pattern, **kernel)
+            trace = kernel_trace(Storage(orderings[name], size, layout="bhsd"), pattern, **kernel)
             tables.append(lru_hit_rates(trace, capacities).assign(ordering=name, row_bytes=size))
     return pd.concat(tables, ignore_index=True)
 

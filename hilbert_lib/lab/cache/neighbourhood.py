@@ -31,16 +31,10 @@ def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
 def count_blocks(
     shapes: Sequence[Sequence[int]], *, windows: Sequence[int], block_sizes: Sequence[int]
 ) -> pd.DataFrame:
-    """Count the blocks of the mask that a kernel must compute, for every order, grid, window and block size.
+    """Count the blocks of the mask that a kernel must compute, for every order, grid, window and block size [tokens].
 
-    Args:
-        shapes: rows and columns of each grid.
-        windows: cells along a side of the window; one wider than a grid is left out there.
-        block_sizes: tokens of a block, each way.
-
-    Returns:
-        order, grid, window, block_size, touched and full (blocks), per_query_block (touched blocks for each block of
-        queries) and used (share of the touched blocks' pairs that attend).
+    touched and full: blocks; per_query_block: touched blocks for each block of queries; used: share of the touched
+    blocks' pairs that attend. A window wider than a grid is left out there.
 
     >>> count_blocks([(16, 16)], windows=[3], block_sizes=[16]).touched[:1].tolist()
     [48]
@@ -77,10 +71,7 @@ def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: in
 
 
 def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFrame:
-    """The share of each block's pairs that attend, for every order: order, q_block, kv_block, share.
-
-    Blocks without a pair have no row.
-    """
+    """The share of each block's pairs that attend, for every order; blocks without a pair have no row."""
     tables = []
     for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
         pairs = block_pairs(neighbourhood, ordering, q_block=block_size, kv_block=block_size)
@@ -91,12 +82,10 @@ def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFra
 
 
 def block_reach(neighbourhood: Neighbourhood, *, block_size: int, names: Sequence[str]) -> pd.DataFrame:
-    """What one block of queries reaches in each order, cell by cell: the block that holds the middle of the grid.
+    """What the block of queries that holds the middle of the grid reaches in each order: a row a cell, by slots.
 
-    Returns:
-        order, row, col, slot and part of each cell, in the order of slots: "queries", "seen" (through a window),
-        "computed" (not seen, but in a block of keys that is) or "skipped"; and mean_share, of the blocks of keys that a
-        block of queries touches, over all of them.
+    part: "queries", "seen" (through a window), "computed" (not seen, but in a block of keys that is) or "skipped".
+    mean_share: of the blocks of keys, those that a block of queries touches, over all blocks of queries.
     """
     rows, cols = neighbourhood.shape
     tables = []
@@ -116,13 +105,8 @@ def block_reach(neighbourhood: Neighbourhood, *, block_size: int, names: Sequenc
 def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_bytes: int) -> pd.DataFrame:
     """What ranks receive when each holds an equal run of consecutive slots: the rows of k and v that its windows reach.
 
-    Args:
-        neighbourhood: which keys a query attends to; pair by pair, for small grids.
-        ranks: how many ranks, of which each divides the cells.
-        row_bytes: bytes of a token's row of k, all heads; v has as many.
-
-    Returns:
-        order, ranks, total_bytes (received by all ranks together) and most_bytes (by the rank that receives most).
+    ranks: numbers of them, of which each divides the cells. row_bytes: of a token's row of k, all heads; v has as many.
+    total_bytes: received by all ranks; most_bytes: by the rank that receives most.
     """
     cells, rows = neighbourhood.length, []
     for count in checks.integers("ranks", ranks, least=1, distinct=True):

@@ -5,7 +5,9 @@ It takes rows of k and v past L1, as the kernels' asynchronous copies of 16 byte
 for at once, a quarter of a warp, is one request: of two sectors that memory brings together both miss in L2 where one
 quarter asks for both, and the second is found where another one does. L1 joins other loads of one tile, or of one warp.
 The model knows nothing of the launch's own instructions, of registers that spill to memory, of writes
-that take room in L2, or of two programs on one multiprocessor that find each other's indices in L1.
+that take room in L2, or of two programs on one multiprocessor that find each other's indices in L1. So it is not within
+10 % in sectors where a sequence is so short that spilled registers are most of what a launch reads, and where rows of
+one sector at a large dilation make indices, each in a sector of its own, a third of it.
 """
 
 from dataclasses import dataclass, replace

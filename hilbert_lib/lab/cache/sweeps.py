@@ -5,17 +5,12 @@ from itertools import product
 
 import pandas as pd
 
-from hilbert_lib.lab.cache.cache import (
-    FETCH_BYTES,
-    LAYOUTS,
-    LINE_BYTES,
-    SECTOR_BYTES,
-    Storage,
-    branch_rows,
-    tile_requests,
-)
+from hilbert_lib.lab.cache import cache
+from hilbert_lib.lab.cache.cache import Storage, branch_rows, tile_requests
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+
+UNITS = {"sector": cache.SECTOR_BYTES, "fetch": cache.FETCH_BYTES, "line": cache.LINE_BYTES, "page": 4096}  # bytes
 
 
 def compared_orderings(
@@ -45,34 +40,32 @@ def count_units(
     segment_length: int,
     dilation_rates: Sequence[int],
     row_bytes: Sequence[int],
-    page_bytes: int = 4096,
     heads: int = 8,
-    head: int = 0,
     tile_keys: int = 64,
     key_order: str = "storage",
     residue_rate: int | None = None,
     chunk: int | None = None,
+    names: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Sectors, fetches, lines and pages that one head touches in k, for every ordering, layout, row size and dilation.
+    """Sectors, fetches, lines and pages that head 0 touches in k, for every ordering, layout, row size and dilation.
 
     residue_rate: the rate of one residue-major order for all dilations; by default each has its own, its best case.
-    Counts: rows, fewest (units that they would fill if packed), touched (different units), requested (summed over
-    tiles).
+    names: of the orderings; by default all are counted. Counts: rows, fewest (units that they would fill if packed),
+    touched (different units), requested (summed over tiles).
     """
-    unit_sizes = {"sector": SECTOR_BYTES, "fetch": FETCH_BYTES, "line": LINE_BYTES, "page": page_bytes}
     cases = []
     for rate in dilation_rates:
         pattern = DilatedPattern((segment_length,), (rate,))
         orderings = compared_orderings(length, rate if residue_rate is None else residue_rate, chunk=chunk)
-        for name, ordering in orderings.items():
+        for name, ordering in ((name, orderings[name]) for name in names or orderings):
             # Which rows, and by which tile, is the same in every layout.
             stored = Storage(ordering, row_bytes[0], heads)
-            rows = branch_rows(stored, pattern, head=head, tile_keys=tile_keys, key_order=key_order)
+            rows = branch_rows(stored, pattern, tile_keys=tile_keys, key_order=key_order)
             tiles = rows.segments * -(-segment_length // tile_keys) + rows.tiles
-            for layout, size in product(LAYOUTS, row_bytes):
-                addresses = Storage(ordering, size, heads, layout).addresses(rows.positions, head)
+            for layout, size in product(cache.LAYOUTS, row_bytes):
+                addresses = Storage(ordering, size, heads, layout).addresses(rows.positions, head=0)
                 case = {"layout": layout, "row_bytes": size, "dilation": rate, "ordering": name}
-                for unit, unit_bytes in unit_sizes.items():
+                for unit, unit_bytes in UNITS.items():
                     _, requested = tile_requests(addresses, tiles, size, unit_bytes)
                     counts = {"rows": len(addresses), "fewest": -(-len(addresses) * size // unit_bytes)}
                     counts |= {"touched": requested.unique().numel(), "requested": requested.numel()}

@@ -5,7 +5,7 @@ range; value and verdict follow each time they are shown.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from math import inf
@@ -14,9 +14,9 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.records import REPORTS, RESULTS, TELLING, newest_run, read_records, run_environment
 
-ROOT, LEDGER = REPORTS.parent, REPORTS / "claims.yml"
+ROOT, LEDGER, VERDICTS = REPORTS.parent, REPORTS / "claims.yml", REPORTS / "verdicts.yml"
 HOLDS, HOLDS_NOT, UNTESTED, WAITS = "holds", "does not hold", "cannot be tested here", "waits for"
 INTERVAL = ["value", "low", "high"]
 JUDGED = ["claimed_least", "claimed_most", "as_claimed"]
@@ -44,10 +44,10 @@ class Condition:
 class Claim:
     """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
 
-    It is answered by `measure`, "module:function" of this package, which gives the cases that `options` ask for, from a
-    file of the newest run under reports/h200*/ of the notebook `record`, or computed where there is none; or else by
-    tests (as pytest names them) and the verdict that they show. `only`: parameters of the notebook that measure this
-    claim alone.
+    measure: "module:function" of this package, which gives the cases that `options` ask for, from a file of the newest
+    run under reports/h200*/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
+    them) show the verdict. basis: "as planned" or "as predicted", where nothing was measured. only: parameters of the
+    notebook that measure this claim alone.
     """
 
     id: str
@@ -61,7 +61,8 @@ class Claim:
     file: str = RESULTS
     claimed: tuple[Band, ...] = ()
     when: Condition | None = None
-    tests: tuple[str, ...] = ()
+    basis: str = ""
+    tests: Sequence[str] = ()
     verdict: str = ""
     note: str = ""
     only: dict = field(default_factory=dict)
@@ -69,18 +70,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a claim.
-
-    value: with its interval, or the range of all cases; "" where there are none. cases: None where tests answer, or
-    nothing does. run: the folder under reports/ that was read, if one was. hardware: on what it was measured.
-    """
+    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read."""
 
     claim: Claim
     verdict: str
     value: str = ""
     cases: pd.DataFrame | None = None
     run: Path | None = None
-    hardware: str = ""
+
+    @property
+    def hardware(self) -> str:
+        """On what it was measured; any, where nothing was."""
+        return run_environment(self.run, self.claim.file)["hardware"] if self.run else "any"
 
     @property
     def evidence(self) -> str:
@@ -95,30 +96,16 @@ class Answer:
         return "tests" if self.claim.tests else self.run.name if self.run else self.evidence
 
 
-def read_ledger(path: str | Path = LEDGER) -> dict[str, Claim]:
-    """The entries of the ledger by id, in the order of the file. ValueError: for one that cannot be answered."""
-    if not Path(path).exists():
-        raise ValueError(f"no ledger of claims at {path}: it is part of the checkout, with its records")
-    entries = yaml.safe_load(Path(path).read_text())
-    return {name: _claim(name, entry) for name, entry in entries.items()}
+def read_ledger() -> dict[str, Claim]:
+    """The entries of the ledger by id, in the order of the file."""
+    if not LEDGER.exists():
+        raise ValueError(f"no ledger of claims at {LEDGER}: it is part of the checkout, with its records")
+    return {name: _claim(name, **entry) for name, entry in yaml.safe_load(LEDGER.read_text()).items()}
 
 
-def _claim(name: str, entry: dict) -> Claim:
-    known = {each.name for each in fields(Claim)}
-    if unknown := sorted(set(entry) - known):
-        raise ValueError(f"{name} must have fields of {sorted(known)}, got {unknown}")
-    made = {"claimed": tuple(Band(**band) for band in entry.get("claimed", ())), "tests": tuple(entry.get("tests", ()))}
-    made["when"] = Condition(**entry["when"]) if "when" in entry else None
-    claim = Claim(name, **{**dict.fromkeys(("claim", "source", "question"), ""), **entry, **made})
-    wrong = {
-        "have a claim, its source and a question": not (claim.claim and claim.source and claim.question),
-        "be answered by measure or by tests, one of the two": bool(claim.measure) == bool(claim.tests),
-        "say what range is claimed": claim.measure and not claim.claimed,
-        "say whether its tests show that it holds": claim.tests and claim.verdict not in (HOLDS, HOLDS_NOT),
-    }
-    if musts := [must for must, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(f"{name} must {musts[0]}")
-    return claim
+def _claim(name: str, *, claimed: Sequence[dict] = (), when: dict | None = None, **entry) -> Claim:
+    bands = tuple(Band(**band) for band in claimed)
+    return Claim(name, claimed=bands, when=Condition(**when) if when else None, **entry)
 
 
 @cache
@@ -128,35 +115,34 @@ def answers() -> dict[str, Answer]:
 
 
 def answer(claim: Claim, run: Path | None = None) -> Answer:
-    """What the newest committed record (or that of the folder `run`), the computation or the tests say of a claim."""
+    """What the newest committed record (or that of a folder), the computation or the tests say of a claim."""
     if claim.tests:
-        return Answer(claim, claim.verdict, hardware="any")
+        return Answer(claim, claim.verdict)
     module, name = claim.measure.split(":")
     measure: Callable[..., pd.DataFrame] = getattr(import_module(f"hilbert_lib.lab.ledger.{module}"), name)
     if not claim.record:
-        return _answer(claim, measure(**claim.options), None, "any: nothing is timed")
-    run = newest_run(claim.record, claim.file) if run is None else run
-    if run is None:
-        return Answer(claim, f"{WAITS}: {claim.record}")
-    try:
-        cases = measure(read_records(run / claim.file), **claim.options).dropna(subset=INTERVAL[0])
-    except ValueError:
-        cases = pd.DataFrame()  # the record lacks a sweep
-    return _answer(claim, cases, run, run_environment(run, claim.file)["hardware"])
-
-
-def _answer(claim: Claim, cases: pd.DataFrame, run: Path | None, hardware: str) -> Answer:
+        cases = measure(**claim.options)
+    else:
+        # What needs no GPU was timed without one.
+        run = run or newest_run(claim.record, claim.file) or newest_run(claim.record, claim.file, REPORTS.glob(TELLING))
+        if run is None:
+            return Answer(claim, f"{WAITS}: {claim.record}")
+        try:
+            cases = measure(read_records(run / claim.file), **claim.options).dropna(subset=INTERVAL[0])
+        except ValueError:
+            cases = pd.DataFrame()  # the record lacks a sweep
     if cases.empty:  # or was not timed, where NaN stood
-        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run, hardware)
+        return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
     verdict, cases = judge(cases, claim.claimed, claim.when)
-    return Answer(claim, verdict, _value(cases), cases, run, hardware)
+    if claim.basis and verdict.startswith(HOLDS):
+        verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
+    return Answer(claim, verdict, _value(cases), cases, run)
 
 
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None = None) -> tuple[str, pd.DataFrame]:
     """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 
-    "holds" where every case does, and "does not hold" where none does, or some do without a condition. A condition
-    counts where most cases under it hold and most others do not.
+    A condition counts where most cases under it hold and most others do not; without one, some cases are not enough.
     """
     parts = []
     for band in claimed:
@@ -188,13 +174,10 @@ def _value(cases: pd.DataFrame) -> str:
 
 
 def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
-    """The ledger as it is shown: id, claim, verdict, value, quantity, from, hardware and note, a row a claim."""
-    rows = []
-    for each in answers:
-        told = {"id": each.claim.id, "claim": each.claim.claim, "verdict": each.verdict, "value": each.value}
-        told |= {"quantity": each.claim.quantity, "from": each.source, "hardware": each.hardware}
-        rows.append({**told, "note": each.claim.note})
-    return pd.DataFrame(rows)
+    """The ledger as it is shown, a row a claim."""
+    columns = ["id", "claim", "verdict", "value", "quantity", "from", "note"]
+    rows = [(a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, a.claim.note) for a in answers]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
@@ -207,7 +190,8 @@ def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def counted(cases: pd.DataFrame, value: pd.Series | None = None) -> pd.DataFrame:
+def counted(cases: pd.DataFrame | list[dict], value: pd.Series | None = None) -> pd.DataFrame:
     """Cases whose value, by default the column of that name, has no spread because it is counted."""
+    cases = pd.DataFrame(cases)
     value = cases.value if value is None else value
     return cases.assign(value=value, low=value, high=value).reset_index(drop=True)

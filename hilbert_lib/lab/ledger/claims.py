@@ -1,9 +1,10 @@
-"""Claims that are timed by themselves: the documents' two functions beside two layouts of one, dense attention, and one
-backend beside another.
+"""Claims that are timed by themselves: the documents' two functions beside two layouts of one, dense attention, one
+backend beside another, and a curve computed by a loop.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import pandas as pd
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.pairs import Results, Side, relative_difference
+from hilbert_lib.lab.seeds import seed_hilbert_d2xy
 from hilbert_lib.lab.sweeps.kernels import stored_side
 from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload
@@ -22,7 +24,7 @@ REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the refere
 CHECKED_ROWS = 32  # rows of each head of the restated kernels, held against float64
 MODERATE = {(2048, 2): 1.03, (1024, 1): 1.03}  # (tokens, dilation) of the documents: the speed-up that they print
 
-Pairs = Iterator[tuple[Side, Side]]
+Pairs = Iterator[tuple[Side, ...]]
 
 
 def reference_pattern(length: int) -> DilatedPattern:
@@ -60,18 +62,31 @@ def dense_pairs(lengths: Sequence[int], *, segment_length: int, **shape) -> Pair
         yield tuple(_attention_side(name, work, DENSE) for name, work in works.items())
 
 
-def backend_pairs(backends: tuple[str, str], lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
-    """The forward of the reference work by two backends, the base first."""
-    for length in lengths:
+def backend_pairs(bases: Sequence[str], rival: str, lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
+    """The forward of the reference work by a rival, beside each backend that may be the base."""
+    for length, base in product(lengths, bases):
         work = Workload(reference_pattern(length), length, **shape)
-        yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in backends)
+        yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in (base, rival))
 
 
+def loop_sides(sides: Sequence[int], **_) -> Pairs:
+    """The documents' curve of square grids, cell by cell in Python as they print it."""
+    for side in sides:
+        parameters = {"sweep": "claims", "length": side * side}
+        yield (Side("loop", parameters, partial(_loop, side), lambda results: float(results[0][0].any())),)
+
+
+def _loop(side: int) -> Results:
+    return (torch.tensor([seed_hilbert_d2xy(side, place) for place in range(side * side)]),)
+
+
+ON_CPU = ("K11",)
 CLAIMS = {
     "K3": partial(documents_pairs, {(4096, 64): 7.95, **MODERATE, (4096, 1): None}),
     "K4": partial(documents_pairs, MODERATE),
     "K10": partial(dense_pairs, (8192, 32768, 131072)),
-    "B4": partial(backend_pairs, ("sdpa", "xformers"), (8192, 65536)),
+    "K11": partial(loop_sides, (256, 1024)),
+    "B4": partial(backend_pairs, ("sdpa", "flash"), "xformers", (8192, 65536)),
 }
 
 

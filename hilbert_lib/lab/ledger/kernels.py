@@ -6,20 +6,24 @@ the columns that tell cases apart.
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from hilbert_lib.lab.cache.l2 import GPUS
 from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import INTERVAL, counted
-from hilbert_lib.lab.ledger.claims import LAYOUTS
+from hilbert_lib.lab.ledger.claims import BACKENDS, LAYOUTS
+from hilbert_lib.lab.records import REPORTS, TELLING, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
-from hilbert_lib.lab.sweeps.memory import pool_table
+from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
 from hilbert_lib.lab.tables import ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
+POOLS = ["kept", "pool"]  # a CUDA graph holds its buffers too; what it gains is of launches
+POINTS = "bench_attention_xformers"
 CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
 
@@ -116,11 +120,58 @@ def longest(records: Records, *, asked: int) -> pd.DataFrame:
     return counted(pd.DataFrame({"tokens": [asked], "value": [found / asked]}))
 
 
-def over_manual(records: Records, *, backend: str) -> pd.DataFrame:
-    """Time of plain matrix products over that of a dense kernel, both timed beside the first backend of their point."""
+def over_base(records: Records, *, base: str, rival: str) -> pd.DataFrame:
+    """Time of a base over that of a rival, both timed beside the first backend of their point."""
     table = outcome_table(records).dropna(subset=["ratio"]).rename(columns={"ratio": "value"})
-    dense, eager = (table[table.backend == name].set_index(["length", "direction"]) for name in (backend, "eager"))
-    return quotient(dense, eager).dropna().reset_index()
+    its, other = (table[table.backend == name].set_index(["length", "direction"]) for name in (rival, base))
+    return quotient(its, other).dropna().reset_index().assign(base=base)
+
+
+def over_xformers(records: Records) -> pd.DataFrame:
+    """Time of torch's kernels over xFormers': its memory-efficient one in pairs, its FlashAttention in points."""
+    pairs = ratios(records, sweep="claims", where=f"pair == '{BACKENDS}'", columns=["base", "length", "direction"])
+    if "flash" in set(pairs.base):
+        return pairs
+    (run,) = REPORTS.glob(f"{TELLING}/*/{POINTS}")
+    flash = over_base(read_records(run / "points.jsonl"), base="flash", rival="xformers")
+    return pd.concat([pairs, flash], ignore_index=True)
+
+
+def loop_over_call(records: Records) -> pd.DataFrame:
+    """Time of a curve by a loop in Python, from its fastest sample to its slowest, over a GPU's median call."""
+    calls = pair_table(committed_records("05_backend_selection"), "pattern cache")
+    call_ms = calls[(calls.b == "call") & (calls.what == "Hilbert ordering")].set_index("length").b_ms
+    cases = []
+    for each in records:
+        length = each["parameters"]["length"]
+        value, low, high = np.quantile(each["samples_ms"] / call_ms[length], [0.5, 0, 1])
+        cases.append({"length": length, "value": value, "low": low, "high": high})
+    return pd.DataFrame(cases)
+
+
+def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
+    """Time of each fixed backend over that of the automatic choice: the geometric mean of all works, least and most."""
+    gains = np.log(ratios(records, sweep="selection", where=where).set_index("base").value).groupby("base")
+    return np.exp(pd.DataFrame({"value": gains.mean(), "low": gains.min(), "high": gains.max()})).reset_index()
+
+
+def pools(records: Records) -> pd.DataFrame:
+    """Time under torch's caching allocator over that with a pool, and at 8,192 tokens the pool's memory over its."""
+    times, held = pool_table(records), pool_table(records, "memory table")
+    times = times[times.strategy.isin(POOLS) & ~times.lengths.str.contains(" ")].rename(columns={"ratio": "value"})
+    bytes_at_8k = held[(held.curve == "hilbert") & (held.lengths == "8192")].set_index("strategy").reserved_bytes
+    more = (bytes_at_8k / bytes_at_8k["caching"]).rename("value").reset_index()
+    memory = counted(more[more.strategy.isin(POOLS)]).assign(what="memory", lengths="8192")
+    cases = pd.concat([times.assign(what="time"), memory], ignore_index=True)
+    return cases.assign(tokens=cases.lengths.astype(int))[["what", "strategy", "direction", "tokens", *INTERVAL]]
+
+
+def memory_of_configurations(records: Records) -> pd.DataFrame:
+    """Memory reserved with k and v reordered and buffers held in each way, over that of plain calls."""
+    held = pool_table(records, "memory table").query("lengths != '8192'")
+    plain = held[held.curve == ""].set_index("lengths").reserved_bytes
+    others = held[held.curve != ""]
+    return counted(others[["strategy", "lengths"]], others.reserved_bytes / others.lengths.map(plain))
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import pandas as pd
 import torch
@@ -17,19 +18,16 @@ from hilbert_lib.pattern import DilatedPattern
 
 LENGTH, SEGMENT, HEADS = 4096, 1024, 8
 DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)
+ORDERS = ("linear", "hilbert")
 CACHE_KIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def units_saved(
     *, unit: str, counts: str = "touched", key_order: str = "storage", least_dilation: int = 1
 ) -> pd.DataFrame:
-    """The share of units that storage along the Hilbert curve saves against linear storage.
-
-    unit: "sector", "fetch" or "line"; counts: "touched", or "requested" over a kernel's tiles; key_order: of
-    `branch_rows`.
-    """
-    savings = sweeps.saving_against_linear(_counts(key_order, None), counts)
-    shown = savings[(savings.ordering == "hilbert") & (savings.unit == unit) & (savings.dilation >= least_dilation)]
+    """The share of units, touched or requested by a kernel's tiles, that the Hilbert curve saves against linear."""
+    shown = sweeps.saving_against_linear(_counts(key_order, None), counts)
+    shown = shown[(shown.unit == unit) & (shown.dilation >= least_dilation)]
     return counted(shown[["layout", "row_bytes", "dilation"]], shown.saving)
 
 
@@ -37,7 +35,7 @@ def hit_rate_gained(*, dilation: int) -> pd.DataFrame:
     """Percentage points of hit rate that the Hilbert order gains over linear, in an exact LRU cache of each size."""
     capacities = [1024 * kib for kib in CACHE_KIB]
     pattern = DilatedPattern((LENGTH,), (dilation,))
-    table = hit_rates(pattern, length=LENGTH, row_bytes=ROW_BYTES, capacities=capacities, concurrent=1)
+    table = hit_rates(pattern, length=LENGTH, row_bytes=ROW_BYTES, capacities=capacities, names=ORDERS)
     rates = table.pivot(index=["row_bytes", "capacity_bytes"], columns="ordering", values="hit_rate")
     gain = (100 * (rates.hilbert - rates.linear)).rename("value").reset_index()
     return counted(gain.assign(cache_kib=gain.pop("capacity_bytes") // 1024))
@@ -58,23 +56,26 @@ def stride_regularity() -> pd.DataFrame:
     cases = []
     for rate in DILATIONS:
         pattern, shares = DilatedPattern((SEGMENT,), (rate,)), {}
-        for kind in ("linear", "hilbert"):
+        for kind in ORDERS:
             storage = Storage(Ordering(kind, LENGTH), LINE_BYTES)
             rows = branch_rows(storage, pattern, key_order="position")
             steps = storage.addresses(rows.positions, head=0).diff().unique(return_counts=True)[1]
             shares[kind] = float(steps.max() / steps.sum())
         cases.append({"dilation": rate, "value": shares["hilbert"] / shares["linear"]})
-    return counted(pd.DataFrame(cases))
+    return counted(cases)
 
 
 def lines_shared_by_branches() -> pd.DataFrame:
-    """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage."""
+    """The share of head 0's lines that head 1 touches too, through another branch; Hilbert less linear storage.
+
+    Of heads that fill no whole line: else a line holds one token in any order, and no order moves a share.
+    """
     cases = []
-    for layout in LAYOUTS:
-        for size in ROW_BYTES:
-            shares = [_shared(Storage(Ordering(kind, LENGTH), size, HEADS, layout)) for kind in ("hilbert", "linear")]
-            cases.append({"layout": layout, "row_bytes": size, "value": shares[0] - shares[1]})
-    return counted(pd.DataFrame(cases))
+    for layout, (heads, size) in product(LAYOUTS, ((2, 16), (2, 32), (4, 16))):
+        shares = {kind: _shared(Storage(Ordering(kind, LENGTH), size, heads, layout)) for kind in ORDERS}
+        case = {"layout": layout, "heads": heads, "row_bytes": size, **shares}
+        cases.append({**case, "value": shares["hilbert"] - shares["linear"]})
+    return counted(cases)
 
 
 def plain_kernel_on_reordered_keys() -> pd.DataFrame:
@@ -88,7 +89,7 @@ def plain_kernel_on_reordered_keys() -> pd.DataFrame:
             attend(q, *both, is_causal=is_causal) for both in ((order.apply(k, 2), order.apply(v, 2)), (k, v))
         )
         cases.append({"is_causal": is_causal, "value": relative_difference([moved], [exact])})
-    return counted(pd.DataFrame(cases))
+    return counted(cases)
 
 
 def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[str]) -> pd.DataFrame:
@@ -101,20 +102,20 @@ def memory_of_segments(*, length: int, segment_length: int, backends: Sequence[s
         )
         cases.append({"what": "GiB", "backend": backend, "value": many.total_gb})
         cases.append({"what": "one segment over many", "backend": backend, "value": one.peak / many.peak})
-    return counted(pd.DataFrame(cases))
+    return counted(cases)
 
 
 @cache
 def _counts(key_order: str, chunk: int | None) -> pd.DataFrame:
     sizes = {"length": LENGTH, "segment_length": SEGMENT, "heads": HEADS}
     cases = {"dilation_rates": DILATIONS, "row_bytes": ROW_BYTES}
-    return sweeps.count_units(**sizes, **cases, key_order=key_order, chunk=chunk)
+    return sweeps.count_units(**sizes, **cases, key_order=key_order, chunk=chunk, names=ORDERS)
 
 
 def _shared(storage: Storage) -> float:
     pattern = DilatedPattern((SEGMENT, 2 * SEGMENT), (2, 4), offsets="zero")
     touched = []
     for head in (0, 1):
-        rows = branch_rows(storage, pattern, branch=head, head=head)
+        rows = branch_rows(storage, pattern, branch=head)
         touched.append(row_units(storage.addresses(rows.positions, head), storage.row_bytes, LINE_BYTES)[0].unique())
     return torch.isin(touched[0], touched[1]).double().mean().item()

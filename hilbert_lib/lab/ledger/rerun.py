@@ -10,7 +10,7 @@ import torch
 
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
-from hilbert_lib.lab.ledger.claims import CLAIMS, claim_pairs
+from hilbert_lib.lab.ledger.claims import CLAIMS, ON_CPU, claim_pairs
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
 from hilbert_lib.lab.suite.manifest import run_id
@@ -46,9 +46,8 @@ def dry_run(claim: Claim, *, out: str | Path, segment_length: int = 1024) -> lis
         return [command(claim, out) if claim.record or claim.tests else f"{claim.id} is computed, nothing is run"]
     lines = []
     for pair in claim_pairs([claim.id], device="cpu", segment_length=segment_length):
-        facts = {name: pair[1].parameters.get(name) for name in ("pair", "length", "heads", "head_dim", "dilation")}
-        facts |= {"branches": pair[1].parameters["branches"]}
-        told = ", ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
+        names, given = ("pair", "length", "heads", "head_dim", "dilation", "branches"), pair[-1].parameters
+        told = ", ".join(f"{name}={given[name]}" for name in names if given.get(name) is not None)
         lines.append(f"{' | '.join(side.name for side in pair)}: {told}")
     return lines
 
@@ -58,15 +57,17 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
 
     RuntimeError: without a CUDA device, where one is needed; or if nothing was measured.
     """
-    if claim.record and not torch.cuda.is_available():
+    device = "cpu" if claim.id in ON_CPU else "cuda"
+    if claim.record and device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"{claim.id} is measured on a CUDA device, and torch sees none here; --dry-run shows what would run"
         )
     if claim.id in CLAIMS:
         folder = out / run_id(environment()) / f"claims_{claim.id}"
         (folder / RESULTS).unlink(missing_ok=True)
-        pairs = claim_pairs([claim.id], device="cuda", segment_length=segment_length)
-        if not run_sides(pairs, device="cuda", output_dir=str(folder), repetitions=REPETITIONS):
+        pairs = claim_pairs([claim.id], device=device, segment_length=segment_length)
+        how = {"device": device, "on_cpu": True, "repetitions": REPETITIONS, "output_dir": str(folder)}
+        if not run_sides(pairs, **how):
             raise RuntimeError(f"{claim.id} was not measured again: nothing of it has room on this GPU")
         return answer(claim, folder)
     if not claim.record and not claim.tests:

@@ -1,6 +1,7 @@
 """Cases of several ranks: bytes and memory as planned anywhere, times and overlap from the record of several GPUs."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -13,19 +14,35 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 SIZES = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
 FIRST_SEGMENT = 2048
+SIDES = {"auto": "dilated rows", "gathered": "all k and v, gathered"}  # of a record, and what a rank holds there
+WHAT = {"sent_forward": "bytes sent", "peak_bytes": "memory"}
 
 
-def memory_by_ranks(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p)."""
+def memory_by_ranks(records: Sequence[dict], *, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
+    """Memory of the fullest rank times the number of ranks, over what the fewest ranks hold together: 1 is O(N/p).
+
+    As planned for many ranks, and as measured where all ranks share one sequence.
+    """
     table = scaling_table([(tokens, p) for p in ranks], first_segment=FIRST_SEGMENT, **SIZES)
     together = table.memory_forward * table.ranks
     is_fewest = table.ranks == min(ranks)
     fewest = together[is_fewest].set_axis(table.what[is_fewest])
-    return counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
+    planned = counted(table[["what", "ranks"]], together / table.what.map(fewest))[~is_fewest]
+    strong = [each for each in records if each["sweep"] == "strong" and each["side"] in SIDES]
+    (one,) = (each["peak_bytes"] for each in strong if each["ranks"] == 1)
+    measured = [
+        {"what": SIDES[each["side"]], "ranks": each["ranks"], "value": each["peak_bytes"] * each["ranks"] / one}
+        for each in strong
+        if each["ranks"] > 1
+    ]
+    return pd.concat([planned.assign(how="planned"), counted(measured).assign(how="measured")], ignore_index=True)
 
 
-def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
-    """What gathering all rows at once takes, over passing them round the ring: bytes sent, and memory of a rank."""
+def gathered_over_ring(records: Sequence[dict], *, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
+    """What gathering takes over passing the dilated rows round a ring: bytes sent, and memory of the fullest rank.
+
+    gathered: "the same rows", as planned and as measured, or "all k and v", as measured.
+    """
     pattern, cases = spanning_pattern(tokens, FIRST_SEGMENT), []
     for p in ranks:
         lengths = shard_lengths_for(tokens, p)
@@ -33,7 +50,16 @@ def gathered_over_ring(*, tokens: int, ranks: Sequence[int]) -> pd.DataFrame:
         for what, name in (("bytes sent", "sent_forward"), ("memory", "memory_forward")):
             gathered, passed = (max(getattr(cost, name) for cost in plan.ranks) for plan in plans)
             cases.append({"what": what, "ranks": p, "value": gathered / passed})
-    return counted(pd.DataFrame(cases))
+    planned = counted(cases).assign(how="planned", gathered="the same rows")
+    runs = {(each["sweep"], each["ranks"], each["is_causal"], each["side"]): each for each in records}
+    cases = []
+    for (*run, side), ring in runs.items():
+        others = {"all_gather": "the same rows", "gathered": "all k and v"} if side == "ring" else {}
+        for other, what in product(others, ("sent_forward", "peak_bytes")):
+            value = runs[(*run, other)][what] / ring[what]
+            case = {"sweep": run[0], "ranks": run[1], "gathered": others[other]}
+            cases.append({**case, "what": WHAT[what], "value": value})
+    return pd.concat([planned, counted(cases).assign(how="measured")], ignore_index=True)
 
 
 def kept_by_order_of_shards(**sizes) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from hilbert_lib.lab.cache.cache import Storage
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import attention_reads, gather_reads, model_errors
 from hilbert_lib.lab.cache.sweeps import compared_orderings
+from hilbert_lib.lab.records import committed_records
 from hilbert_lib.lab.sweeps import counters as benchmarks
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -182,6 +183,18 @@ def test_rows_of_whole_fetches_need_no_simulation_of_their_order(tile_queries):
         tiles = {"tile_queries": tile_queries, "tile_keys": 16, "table_sectors": 0, "gpu": gpu}
         q = 2 * 128 * (64 if tile_queries else 1)
         assert attention_reads(storage, pattern, **tiles).dram_read_bytes == simulated[1] + 128 * 4 + q
+
+
+@pytest.mark.evidence
+def test_sectors_are_within_a_tenth_but_where_the_notebook_says():
+    table = benchmarks.counter_table(committed_records("06_kernel_benchmarks"))
+    off = table[(table.predicted_l1_sectors / table.l1_sectors - 1).abs() > 0.1]
+    works = off.groupby(["kernel", "length", "dilation", "row_bytes"])[["predicted_l1_sectors", "l1_sectors"]].sum()
+    shares = works.predicted_l1_sectors / works.l1_sectors
+    assert shares.round(2).to_dict() == {("forward", 1024, 64, 128): 0.31, ("forward", 65536, 16, 32): 1.16}
+    short = off[off.length == 1024]
+    assert (short.l1_spill_sectors > short.l1_sectors).all()  # spilled registers are read back
+    assert (off[off.length == 65536].l1_hit_percent > 13).all()  # what the model takes past L1
 
 
 def test_errors_are_relative_and_for_a_share_in_points():

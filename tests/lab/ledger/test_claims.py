@@ -66,7 +66,7 @@ def test_dense_attention_stands_beside_dilated_of_as_many_tokens():
 
 
 def test_two_backends_compute_one_function(monkeypatch):
-    monkeypatch.setitem(CLAIMS, "T", partial(backend_pairs, ("sdpa", "eager"), (2048,)))
+    monkeypatch.setitem(CLAIMS, "T", partial(backend_pairs, ("sdpa",), "eager", (2048,)))
     ((base, other),) = claim_pairs(["T"], device=DEVICE, heads=1, head_dim=8)
     assert (base.name, other.name) == ("sdpa", "eager")
     (record,) = run_sides([(base, other)], device=DEVICE)
@@ -74,7 +74,7 @@ def test_two_backends_compute_one_function(monkeypatch):
 
 
 def test_what_cannot_be_timed_is_refused_by_name():
-    with pytest.raises(ValueError, match="claims must be of K3, K4, K10, B4; got 'K99'"):
+    with pytest.raises(ValueError, match="claims must be of K3, K4, K10, K11, B4; got 'K99'"):
         next(claim_pairs(["K99"], device="cpu"))
     with pytest.raises(ValueError, match="segment_length must divide 4096 and be at least 64, got 1000"):
         list(claim_pairs(["K3"], device="cpu", segment_length=1000))

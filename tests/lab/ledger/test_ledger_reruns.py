@@ -4,9 +4,11 @@ import json
 import os
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,11 +16,15 @@ from made_up import comparison
 
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.lab.ledger import rerun
-from hilbert_lib.lab.ledger.claim import ROOT, answers, read_ledger
+from hilbert_lib.lab.ledger import claim as claims
+from hilbert_lib.lab.ledger import kernels, rerun
+from hilbert_lib.lab.ledger.claim import ROOT, answer, read_ledger
+from hilbert_lib.lab.ledger.claims import CLAIMS, loop_sides
 from hilbert_lib.lab.ledger.rerun import command
-from hilbert_lib.lab.records import newest_run
+from hilbert_lib.lab.records import newest_run, read_records
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
+
+CALLS = {"b": ["call"], "what": ["Hilbert ordering"], "length": [64], "b_ms": [1.0]}
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +63,19 @@ def test_a_rerun_runs_what_the_notebooks_accept(ledger):
 
 
 @pytest.mark.evidence
-def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger):
+def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger, monkeypatch):
+    entry = hilbert("claims", "K3")
+    assert "does not hold" in entry
+    assert answer(ledger["K3"]).evidence in entry
+    assert "two layouts" in entry
+    monkeypatch.setattr(claims, "answer", lambda claim: claims.Answer(claim, "holds"))  # all are computed elsewhere
     shown = hilbert("claims")
     assert all(f"{name} " in shown for name in ledger)
     assert shown.count("*") == sum(bool(claim.note) for claim in ledger.values()) + 1  # and what it means, below
-    entry = hilbert("claims", "K3")
-    assert "does not hold" in entry
-    assert answers()["K3"].evidence in entry
-    assert "two layouts" in entry
 
 
-def test_what_needs_no_gpu_is_measured_again():
-    assert answers()["C8"].value in hilbert("claims", "--rerun", "C8")
+def test_what_needs_no_gpu_is_measured_again(ledger):
+    assert answer(ledger["C8"]).value in hilbert("claims", "--rerun", "C8")
 
 
 def test_what_is_timed_again_answers_from_its_own_folder(tmp_path, monkeypatch, one_gpu):
@@ -124,6 +131,17 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
     assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
     assert shown.count("branches=512:") == 4
     assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
+    assert hilbert("claims", "--rerun", "K11", "--dry-run").splitlines()[0] == "loop: length=65536"
+
+
+def test_what_is_timed_on_the_cpu_needs_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(CLAIMS, "K11", partial(loop_sides, (8,)))
+    monkeypatch.setattr(kernels, "pair_table", lambda *_: pd.DataFrame(CALLS))
+    assert "K11" in hilbert("claims", "--rerun", "K11", "--out", tmp_path)
+    (record,) = read_records(next(tmp_path.glob("*/claims_K11")) / "results.jsonl")
+    assert record["name"] == "loop"
+    assert min(record["samples_ms"]) > 0
 
 
 def test_an_unknown_claim_is_named():
