@@ -13,6 +13,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.suite.manifest import error_line
+from hilbert_lib.lab.suite.points import say_values
 
 # nbconvert's own page asks other hosts for require.js, MathJax, mermaid and the widgets' manager.
 TEMPLATE = """
@@ -94,8 +95,8 @@ def write_notebook_page(notebook_file: Path, manifest: dict, page_of: PageOf) ->
     """
     notebook = nbformat.read(notebook_file, as_version=4)
     notebook.metadata.pop("widgets", None)  # the page shows each widget's picture instead
-    changes = ", ".join(f"{name} = {value}" for name, value in manifest["changes"].items())
-    top = "[All notebooks of this run](../index.html)" + (f": this one with `{changes}`" if changes else "")
+    changes = say_values(manifest["changes"])
+    top = "[All notebooks of this run](../index.html)" + (f": this one with\n\n{literally(changes)}" if changes else "")
     if manifest["status"] != "ok":
         top += f"\n\n**This run did not finish: {manifest['status']}.**\n\n{literally(error_line(manifest))}"
     title = manifest["title"] + (f" ({changes})" if changes else "")

@@ -142,17 +142,6 @@ def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
         assert changed.key != default.key
 
 
-def test_the_name_of_a_point_shows_what_turns_as_far_as_it_fits(notebook, tmp_path):
-    source = file_of(tmp_path, "order: a b/c")
-    grid = make_points(notebook, {"rates": "1,2;[4]", "causal": "true"}, source, is_sweep=True)
-    assert [point.name[:-8] for point in grid] == [
-        "00_tiny-causal=true-order=a_b_c-",
-        "00_tiny-rates=4-causal=true-order=a_b_c-",
-    ]
-    (long,) = make_points(notebook, {"seq_len": "9", "rates": ",".join("1" * 50)})
-    assert long.name[:-8] == "00_tiny-seq_len=9-"
-
-
 def test_a_sweep_holds_every_combination_once(notebook, tmp_path):
     texts = {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}
     grid = make_points(notebook, texts, file_of(tmp_path, "scale: 2"), is_sweep=True)
