@@ -10,7 +10,7 @@ import click
 
 from hilbert_lib.cli.bench import bench
 from hilbert_lib.cli.claims import claims
-from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, together, usage_errors
+from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, seconds, together, usage_errors
 from hilbert_lib.cli.plan import plan
 from hilbert_lib.cli.stop import Interrupted, interruptible
 
@@ -71,7 +71,7 @@ running_options = together(
     click.option("-f", "source", type=click.Path(exists=True, path_type=Path), help=FILE),
     out_option,
     notebooks_option,
-    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
+    option("--timeout", type=seconds, default=3600, help="Seconds for one notebook; inf is no limit."),
     click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
     click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
 )
@@ -140,7 +140,7 @@ def sweep(name: str, **how) -> None:
     run_folder, status = _run_points([name], **how)
     from hilbert_lib.lab.suite.report import write_table
 
-    click.echo(f"the table: {write_table(run_folder, Path(name).stem)}")
+    click.echo(f"the table: {write_table(run_folder, Path(name).name.removesuffix('.ipynb'))}")
     click.echo(f"the pages: hilbert report {run_folder}")
     sys.exit(status)
 
@@ -190,7 +190,9 @@ def report(folder: Path, redraw: bool) -> None:
 
     with usage_errors():
         runs = find_runs(folder)
-    root = folder.parent if folder in runs else folder
+    root = folder
+    if folder in runs:
+        (*runs, root) = folder.resolve(), folder.resolve().parent  # `..` and links mean what they mean to the system
     if redraw:
         from hilbert_lib.lab.figures import redraw as redraw_figures
 

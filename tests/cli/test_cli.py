@@ -1,18 +1,20 @@
 """The `hilbert` command: what it prints, what it refuses, and its exit status."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny_notebooks import write_notebook
+from tiny_notebooks import make_run, write_notebook
 
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.ledger import claim
@@ -125,6 +127,45 @@ def test_values_of_command_line_file_and_folder_reach_the_notebook(hilbert):
     assert "seq_len = 2, rates = [7]" in sharded
 
 
+def test_folders_and_files_may_have_any_name(tmp_path):
+    odd = os.fsdecode(b"-a b\n{c}#50%25?<i>&[e](f)|'\xff")
+    work, nearby = tmp_path / odd / "deep", tmp_path / odd / "notebooks"
+    work.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(work)
+    for folder, told in ((tmp_path / "notebooks", "'another'"), (nearby, "'this one'")):
+        for name in (odd, "01_b"):
+            write_notebook(folder, "00_a", f"print({told})", prose="# Title\n\n[Next](01_b.ipynb)?")
+            (folder / "00_a.ipynb").rename(folder / f"{name}.ipynb")
+    asked, waits = os.pipe()  # a terminal that says nothing
+    done = subprocess.run(
+        [sys.executable, "-m", "hilbert_lib.cli", "run", "--notebooks", "link/../notebooks", "--out", f"./{odd}/out"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=asked,
+        capture_output=True,
+        timeout=120,
+    )
+    os.close(asked), os.close(waits)
+    assert done.returncode == 0, done.stderr
+    assert b"nbformat" not in done.stdout
+    (index,) = (tmp_path / odd / "out").glob("*/index.html")
+    assert done.stdout.endswith(os.fsencode(index.relative_to(tmp_path)) + b"\n")
+    assert "'this one'" in (index.parent / odd / f"{odd}.ipynb").read_text()
+    pages = [index, index.parents[1] / "index.html", *index.parent.glob("*/*.html")]
+    assert len(pages) == 4
+    links = {(page, link) for page in pages for link in re.findall(r'(?:href|src)="([^"#:]+)"', page.read_text())}
+    assert len(links) >= 9
+    for page, link in links:
+        assert os.path.exists(os.fsencode(page.parent) + b"/" + unquote_to_bytes(link)), link
+
+
+def test_a_report_of_the_current_folder_leads_to_the_one_above(hilbert, monkeypatch):
+    index = make_run(Path.cwd() / "local" / "cpu-1").parent / "index.html"
+    monkeypatch.chdir(index.parent)
+    assert hilbert("report", ".").split() == [str(index), str(index.parents[1] / "index.html")]
+    assert "1 of 1 finished" in index.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -136,7 +177,7 @@ def test_values_of_command_line_file_and_folder_reach_the_notebook(hilbert):
         (["run", "-f", "sizes"], "no notebook's file is named '00_aa.yaml'; did you mean '00_a.yaml'"),
         (["run", "-f", "twice"], "no notebook's file is named '00_a.yml'; did you mean '00_a.yaml'"),
         (["run", "00_a", "-f", "notebooks"], "notebooks holds no parameters (NAME.yaml"),
-        (["run", "--timeout", "0"], "timeout"),
+        *((["run", "--timeout", word], f"{word!r} is no time in seconds") for word in ("0", "-1", "nan", "soon")),
         (["sweep", "00_a", "-p", "seq_len", "1,,2"], "seq_len must be int, got ''"),
         (["sweep", "99"], "99.ipynb: "),
         (["list"], "99.ipynb: "),

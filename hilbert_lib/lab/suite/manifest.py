@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from json import JSONDecodeError
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +21,7 @@ from hilbert_lib.machine import code_hash
 MANIFEST = "manifest.json"
 LIVING = ".living"  # locked by the process that runs a point; its bytes are room for the manifest on a full disk
 RESERVE_BYTES = 256 * 1024
+RUNNING = "running.ipynb"  # to papermill a path may be a URL, standard input or a pattern with braces
 EARLIER = ".earlier"  # in the folder that replaces it
 
 
@@ -96,6 +96,7 @@ def end_manifest(manifest: dict, folder: Path, error: dict | None, *, seconds: f
     pictures = sorted(folder.rglob("*.png"), key=lambda path: path.stat().st_mtime_ns)
     with suppress(FileNotFoundError):
         os.truncate(folder / LIVING, 0)
+        (folder / RUNNING).rename(folder / f"{manifest['notebook']}.ipynb")
     # By the seconds that it took: the system's clock may have been set anew since the start.
     end = datetime.fromisoformat(manifest["start"]) + timedelta(seconds=seconds)
     manifest |= {
@@ -114,11 +115,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a run's folder; None if there is none, or none that can be read."""
+    """The manifest of a run's folder; None if there is none, or none that can be read: others use this name too."""
     try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (FileNotFoundError, NotADirectoryError, JSONDecodeError):
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
+    return manifest if isinstance(manifest, dict) and {"key", "notebook", "status"} <= manifest.keys() else None
 
 
 def is_finished(point: Point, run_folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """What a notebook's parameters are, and whether given values fit them, before anything runs."""
 
 import ast
+import csv
 import difflib
 import io
 import tokenize
@@ -29,10 +30,11 @@ class Parameter:
 
 def parse_parameters(source: str) -> dict[str, Parameter]:
     """The parameters that the code of a cell declares, by name and in order; a ValueError says what is none."""
+    lines = ast.parse(source).body
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
+    comments = {each.start[0]: each.string[1:].strip() for each in tokens if each.type == tokenize.COMMENT}
     parameters = {}
-    for line in ast.parse(source).body:
+    for line in lines:
         text = ast.unparse(line)
         if not isinstance(line, ast.AnnAssign) or line.value is None:
             raise ValueError(f"a parameters cell holds `name: type = literal` only, got `{text}`")
@@ -62,16 +64,27 @@ def parse_value(name: str, text: Text, annotation: str) -> Value:
     """What a text means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
     scalar, is_list = ANNOTATIONS[annotation], annotation.startswith("list")
     try:
-        given = text
-        if is_list and isinstance(text, str):  # BaseLoader leaves every item a string; quotes work
-            given = yaml.load(text if text.lstrip().startswith("[") else f"[{text}]", yaml.BaseLoader)
-        if not isinstance(given, list if is_list else str):
-            raise TypeError("a list within a list, or none where one must be")
         if is_list:
-            return [parse_value(name, item, scalar.__name__) for item in given]
-        return {"true": True, "false": False}[given.lower()] if scalar is bool else scalar(given)
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            items = split_items(text) if isinstance(text, str) else text
+            return [parse_value(name, item, scalar.__name__) for item in items]
+        text.encode()  # an error for a list, and for bytes of the command line that are no text
+        return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
+    except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
         raise TypeError(f"{name} must be {annotation}, got {text!r}") from error
+
+
+def split_items(text: str) -> list[str]:
+    """What commas separate; what is in quotes stays together. Not YAML's: to it `# & * ! %` in a text have a meaning.
+
+    >>> split_items("[a=1 # b, 'c,d']")
+    ['a=1 # b', 'c,d']
+    """
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    quotes = '"' if '"' in text else "'"
+    (items,) = csv.reader([text], quotechar=quotes, skipinitialspace=True, strict=True)
+    return [item.strip() for item in items]
 
 
 def check_name(name: str, known: Iterable[str], what: str) -> None:

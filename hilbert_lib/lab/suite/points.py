@@ -16,6 +16,7 @@ from hilbert_lib.lab.suite.parameters import (
     parse_parameters,
     parse_value,
     read_parameter_file,
+    split_items,
 )
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
@@ -94,7 +95,7 @@ def find_notebooks(folder: Path | None = None, names: Iterable[str] = ()) -> lis
     if folder is None:
         beside = Path(__file__).parents[3] / "notebooks"
         folder = beside if beside.is_dir() else Path("notebooks")
-    paths = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+    paths = {path.stem: path for path in sorted(folder.glob("[!.]*.ipynb"))}
     if not paths:
         raise ValueError(
             f"{folder} holds no notebooks (*.ipynb): they come with the repository, not with the installed package. "
@@ -156,7 +157,9 @@ def _parse(notebook: Notebook, name: str, text: Text, is_sweep: bool = False) ->
         raise ValueError(f"{OUTPUT_DIR} is set for every run to its own folder; choose where with --out")
     check_name(name, notebook.settable, f"parameter of {notebook.name}")
     annotation = notebook.parameters[name].annotation
-    parts = text.split(";" if annotation.startswith("list") else ",") if is_sweep else [text]
+    parts = [text]
+    if is_sweep:
+        parts = text.split(";") if annotation.startswith("list") else split_items(text)
     return [parse_value(name, part, annotation) for part in parts]
 
 

@@ -1,5 +1,6 @@
 """The pages of a report and the table of a sweep, built from what lies in the runs' folders and from nothing else."""
 
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
@@ -15,7 +16,6 @@ from hilbert_lib.lab.tables import sides_of
 
 TITLE = "When does a Hilbert order make attention faster?"
 INDEX, README = "index.html", "README.md"
-_url = partial(quote, safe="/=+")
 SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook ends with its answer
 
 
@@ -60,20 +60,18 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
 def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     """What the index says of a point, in Markdown; writes its HTML where it is missing."""
-    from nbformat.reader import NotJSONError
-
-    from hilbert_lib.lab.suite.html import literally, write_notebook_page
+    from hilbert_lib.lab.suite.html import literally, plain, write_notebook_page
 
     notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
         try:
             write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
-        except NotJSONError:
-            note = "The notebook's file was cut off while it was written, and cannot be shown."
-    yield f"## [{manifest['title']}]({at}/{page.name})" if page.exists() else f"## {manifest['title']}"
+        except Exception as error:  # a file that was cut off, a cell that no page can show: the others can
+            note = literally(f"The notebook cannot be shown: {type(error).__name__}: {error}")
+    yield f"## [{manifest['title']}]({at}/{_url(page.name)})" if page.exists() else f"## {manifest['title']}"
     status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
-    yield f"{manifest['notebook']}: {status}, {_seconds(manifest):.1f} s"
+    yield f"{plain(manifest['notebook'])}: {status}, {_seconds(manifest):.1f} s"
     if manifest["changes"]:
         yield literally(say_values(manifest["changes"]))
     yield manifest["question"]
@@ -82,7 +80,7 @@ def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
     yield " ".join(f'<a href="{path}"><img src="{path}" alt="{path}" loading="lazy"></a>' for path in shown)
-    yield " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
+    yield " ".join(f'<a href="{at}/{_url(name)}">{plain(name)}</a>' for name in files if name != page.name)
 
 
 def _page_of(run_folder: Path, base: str, path: str) -> str | None:
@@ -90,12 +88,17 @@ def _page_of(run_folder: Path, base: str, path: str) -> str | None:
     name = Path(path).stem
     points = [folder.name for folder, manifest in read_points(run_folder) if manifest["notebook"] == name]
     points = [each for each in points if not each.endswith(FAILED)]
-    return f"{base}{_url(min(points, key=len))}/{name}.html" if points else None
+    return f"{base}{_url(min(points, key=len))}/{_url(name)}.html" if points else None
+
+
+def _url(path: str) -> str:
+    """A path as a link has it, whatever a name holds: `#`, `%`, `?`, a line's end, bytes that are no text."""
+    return quote(os.fsencode(path), safe="/=+")
 
 
 def write_index(root: Path) -> Path:
     """Write the page that leads to every run below a folder, under the text of its README where there is one."""
-    from hilbert_lib.lab.suite.html import write_page
+    from hilbert_lib.lab.suite.html import plain, write_page
 
     rows = []
     for run in find_runs(root):
@@ -104,14 +107,14 @@ def write_index(root: Path) -> Path:
         told = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
         end, at = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
         hardware = say_hardware(manifests[0]["environment"])
-        rows.append((end, f"| [{at}]({at}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
-    text = (root / README).read_text(encoding="utf-8") if (root / README).exists() else f"# {TITLE}"
+        rows.append((end, f"| [{plain(at)}]({_url(at)}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
+    text = (root / README).read_text("utf-8", "replace") if (root / README).exists() else f"# {TITLE}"
     head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
     table = "\n".join(row for _, row in sorted(rows, reverse=True))
 
     def page_of(path: str) -> str | None:
         page = Path(path).with_suffix(".html")
-        return page.as_posix() if (root / page).exists() else None
+        return _url(page.as_posix()) if (root / page).exists() else None
 
     return write_page(root / INDEX, TITLE, f"{text}\n\n{head}{table}", page_of)
 
@@ -137,7 +140,9 @@ def write_table(run_folder: Path, notebook: str) -> Path:
                 found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
                 found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
                 rows.append({**point, **found})
-    return write_whole(run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False))
+    return write_whole(
+        run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False).encode(errors="backslashreplace")
+    )
 
 
 def _say_moment(time: str) -> str:

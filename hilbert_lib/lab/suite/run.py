@@ -11,6 +11,7 @@ import click
 
 from hilbert_lib.lab.records import FAILED, pack_records
 from hilbert_lib.lab.suite.manifest import (
+    RUNNING,
     close_abandoned,
     end_manifest,
     error_line,
@@ -57,7 +58,7 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
     """
     with work_folder(run_folder, point.name) as work:
         try:
-            notebook = Path(shutil.copy(point.notebook.path, work))
+            shutil.copy(point.notebook.path, work / RUNNING)
             for records in (run_folder / f"{point.name}{FAILED}").glob("*.jsonl") if resume else ():
                 shutil.copy(records, work)
             manifest = start_manifest(point, work, facts)
@@ -67,7 +68,7 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
         begun, caught, start = [], None, time.monotonic()
         if manifest["status"] == "running":
             try:
-                _execute(notebook, point, timeout, begun)
+                _execute(work, point, timeout, begun)
                 for records in work.glob("*.jsonl"):
                     pack_records(records)
             except (Exception, KeyboardInterrupt) as error:
@@ -83,8 +84,8 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
     return manifest
 
 
-def _execute(notebook: Path, point: Point, timeout: float, begun: list) -> None:
-    """Run a notebook in its folder, and leave it there executed; `begun` gets an item for each cell that begins."""
+def _execute(work: Path, point: Point, timeout: float, begun: list) -> None:
+    """Run the notebook that lies in a folder, and leave it executed; `begun` gets an item for each cell that begins."""
     import papermill  # half a second, which reading manifests does not need
     from nbclient.exceptions import CellTimeoutError
 
@@ -101,11 +102,10 @@ def _execute(notebook: Path, point: Point, timeout: float, begun: list) -> None:
 
     own = {OUTPUT_DIR: "."} if OUTPUT_DIR in point.notebook.parameters else {}
     try:
-        # From inside, by a plain name: papermill takes a path for a URL, "-" for stdin, and formats braces.
-        with chdir(notebook.parent):
+        with chdir(work):
             papermill.execute_notebook(
-                name := f"./{notebook.name}".replace("{", "{{").replace("}", "}}"),
-                name,
+                RUNNING,
+                RUNNING,
                 point.changes | own,
                 progress_bar={"desc": point.name, "disable": None, "leave": False},  # shown to a terminal alone
                 # nbclient counts whole seconds, and its clock ends before infinity.

@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.suite.html import write_notebook_page
+from hilbert_lib.lab.suite.html import write_notebook_page, write_page
 from hilbert_lib.lab.suite.report import (
     find_runs,
     read_points,
@@ -181,10 +181,37 @@ def test_files_that_were_cut_off_do_not_stop_the_report_of_the_others(tmp_path):
     (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "b_first.png"]}))
     page = write_report(run_folder).read_text()
     assert "1 of 2 finished" in page
-    assert "cut off" in page
+    assert "cannot be shown" in page
     assert "b_first.png" in page
     assert "gone.png" not in page
     assert not any("00_a/" in text for text in (page, (point / "01_b.html").read_text()))  # it has no page to lead to
+
+
+FORMULAS = ["\\left( x", "x^{2}'", "a^b^c", "\\begin{cases} a", "x^", " ", "{", "\\middle|", "\\frac", "\\vec"]
+
+
+@pytest.mark.parametrize("prose", [*(f"of ${each}$ here" for each in FORMULAS), "of $$\\sqrt$$ here"])
+def test_a_formula_that_cannot_be_shown_is_shown_as_it_is_written(tmp_path, prose):
+    page = write_page(tmp_path / "a.html", "A", prose, str).read_text()
+    shown = html.unescape(re.search(r"of (.*?) ?here", page.partition("<main")[2], re.DOTALL)[1])
+    assert prose.split("$")[-2] in shown
+    assert "<code>" in shown
+
+
+@pytest.mark.parametrize("prose", ["$x^$", "![](attachment:gone.png)", "[a](http://[b)", "[a](//[b.ipynb)"])
+def test_one_fault_of_a_page_takes_neither_the_index_nor_the_other_pages(tmp_path, prose):
+    run_folder = tmp_path / "local" / "cpu-1"
+    bad = make_run(run_folder, prose=f"# Title {prose}\n\nQuestion {prose}?")
+    good = make_run(run_folder, "01_b")
+    (make_run(run_folder, "02_c") / "02_c.ipynb").write_text('{"cells": 1, "nbformat": 4, "nbformat_minor": 5}')
+    for other in ("[]", "{}", "\udcff", "{"):  # other programs have manifests too
+        (tmp_path / "manifest.json").write_bytes(other.encode(errors="surrogateescape"))
+        assert find_runs(tmp_path) == [run_folder]
+    page = write_report(run_folder).read_text()
+    assert "3 of 3 finished" in page
+    assert "cannot be shown" in page
+    assert (bad / "00_a.html").exists()
+    assert (good / "01_b.html").exists()
 
 
 def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):

@@ -1,11 +1,14 @@
 """Runs: what a death of a notebook, of its kernel or of the whole process leaves behind."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -15,6 +18,7 @@ from tiny_notebooks import write_notebook
 from hilbert_lib.cli.stop import Interrupted, interruptible
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, read_records
+from hilbert_lib.lab.suite import manifest as manifest_module
 from hilbert_lib.lab.suite.manifest import (
     close_abandoned,
     put_in_place,
@@ -121,6 +125,22 @@ def test_a_finished_run_after_failed_ones_holds_notebook_records_and_manifest(ba
     assert manifest["start"] < manifest["end"]
 
 
+def test_the_time_that_a_run_took_is_right_whatever_happens_to_the_clock(tmp_path, facts, monkeypatch):
+    class SetBack(datetime):
+        hours = count()
+
+        @classmethod
+        def now(cls, zone=None):
+            return datetime(2026, 1, 1, tzinfo=zone) - timedelta(hours=next(cls.hours))
+
+    monkeypatch.setattr(manifest_module, "datetime", SetBack)
+    point = point_of(tmp_path, "import time\ntime.sleep(0.5)")
+    manifest = run_point(point, tmp_path / "run", facts, timeout=math.inf)
+    start, end = (datetime.fromisoformat(manifest[name]) for name in ("start", "end"))
+    assert 0.5 < (end - start).total_seconds() < 300
+    assert manifest["status"] == "ok"
+
+
 def test_a_failure_keeps_the_earlier_result_and_a_result_replaces_both(tmp_path, facts):
     run_folder = tmp_path / "run"
     assert run_point(point_of(tmp_path, WRITE), run_folder, facts)["status"] == "ok"
@@ -192,6 +212,8 @@ def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
 
 HOLD = """
 import os, sys, time
+from datetime import datetime, timedelta
+from itertools import count
 from pathlib import Path
 from hilbert_lib.lab.suite.manifest import start_manifest, work_folder
 from hilbert_lib.lab.suite.points import Point, read_notebook
