@@ -69,7 +69,9 @@ def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
             write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
         except Exception as error:  # a file that was cut off, a cell that no page can show: the others can
             note = literally(f"The notebook cannot be shown: {type(error).__name__}: {error}")
-    yield f"## [{manifest['title']}]({at}/{_url(page.name)})" if page.exists() else f"## {manifest['title']}"
+    has_title = manifest["title"] != manifest["notebook"]  # else it is a file's name, and no Markdown
+    title = manifest["title"] if has_title else plain(manifest["notebook"])
+    yield f"## [{title}]({at}/{_url(page.name)})" if page.exists() else f"## {title}"
     status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
     yield f"{plain(manifest['notebook'])}: {status}, {_seconds(manifest):.1f} s"
     if manifest["changes"]:

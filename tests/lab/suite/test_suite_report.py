@@ -210,6 +210,7 @@ def test_one_fault_of_a_page_takes_neither_the_index_nor_the_other_pages(tmp_pat
     page = write_report(run_folder).read_text()
     assert "3 of 3 finished" in page
     assert "cannot be shown" in page
+    assert 'href="01_b/01_b.html"' in page
     assert (bad / "00_a.html").exists()
     assert (good / "01_b.html").exists()
 
