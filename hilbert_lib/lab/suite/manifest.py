@@ -45,18 +45,18 @@ def work_folder(run_folder: Path, name: str) -> Iterator[Path]:
     work.mkdir(parents=True)
     with (work / LIVING).open("ab") as file:
         with suppress(OSError):  # on a file system without locks nobody can take it either
-            _lock(file)
+            _lock(file, wait=True)  # for one that looks whether it is abandoned
         yield work
 
 
-def _lock(file: BinaryIO) -> None:
-    """Lock a file until it is closed or this process ends; an OSError says that another one holds it.
+def _lock(file: BinaryIO, *, wait: bool = False) -> None:
+    """Lock a file until it is closed or this process ends; without `wait` an OSError says that another one holds it.
 
     A process's number and start say less: containers share numbers, and the system's clock may be set anew.
     """
     import fcntl  # Windows has none: there the commands need WSL, and reading manifests does not
 
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:

@@ -3,7 +3,7 @@
 import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
-from hilbert_lib.lab.suite.parameters import check_value, parse_value, read_parameter_file
+from hilbert_lib.lab.suite.parameters import parse_value, read_parameter_file
 from hilbert_lib.lab.suite.points import find_notebooks, make_points, read_notebook, take_shard
 
 
@@ -68,15 +68,6 @@ def test_a_word_of_the_command_line_gets_the_type_of_its_parameter(text, annotat
 def test_a_word_of_another_type_is_refused_by_name(text, annotation):
     with pytest.raises(TypeError, match="seed must be"):
         parse_value("seed", text, annotation)
-
-
-@pytest.mark.parametrize(
-    ("value", "annotation"),
-    [(True, "int"), (1.0, "int"), ("1", "int"), (1, "bool"), (1, "list[int]"), ([True], "list[int]")],
-)
-def test_a_value_of_a_file_is_not_bent_to_its_type(value, annotation):
-    with pytest.raises(TypeError, match="seed must be"):
-        check_value("seed", value, annotation)
 
 
 @pytest.mark.parametrize(

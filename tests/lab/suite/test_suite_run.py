@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -20,10 +21,12 @@ from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.suite import manifest as manifest_module
 from hilbert_lib.lab.suite.manifest import (
+    LIVING,
     close_abandoned,
     put_in_place,
     read_manifest,
     run_id,
+    work_folder,
 )
 from hilbert_lib.lab.suite.points import Point, read_notebook
 from hilbert_lib.lab.suite.run import run_point, run_points
@@ -243,6 +246,25 @@ def test_a_run_is_taken_from_a_process_that_was_killed_and_never_from_a_living_o
     assert [path.name for path in (run_folder / "00_a.failed").iterdir()] == ["manifest.json"]
     assert sorted(path.name for path in run_folder.iterdir()) == [".ipynb_checkpoints", "00_a.failed"]
     assert close_abandoned(run_folder) == []
+
+
+def test_a_run_that_starts_waits_for_one_that_looks_whether_it_is_abandoned(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    flock, looking = fcntl.flock, []
+
+    def met(file, how):
+        """Lock a file that another job has just locked; it lets go after a while."""
+        other = os.open(file.name, os.O_RDWR)
+        flock(other, fcntl.LOCK_EX)
+        looking.append(threading.Timer(0.2, os.close, (other,)))
+        looking[0].start()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", met)
+    with work_folder(tmp_path, "00_a") as work, (work / LIVING).open("rb+") as file:
+        looking[0].join()
+        with pytest.raises(BlockingIOError):
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_jobs_that_finish_one_point_together_leave_one_result(tmp_path, monkeypatch):
