@@ -25,7 +25,8 @@ figures: setup  ## run every notebook, and keep what it showed in it for readers
 	@$(BIN)/python scripts/keep_outputs.py
 
 pages: setup  ## the committed reports as pages for a browser, which need no network; the last line is their index
-	@$(BIN)/hilbert report reports
+	@rm -rf build/pages && mkdir -p build && cp -R reports build/pages && rm -rf build/pages/local
+	@$(BIN)/hilbert report build/pages --redraw
 
 numbers: setup  ## write the numbers of the newest records into README, reports/README and the notebooks
 	@$(BIN)/python -m hilbert_lib.lab.ledger.numbers

@@ -279,8 +279,11 @@ def cpu_model() -> str:
 
 def output(*command: str) -> str | None:
     """What a command prints; None if it is missing or fails."""
+    # Whoever called, such as git's hooks, names a repository of its own in GIT_DIR, GIT_INDEX_FILE and others.
+    env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_") or "CONFIG" in name}
+    how = {"capture_output": True, "text": True, "errors": "replace", "check": True, "timeout": 20, "env": env}
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(command, **how).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

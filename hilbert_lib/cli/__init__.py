@@ -10,6 +10,8 @@ def run() -> None:
     try:
         from hilbert_lib.cli.main import main
 
+        for stream in (sys.stdout, sys.stderr):  # a file's name may be no text; it is printed as it is
+            stream.reconfigure(errors="surrogateescape" if stream.encoding == "utf-8" else "backslashreplace")
         main(prog_name="hilbert")
     except ModuleNotFoundError as error:
         if not is_of_a_package(error):

@@ -2,7 +2,6 @@
 
 # Each command imports what it needs, so that --help does not wait for torch.
 import sys
-from collections import Counter
 from pathlib import Path
 
 import click
@@ -19,7 +18,8 @@ def bench() -> None:
     """Measure on this machine without taking it down.
 
     `attention` runs each point in a process of its own, under limits of memory and time; one that fails is recorded
-    with its cause, and costs no other. `backends` leaves out what would not fit into memory.
+    with its cause, and costs no other. `backends` leaves out what would not fit into memory. The limits are those of
+    SafetyConfig, which variables set: HILBERT_SAFETY_MAX_MEMORY_SHARE, HILBERT_SAFETY_MAX_SECONDS and others.
 
     \b
     Example: hilbert bench attention --lengths 1k:64k --backends all
@@ -32,58 +32,52 @@ def bench() -> None:
 @work_options(segments="2k:32k", rates="1:16", heads=8)
 @click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
 @click.option("--direction", "directions", type=words, default="forward", help="forward,backward")
-@click.option("--memory-share", type=float, help="Share of the memory that may be in use.  [default: 0.9]")
-@click.option("--timeout", type=float, help="Seconds for one process, its start included.  [default: 600]")
 @option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="Keeps the points; is read again.")
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be tried, and what not and why.")
-def attention(path, memory_share, timeout, retry_failed, dry_run, backends, **asked) -> None:
+def attention(path, retry_failed, dry_run, backends, **asked) -> None:
     """Time dilated attention by length, every backend in turn with the first.
 
     A side that would not fit into memory is not tried; out of memory, a hang or a crash ends one process and is
     recorded. A second run measures what is missing, and what met a limit of the machine. The table shows the median
     time and the interquartile range in ms, the ratio (time of the first backend over this one's) with its 95 %
     interval, and the relative error against float64. If a backend fails while timed with the others, it is timed alone
-    and shown without a ratio; --retry-failed tries again. The exit status is 1 if anything failed. The limits are those
-    of SafetyConfig, which HILBERT_SAFETY_... variables set too.
+    and shown without a ratio; --retry-failed tries again. The exit status is 1 if anything failed.
 
     \b
     Example: hilbert bench attention --lengths 1k:1m --backends all --json out.jsonl
     Two backends, both ways:  hilbert bench attention --backends triton,cudnn --direction forward,backward
     One branch, no dilation:  hilbert bench attention --segment-lengths 4k --dilation-rates 1 --lengths 4k
-    Half of the memory:       hilbert bench attention --lengths 1m --memory-share 0.5 --dry-run
     """
     from hilbert_lib.attention.backends.registry import BACKENDS
     from hilbert_lib.lab.guarded.cases import attention_points, outcome_table
     from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner, is_failure
-    from hilbert_lib.limits.config import SafetyConfig
 
     with usage_errors():
-        config = SafetyConfig.load(max_memory_share=memory_share, max_seconds=timeout)
         work = _work(**asked)
         points = attention_points(backends=list(BACKENDS) if backends == ["all"] else backends, **work)
-        runner = SafeBenchmarkRunner(path, config=config, device=work["device"])
+        runner = SafeBenchmarkRunner(path, device=work["device"])
     if dry_run:
         for point in points:
             refused, tried = runner.why_not(point), runner.would_try(point, retry_failed=retry_failed)
             for side in point["sides"]:
                 reason = "would be tried" if side in tried else f"stands in {path}"
                 reason = "{status}: {cause}".format(**refused[side]) if side in refused else reason
-                click.echo(f"{_name(point)}  {side}  {reason}")
-        click.echo(f"{len(points)} points")
+                click.echo(f"{point['direction']} {point['length']}  {side}  {reason}")
         return
     lines = []
 
     def show(line: dict, reused: bool) -> None:
         lines.append(line)
-        counts = Counter(outcome["status"] for outcome in line["outcomes"].values())
-        found = ", ".join(f"{count} {status}" for status, count in counts.items())
-        click.echo(f"{_name(line['point'])}  {found}{'  (reused)' if reused else ''}")
+        found = ", ".join(f"{side} {outcome['status']}" for side, outcome in line["outcomes"].items())
+        again = "  (reused)" if reused else ""
+        click.echo(f"{line['point']['direction']} {line['point']['length']}  {found}{again}")
 
     try:
         runner.run(points, retry_failed=retry_failed, on_point=show)
     finally:  # also where the results cannot be written, or it is stopped
-        _show(outcome_table(lines))
+        table = outcome_table(lines).drop(columns=["peak_bytes", "paired"])
+        click.echo(table.to_string(index=False, na_rep="", float_format="{:.3g}".format) if len(table) else "")
     click.echo(f"the records: {path}")
     sys.exit(any(is_failure(outcome) for line in lines for outcome in line["outcomes"].values()))
 
@@ -112,10 +106,8 @@ def backends(lengths, gradient, **asked) -> None:
         shared = _work(**asked)
     for length in lengths:
         work = Workload(length=length, **shared)
-        try:
+        with usage_errors():
             times, medians = measured_times(work, gradient=gradient)
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
         fastest = min(times.values())
         click.echo(f"{length}  " + ", ".join(f"{name} {time / fastest:.2f}" for name, time in times.items()))
         try:
@@ -136,16 +128,3 @@ def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     pattern = DilatedPattern(segment_lengths, dilation_rates)
     return {"pattern": pattern, "device": device, "dtype": dtype, "is_causal": causal, **sizes}
-
-
-def _name(point: dict) -> str:
-    return f"{point['direction']} {point['length']}"
-
-
-def _show(table) -> None:
-    left_out = table[table.status == "cannot serve"].groupby(["backend", "cause"], sort=False).size()
-    shown = table[table.status != "cannot serve"].drop(columns=["peak_bytes", "paired"])
-    if len(shown):
-        click.echo(shown.to_string(index=False, na_rep="", float_format="{:.3g}".format))
-    for backend, cause in left_out.index:
-        click.echo(f"{backend} is left out: {cause}")

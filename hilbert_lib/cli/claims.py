@@ -1,8 +1,5 @@
 """`hilbert claims`: what the documents claim, what was found, and measuring it again."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import click
 
 from hilbert_lib.cli.options import json_option, option, out_option, print_json, usage_errors
@@ -15,9 +12,7 @@ from hilbert_lib.cli.options import json_option, option, out_option, print_json,
 @out_option
 @json_option
 @click.option("--dry-run", is_flag=True, help="Only show what --rerun would run.")
-def claims(
-    ids: tuple[str, ...], again: tuple[str, ...], segment_length: int, out: Path, as_json: bool, dry_run: bool
-) -> None:
+def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run: bool, **how) -> None:
     """Show every claim of the documents with its answer; those named by ID with all their cases.
 
     Values and verdicts are computed from the committed records. --rerun times a claim's own pairs, or runs the tests or
@@ -32,26 +27,32 @@ def claims(
     from hilbert_lib.lab.ledger.rerun import dry_run as dry_run_of
     from hilbert_lib.lab.ledger.rerun import rerun
 
-    with usage_errors():
-        ledger = read_ledger()
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
-    for name in (*ids, *again):
-        if name not in ledger:
-            raise click.UsageError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")
-    how = {"out": out, "segment_length": segment_length}
     with usage_errors():
+        ledger = read_ledger()
+        for name in (*ids, *again):
+            if name not in ledger:
+                raise ValueError(f"a claim must be one of {', '.join(ledger)}; got {name!r}")
         if dry_run:
             click.echo("\n".join(line for name in again for line in dry_run_of(ledger[name], **how)))
             return
-        measured = [rerun(ledger[name], **how) for name in again]
-    answers = measured or [answer(ledger[name]) for name in ids or ledger]
+        answers = [rerun(ledger[name], **how) for name in again] or [answer(ledger[name]) for name in ids or ledger]
+    told = [_fields(each) for each in answers]
     if as_json:
-        print_json([_fields(each) for each in answers])
+        print_json(told)
     elif ids or again:
-        _print_entries(answers)
+        for each, fields in zip(answers, told, strict=True):
+            click.echo("\n".join(f"{label:<12}{text}" for label, text in fields.items() if text))
+            if each.cases is not None and not each.cases.empty:
+                click.echo(each.cases.to_string(index=False, float_format="{:.4g}".format))
     else:
-        _print_overview(answers)
+        rows = [("id", "verdict", "value", "claim")]
+        rows += [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in told]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+        click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 
 def _fields(answer) -> dict:
@@ -63,24 +64,3 @@ def _fields(answer) -> dict:
     told |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
     told |= {"from": answer.evidence, "on": answer.hardware}
     return told | {"again": command(claim) if claim.measure or claim.tests else ""}
-
-
-def _print_overview(answers: Sequence) -> None:
-    rows = [("id", "verdict", "value", "claim")]
-    for each in answers:
-        rows.append((each.claim.id, each.verdict + " *" * bool(each.claim.note), each.value, each.claim.claim))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
-    click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
-
-
-def _print_entries(answers: Sequence) -> None:
-    for each in answers:
-        fields = _fields(each)
-        click.secho(f"{fields.pop('id')}  {fields.pop('claim')}", bold=True)
-        for label, text in fields.items():
-            if text:
-                click.echo(f"    {label:<11}{text}")
-        if each.cases is not None and not each.cases.empty:
-            click.echo(each.cases.to_string(index=False, float_format="{:.4g}".format))

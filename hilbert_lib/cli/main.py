@@ -10,12 +10,11 @@ import click
 
 from hilbert_lib.cli.bench import bench
 from hilbert_lib.cli.claims import claims
-from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, together, usage_errors
+from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, seconds, together, usage_errors
 from hilbert_lib.cli.plan import plan
 from hilbert_lib.cli.stop import Interrupted, interruptible
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-PAGES = Path("build/pages")  # of committed runs, beside which git would see them
 SET = (
     "Set a parameter, in two words; repeatable. Lists: 1,2,4. In a sweep VALUE is all values, as 1,2,4; of lists "
     "'1,2;1,2,4'."
@@ -24,12 +23,13 @@ FILE = "Flat YAML file of parameters, or a folder with NAME.yaml for the noteboo
 
 
 class Commands(click.Group):
-    """Tells a stop, and what the disk refuses, in one line, whichever command they end."""
+    """Tells a stop, a warning, and what the disk refuses, in one line, whichever command they come from."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command that was asked for."""
         try:
-            with interruptible():
+            with interruptible(), warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
                 return super().invoke(ctx)
         except Interrupted as stop:
             click.echo(f"{stop}: what has ended is kept, and the same command goes on from there", err=True)
@@ -50,10 +50,6 @@ def main() -> None:
     What there is to turn:               hilbert list
     Completion of words in bash:         eval "$(_HILBERT_COMPLETE=bash_source hilbert)"   (zsh_source, fish_source)
     """
-    # Whoever calls a command has no use for the line of the library that warned.
-    usual = warnings.formatwarning
-    click.get_current_context().call_on_close(lambda: setattr(warnings, "formatwarning", usual))
-    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 
 for command in (bench, claims, plan):
@@ -75,7 +71,7 @@ running_options = together(
     click.option("-f", "source", type=click.Path(exists=True, path_type=Path), help=FILE),
     out_option,
     notebooks_option,
-    option("--timeout", type=click.FloatRange(0, min_open=True), default=3600, help="Seconds for one notebook."),
+    option("--timeout", type=seconds, default=3600, help="Seconds for one notebook; inf is no limit."),
     click.option("--force", is_flag=True, help="Run again what is finished, and from its beginning what is not."),
     click.option("--dry-run", is_flag=True, help="Only show the points, and how many."),
 )
@@ -100,17 +96,15 @@ def list_notebooks(folder: Path | None, as_json: bool) -> None:
         print_json([each.facts() for each in notebooks])
         return
     for notebook in notebooks:
-        click.echo(f"{click.style(notebook.name, bold=True)}  {notebook.title}")
-        meanings = {f"{p.name}: {p.annotation} = {p.default!r}": p.meaning for p in notebook.settable.values()}
-        width = max(map(len, meanings), default=0)
-        for declared, meaning in meanings.items():
-            click.echo(f"    {declared:<{width}}  {meaning}".rstrip())
+        click.secho(f"{notebook.name}  {notebook.title}", bold=True)
+        for each in notebook.settable.values():
+            click.echo(f"    {f'{each.name}: {each.annotation} = {each.default!r}':<48}  {each.meaning}".rstrip())
 
 
 @main.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @running_options
-def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
+def run(names: tuple[str, ...], **how) -> None:
     """Run notebooks, all of them without a NAME, and build their report.
 
     What is finished is reused, so that a call which was cut short goes on where it was. The last line is the path
@@ -121,11 +115,7 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
     Example: hilbert run 03_cache_lines -p dilation_rates 1,2,4
     Example: hilbert run -f notebooks/configs/h200 --out reports/h200
     """
-    from hilbert_lib.lab.suite.points import find_notebooks, make_points
-
-    with usage_errors():
-        points = [each for notebook in find_notebooks(folder, names) for each in make_points(notebook, texts, source)]
-    run_folder, status = _run_points(points, len(points), **how)
+    run_folder, status = _run_points(names, **how)
     from hilbert_lib.lab.suite.report import write_index, write_report
 
     index = write_report(run_folder)
@@ -138,7 +128,7 @@ def run(names: tuple[str, ...], texts: dict[str, str], source: Path | None, fold
 @click.argument("name")
 @click.option("--shard", metavar="I/N", default="1/1", help="Only every N-th point from the I-th on; I from 1 to N.")
 @running_options
-def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, folder: Path | None, **how) -> None:
+def sweep(name: str, **how) -> None:
     """Run one notebook at every combination of the values given.
 
     A point that fails does not end the others. NAME.csv in the run's folder is one table of all points and what they
@@ -147,27 +137,26 @@ def sweep(name: str, shard: str, texts: dict[str, str], source: Path | None, fol
     \b
     Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
     """
-    from hilbert_lib.lab.suite.points import find_notebooks, make_points, take_shard
-
-    with usage_errors():
-        (notebook,) = find_notebooks(folder, [name])
-        points = make_points(notebook, texts, source, is_sweep=True)
-        share = take_shard(points, shard)
-    run_folder, status = _run_points(share, len(points), **how)
+    run_folder, status = _run_points([name], **how)
     from hilbert_lib.lab.suite.report import write_table
 
-    click.echo(f"the table: {write_table(run_folder, notebook.name)}")
+    click.echo(f"the table: {write_table(run_folder, Path(name).name.removesuffix('.ipynb'))}")
     click.echo(f"the pages: hilbert report {run_folder}")
     sys.exit(status)
 
 
-def _run_points(points: list, of: int, *, out: Path, dry_run: bool, **how) -> tuple[Path, int]:
+def _run_points(names, folder, texts, source, out, dry_run, shard="", **how) -> tuple[Path, int]:
     """Run the points: the run's folder and the exit status. A dry run lists them and ends the command."""
+    from hilbert_lib.lab.suite.points import find_notebooks, make_points, say_values, take_shard
+
+    with usage_errors():
+        notebooks = find_notebooks(folder, names)
+        every = [point for each in notebooks for point in make_points(each, texts, source, is_sweep=bool(shard))]
+        points = take_shard(every, shard or "1/1")
     if dry_run:
         for point in points:
-            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
-            click.echo(f"{point.name}  {changes or 'with its defaults'}")
-        click.echo(f"{len(points)} of {of} to run")
+            click.echo(f"{point.name}  {say_values(point.changes) or 'with its defaults'}")
+        click.echo(f"{len(points)} of {len(every)} to run")
         sys.exit(0)
     from hilbert_lib.lab.environment import environment
     from hilbert_lib.lab.suite.manifest import run_id
@@ -187,30 +176,27 @@ def _run_points(points: list, of: int, *, out: Path, dry_run: bool, **how) -> tu
 
 @main.command()
 @click.argument("folder", type=EXISTING_FOLDER, default=LOCAL)
-@click.option("--redraw", is_flag=True, help="Draw the figures again from their tables.")
+@click.option("--redraw", is_flag=True, help="Draw the figures again from their data.")
 def report(folder: Path, redraw: bool) -> None:
     """Build the pages of one run, or of every run in FOLDER (reports/local), without running anything.
 
-    HTML, figures and their tables (PNG, CSV) lie beside the runs; those of committed runs (reports) in build/pages,
-    where git ignores them. The last line is the index of all. A redrawn figure changes as a file and on the index page;
-    a notebook keeps the figures of its run.
+    They lie beside the runs; `make pages` builds those of the committed runs elsewhere. The last line is the index of
+    all.
 
     \b
     Example: hilbert report reports/local --redraw
-    Example: hilbert report reports
     """
-    from hilbert_lib.lab.suite.report import copy_runs, find_runs, is_committed, write_index, write_report
+    from hilbert_lib.lab.suite.report import find_runs, write_index, write_report
 
     with usage_errors():
         runs = find_runs(folder)
-    root = folder.parent if folder in runs else folder
-    if is_committed(folder):
-        copy_runs(root, runs, PAGES)
-        runs, root, redraw = [PAGES / run.relative_to(root) for run in runs], PAGES, True
+    root = folder
+    if folder in runs:
+        (*runs, root) = folder.resolve(), folder.resolve().parent  # `..` and links mean what they mean to the system
     if redraw:
         from hilbert_lib.lab.figures import redraw as redraw_figures
 
-        click.echo(f"{sum(len(redraw_figures(each)) for each in runs)} figures redrawn")
+        click.echo(f"{len(redraw_figures(folder))} figures redrawn")
     for each in runs:
         click.echo(str(write_report(each, root, rebuild=True)))
     click.echo(str(write_index(root)))
@@ -234,10 +220,6 @@ def compare(folders: tuple[Path, ...]) -> None:
     with usage_errors():
         table = compare_runs(*folders)
     click.echo(table.to_string(index=False, float_format="{:.4g}".format))
-    if "ratio_of_ratios" in table:
-        click.echo(
-            "different hardware: ratio_here and ratio_there are a over b within a run, ratio_of_ratios there / here"
-        )
 
 
 @main.command()
@@ -245,8 +227,8 @@ def compare(folders: tuple[Path, ...]) -> None:
 def doctor(out: Path) -> None:
     """Look whether this machine can run the suite, and say in one line what mends what is broken.
 
-    Python, packages, the GPU, the notebooks' kernel, the folder of the reports and its disk. The exit
-    status is 1 if anything is broken.
+    The GPU, the kernels, the notebooks' Python, and the folder of the reports with its disk. The exit status is 1 if
+    anything is broken.
 
     \b
     Example: hilbert doctor
@@ -255,8 +237,6 @@ def doctor(out: Path) -> None:
 
     with usage_errors():
         findings = list(examine(out))
-    for finding in findings:
-        click.echo(f"{'BROKEN' if finding.fix else 'ok':<7} {finding.subject:<9} {finding.found}")
-        if finding.fix:
-            click.echo(f"{'':<17} fix: {finding.fix}")
-    sys.exit(any(finding.fix for finding in findings))
+    for subject, found, fix in findings:
+        click.echo(f"{'BROKEN' if fix else 'ok':<7} {subject:<9} {found}" + (f"\n{'':<17} fix: {fix}" if fix else ""))
+    sys.exit(any(fix for *_, fix in findings))

@@ -48,6 +48,16 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def seconds(text: str) -> float:
+    """A time above 0; `inf` is none that ends."""
+    try:
+        if (found := float(text)) > 0:  # not a number is not above 0
+            return found
+    except ValueError:
+        pass
+    raise click.BadParameter(f"{text!r} is no time in seconds above 0")
+
+
 def words(text: str) -> list[str]:
     """A list that commas separate."""
     return [word.strip() for word in text.split(",")]

@@ -23,10 +23,7 @@ def speeds(text: str) -> list[float]:
 @option("--transport", default="auto", help="auto, ring, all_gather or all_to_all.")
 @click.option("--memory-gb", type=click.FloatRange(0, 1e9, min_open=True), help="What the call may take on one rank.")
 @click.option("--weights", type=speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
-@option("--multiple", type=number, default="1", help="Shards begin at multiples of this.")
-def plan(
-    tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal, weights, multiple, memory_gb, **how
-) -> None:
+def plan(tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal, weights, memory_gb, **how) -> None:
     """Show what dilated attention over several ranks will send, hold and compute, before anything runs.
 
     A line a branch: how many ranks share one of its segments, the most that one rank sends or receives for it in a
@@ -41,7 +38,6 @@ def plan(
     Example: hilbert plan --tokens 1g --ranks 8 --heads 1 --segment-lengths 2k:1g --dilation-rates 1:512k
     A slow rank:      hilbert plan --tokens 1m --ranks 3 --weights 2,2,1 --causal
     Least memory:     hilbert plan --tokens 1m --ranks 4 --segment-lengths 1m --dilation-rates 4 --transport ring
-    Aligned shards:   hilbert plan --tokens 1000k --ranks 3 --multiple 32k
     """
     import torch
 
@@ -53,7 +49,7 @@ def plan(
         pattern = DilatedPattern(segment_lengths, dilation_rates)
         how |= {"kv_heads": kv_heads or how["heads"], "is_causal": causal}
         work = {"pattern": pattern, "kv_heads": how["kv_heads"], "is_causal": causal} if weights else {}
-        shards = shard_lengths_for(tokens, ranks, weights=weights, multiple=multiple, **work)
+        shards = shard_lengths_for(tokens, ranks, weights=weights, **work)
         memory = None if memory_gb is None else int(memory_gb * 1e9)
         how |= {"dtype": getattr(torch, dtype), "weights": weights, "memory_limit": memory}
         click.echo(str(plan_ring(pattern, shards, **how)))

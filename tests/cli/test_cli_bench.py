@@ -58,8 +58,6 @@ def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, expected):
         (["--backends", "flsh"], "backends must be a list of"),
         (["--direction", "sideways"], "directions must be a list of forward, backward; got ['sideways']"),
         (["--dtype", "int8"], "'int8' is not one of 'bfloat16', 'float16', 'float32', 'float64'"),
-        (["--memory-share", "2"], "max_memory_share must be"),
-        (["--timeout", "0"], "max_seconds must be"),
         (["--dilation-rates", "1"], "dilation_rates"),
     ],
 )
@@ -71,9 +69,9 @@ def test_a_wrong_word_is_refused_before_anything_runs(bench, tmp_path, words, me
 def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):
     asked = ["attention", *SMALL, "--backends", "sdpa,eager,flash", "--json", "out.jsonl"]
     first = bench(*asked)
-    assert "forward 64  1 cannot serve, 2 ok" in first
+    assert "forward 64  flash cannot serve, sdpa ok, eager ok" in first
     assert re.search(r"^ +64 +forward +sdpa +ok", first, re.MULTILINE)
-    assert "flash is left out: needs a CUDA device, got cpu" in first
+    assert re.search(r"^ +64 +forward +flash +cannot serve .*needs a CUDA device, got cpu$", first, re.MULTILINE)
     (line,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     (record,) = line["records"]
     assert [record[side]["name"] for side in "ab"] == ["sdpa", "eager"]
@@ -85,12 +83,14 @@ def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_failed_side_is_shown_and_retried_when_asked(bench):
-    words = ["attention", *SMALL, "--backends", "eager", "--timeout", "0.1"]  # shorter than the start of a process
+def test_a_failed_side_is_shown_and_retried_when_asked(bench, monkeypatch):
+    words = ["attention", *SMALL, "--backends", "eager"]
+    monkeypatch.setenv("HILBERT_SAFETY_MAX_SECONDS", "0.1")  # shorter than the start of a process
     output = bench(*words, status=1)
     assert re.search(r"^ +64 +forward +eager +timed out .*longer than 0.1 s$", output, re.MULTILINE)
     assert "(reused)" in bench(*words, status=1)
-    assert "(reused)" not in bench("attention", *SMALL, "--backends", "eager", "--retry-failed")
+    monkeypatch.delenv("HILBERT_SAFETY_MAX_SECONDS")
+    assert "(reused)" not in bench(*words, "--retry-failed")
 
 
 def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
@@ -98,7 +98,6 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
     assert "forward 1024  sdpa  would be tried" in output
     assert re.search(r"forward 1048576  reference  not tried: does not fit: \d+", output)
     assert "forward 1024  cudnn  cannot serve: needs a CUDA device, got cpu" in output
-    assert output.splitlines()[-1] == "2 points"
     assert not list(tmp_path.iterdir())
 
 

@@ -234,8 +234,13 @@ def test_commit_and_dirt_come_from_our_own_repository_else_from_variables(tmp_pa
     assert version(enclosed) == ("abc", True)
     (tmp_path / "reports" / "results.jsonl").touch()  # of the run before
     assert version(ours) == (git("rev-parse", "HEAD"), False)
+    head = git("rev-parse", "HEAD")
     (ours / "a.py").write_text("x = 2\n")
-    assert version(ours) == (git("rev-parse", "HEAD"), True)
+    assert version(ours) == (head, True)
+    # A hook of another repository calls: git hands its own down.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+        assert version(ours) == (head, True), name
     shutil.rmtree(tmp_path / ".git")
     monkeypatch.setenv("HILBERT_DIRTY", "perhaps")
     with pytest.raises(ValueError, match="HILBERT_DIRTY must be 0 or 1, got 'perhaps'"):

@@ -7,8 +7,8 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.lab.suite.parameters import check_value, read_parameter_file
-from hilbert_lib.lab.suite.points import read_notebook
+from hilbert_lib.lab.suite.parameters import check_value
+from hilbert_lib.lab.suite.points import make_points, read_notebook
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -120,4 +120,5 @@ def test_a_wrong_value_is_refused_by_its_name_before_any_work(notebook, name, va
 )
 def test_the_checks_take_what_the_files_of_parameters_hold(file):
     if file.stem in WRONG:
-        run_checks(file.stem, read_parameter_file(file))
+        (point,) = make_points(read_notebook(NOTEBOOKS / f"{file.stem}.ipynb"), {}, file)
+        run_checks(file.stem, point.changes)

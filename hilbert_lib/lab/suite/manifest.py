@@ -3,16 +3,14 @@
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import uuid
-from contextlib import suppress
-from datetime import UTC, datetime
-from json import JSONDecodeError
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-
-import psutil
+from typing import BinaryIO
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import MACHINE, sm_clocks_mhz
@@ -21,8 +19,10 @@ from hilbert_lib.lab.suite.points import Point
 from hilbert_lib.machine import code_hash
 
 MANIFEST = "manifest.json"
-RESERVE = ".reserve"  # space held while a notebook runs, so that a full disk still takes the manifest
+LIVING = ".living"  # locked by the process that runs a point; its bytes are room for the manifest on a full disk
 RESERVE_BYTES = 256 * 1024
+RUNNING = "running.ipynb"  # to papermill a path may be a URL, standard input or a pattern with braces
+EARLIER = ".earlier"  # in the folder that replaces it
 
 
 def run_id(facts: dict) -> str:
@@ -38,9 +38,25 @@ def run_id(facts: dict) -> str:
     return f"{slug}-torch{facts['torch'].split('+')[0]}-{digest}"
 
 
-def new_work_folder(run_folder: Path, name: str) -> Path:
-    """Where a point runs: hidden, so that its folder appears whole, by renaming."""
-    return run_folder / f".{name}.{uuid.uuid4().hex[:8]}"
+@contextmanager
+def work_folder(run_folder: Path, name: str) -> Iterator[Path]:
+    """Where a point runs: hidden, so that its folder appears whole, by renaming; nobody else takes it meanwhile."""
+    work = run_folder / f".{name}.{uuid.uuid4().hex[:8]}"
+    work.mkdir(parents=True)
+    with (work / LIVING).open("ab") as file:
+        with suppress(OSError):  # on a file system without locks nobody can take it either
+            _lock(file, wait=True)  # for one that looks whether it is abandoned
+        yield work
+
+
+def _lock(file: BinaryIO, *, wait: bool = False) -> None:
+    """Lock a file until it is closed or this process ends; without `wait` an OSError says that another one holds it.
+
+    A process's number and start say less: containers share numbers, and the system's clock may be set anew.
+    """
+    import fcntl  # Windows has none: there the commands need WSL, and reading manifests does not
+
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
@@ -60,42 +76,51 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         "key": point.key,
         "environment": facts,
         "sm_clocks_mhz": {"before": sm_clocks_mhz(), "after": None},
-        "start": _now(),
+        "start": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "end": None,
         "status": "running",
         "error": None,
         "figures": [],
-        "process": _this_process(),
     }
-    _write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     try:
-        (folder / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+        (folder / LIVING).write_bytes(bytes(RESERVE_BYTES))
     except OSError as error:
         message = f"no room for the notebook to start: {error.strerror}"
         end_manifest(manifest, folder, {"type": "OSError", "message": message, "cell": None})
     return manifest
 
 
-def end_manifest(manifest: dict, folder: Path, error: dict | None, *, interrupted: bool = False) -> None:
+def end_manifest(manifest: dict, folder: Path, error: dict | None, *, seconds: float = 0, status: str = "") -> None:
     """Write how a run ended: `error` holds type, message and cell of what ended it, None where it finished."""
     pictures = sorted(folder.rglob("*.png"), key=lambda path: path.stat().st_mtime_ns)
-    (folder / RESERVE).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        os.truncate(folder / LIVING, 0)
+        (folder / RUNNING).rename(folder / f"{manifest['notebook']}.ipynb")
+    # By the seconds that it took: the system's clock may have been set anew since the start.
+    end = datetime.fromisoformat(manifest["start"]) + timedelta(seconds=seconds)
     manifest |= {
-        "status": "interrupted" if interrupted else "failed" if error else "ok",
+        "status": status or ("failed" if error else "ok"),
         "error": error,
-        "end": _now(),
+        "end": end.isoformat(timespec="milliseconds"),
         "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
         "figures": [path.relative_to(folder).as_posix() for path in pictures],
     }
-    _write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Write the manifest of a run's folder."""
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a run's folder; None if there is none, or none that can be read."""
+    """The manifest of a run's folder; None if there is none, or none that can be read: others use this name too."""
     try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (FileNotFoundError, NotADirectoryError, JSONDecodeError):
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
+    return manifest if isinstance(manifest, dict) and {"key", "notebook", "status"} <= manifest.keys() else None
 
 
 def is_finished(point: Point, run_folder: Path) -> bool:
@@ -111,8 +136,7 @@ def final_folder(run_folder: Path, manifest: dict) -> Path:
 
 def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
     """Let the folder of a run that has ended appear at once under its final name, in place of an earlier one."""
-    final = final_folder(run_folder, manifest)
-    earlier = work.with_name(f"{work.name}.earlier")
+    final, earlier = final_folder(run_folder, manifest), work / EARLIER
     with suppress(FileNotFoundError):
         final.rename(earlier)
     try:
@@ -124,27 +148,23 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
         if earlier.exists():
             earlier.rename(final)
         raise
-    for folder in (earlier, *([run_folder / f"{manifest['name']}{FAILED}"] if manifest["status"] == "ok" else [])):
-        shutil.rmtree(folder, ignore_errors=True)
+    (final / LIVING).unlink(missing_ok=True)
+    shutil.rmtree(final / EARLIER, ignore_errors=True)
+    if manifest["status"] == "ok":
+        shutil.rmtree(run_folder / f"{manifest['name']}{FAILED}", ignore_errors=True)
 
 
 def close_abandoned(run_folder: Path) -> list[str]:
-    """Put in place what dead processes of this machine left, and name the points that were running."""
+    """Put in place what dead processes left, and name the points that were running."""
     closed = []
     for work in sorted(run_folder.glob(".*/")):
-        manifest = read_manifest(work)
-        if manifest is None or _may_live(manifest["process"]):
-            continue
-        with suppress(FileNotFoundError):  # another job has taken it
-            work = work.rename(new_work_folder(run_folder, manifest["name"]))
-            if manifest["status"] == "running":
-                message = f"process {manifest['process']['pid']} ended without a word: killed, or power lost"
-                end_manifest(manifest, work, {"type": "Killed", "message": message, "cell": None}, interrupted=True)
+        with suppress(OSError), (work / LIVING).open("rb+") as file:
+            _lock(file)  # an OSError where its process lives, or another job has taken it
+            if (manifest := read_manifest(work)) and manifest["status"] == "running":
+                error = {"type": "Killed", "message": "its process was killed, or power was lost", "cell": None}
+                end_manifest(manifest, work, error, status="interrupted")
                 closed.append(manifest["name"])
-            later = read_manifest(final_folder(run_folder, manifest))
-            if later and later["start"] > manifest["start"]:
-                shutil.rmtree(work, ignore_errors=True)
-            else:
+            if manifest:
                 put_in_place(work, run_folder, manifest)
     return closed
 
@@ -158,27 +178,3 @@ def error_line(manifest: dict) -> str:
     error = manifest["error"]
     place = f" (cell In [{error['cell']}])" if error["cell"] else ""
     return f"{error['type']}: {error['message']}{place}"
-
-
-def _write_manifest(folder: Path, manifest: dict) -> None:
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _this_process() -> dict:
-    # A process number alone says nothing on another machine, or once it is used again. The machine's name
-    # is hashed: reports are public.
-    machine = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-    return {"pid": os.getpid(), "started": psutil.Process().create_time(), "machine": machine}
-
-
-def _may_live(process: dict) -> bool:
-    if process["machine"] != _this_process()["machine"]:
-        return True
-    try:
-        return abs(psutil.Process(process["pid"]).create_time() - process["started"]) < 1
-    except psutil.NoSuchProcess:
-        return False

@@ -1,6 +1,7 @@
 """What a notebook's parameters are, and whether given values fit them, before anything runs."""
 
 import ast
+import csv
 import difflib
 import io
 import tokenize
@@ -14,6 +15,7 @@ SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 ANNOTATIONS = {**SCALARS, **{f"list[{name}]": scalar for name, scalar in SCALARS.items()}}
 
 Value = int | float | bool | str | list
+Text = str | list[str]  # of the command line or a file; a file has lists too
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,11 @@ class Parameter:
 
 def parse_parameters(source: str) -> dict[str, Parameter]:
     """The parameters that the code of a cell declares, by name and in order; a ValueError says what is none."""
+    lines = ast.parse(source).body
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
+    comments = {each.start[0]: each.string[1:].strip() for each in tokens if each.type == tokenize.COMMENT}
     parameters = {}
-    for line in ast.parse(source).body:
+    for line in lines:
         text = ast.unparse(line)
         if not isinstance(line, ast.AnnAssign) or line.value is None:
             raise ValueError(f"a parameters cell holds `name: type = literal` only, got `{text}`")
@@ -57,19 +60,31 @@ def check_value(name: str, value: object, annotation: str) -> Value:
     raise TypeError(f"{name} must be {annotation}, got {value!r}")
 
 
-def parse_value(name: str, text: str, annotation: str) -> Value:
-    """What a word of the command line means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
-    scalar = ANNOTATIONS[annotation]
+def parse_value(name: str, text: Text, annotation: str) -> Value:
+    """What a text means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
+    scalar, is_list = ANNOTATIONS[annotation], annotation.startswith("list")
     try:
-        if not annotation.startswith("list"):
-            return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
-        # BaseLoader leaves every item a string, so that items and scalars are read by one rule; quotes work.
-        items = yaml.load(text if text.lstrip().startswith("[") else f"[{text}]", yaml.BaseLoader)
-        if not all(isinstance(item, str) for item in items):
-            raise TypeError("a list within the list")
-        return [parse_value(name, item, scalar.__name__) for item in items]
-    except (ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError) as error:
+        if is_list:
+            items = split_items(text) if isinstance(text, str) else text
+            return [parse_value(name, item, scalar.__name__) for item in items]
+        text.encode()  # an error for a list, and for bytes of the command line that are no text
+        return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
+    except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
         raise TypeError(f"{name} must be {annotation}, got {text!r}") from error
+
+
+def split_items(text: str) -> list[str]:
+    """What commas separate; what is in quotes stays together. Not YAML's: to it `# & * ! %` in a text have a meaning.
+
+    >>> split_items("[a=1 # b, 'c,d']")
+    ['a=1 # b', 'c,d']
+    """
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    quotes = '"' if '"' in text else "'"
+    (items,) = csv.reader([text], quotechar=quotes, skipinitialspace=True, strict=True)
+    return [item.strip() for item in items]
 
 
 def check_name(name: str, known: Iterable[str], what: str) -> None:
@@ -80,12 +95,20 @@ def check_name(name: str, known: Iterable[str], what: str) -> None:
         raise ValueError(f"no {what} is named {name!r}; {advice}")
 
 
-def read_parameter_file(path: Path) -> dict[str, object]:
-    """The values of a flat YAML file, as `papermill -f` takes it too, not yet checked against a notebook."""
+def read_parameter_file(path: Path) -> dict[str, Text]:
+    """The texts of a flat YAML file by name: to YAML 1.1 itself 010 is 8, 1:30 is 90, and 1e-3 is no number."""
     try:
-        values = yaml.safe_load(path.read_text())
+        root = yaml.compose(path.read_bytes(), yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise ValueError(f"{path} must be flat, lines `name: value`, got {values!r}")
-    return {str(name): value for name, value in values.items()}
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path} must be flat, lines `name: value`")
+    texts = {}
+    for name, node in root.value:
+        is_list = isinstance(node, yaml.SequenceNode)
+        if not all(isinstance(each, yaml.ScalarNode) for each in [name, *(node.value if is_list else [node])]):
+            raise ValueError(f"{path} must be flat, lines `name: value`, and line {name.start_mark.line + 1} is not")
+        if name.value in texts:
+            raise ValueError(f"{path} gives {name.value} more than once")
+        texts[name.value] = [each.value for each in node.value] if is_list else node.value
+    return texts

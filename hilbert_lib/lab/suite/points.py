@@ -10,16 +10,16 @@ from pathlib import Path
 
 from hilbert_lib.lab.suite.parameters import (
     Parameter,
+    Text,
     Value,
     check_name,
-    check_value,
     parse_parameters,
     parse_value,
     read_parameter_file,
+    split_items,
 )
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
-LONGEST_NAME = 80  # of the parameters in a folder's name; those that do not fit are left to the hash
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,12 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of the point's folder: the notebook, what differs from its defaults as far as it fits, and a hash of it all.
+        """Of the point's folder: the notebook, and a hash of what differs from its defaults.
 
         >>> Point(Notebook(Path("00_a.ipynb"), "", "", "", {}, ""), {"rates": [1, 2], "causal": True}).name
-        '00_a-rates=1+2-causal=true-d07a2231'
+        '00_a-d07a2231'
         """
-        words = []
-        for name, value in self.changes.items():
-            text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(f"{name}=" + re.sub(r"[^\w.+]+", "_", text.lower() if isinstance(value, bool) else text))
-        room = itertools.accumulate(map(len, words))
-        words = [word for word, used in zip(words, room, strict=True) if used <= LONGEST_NAME]
-        return "-".join([self.notebook.name, *words, *([_digest(self.changes)] if self.changes else [])])
+        return "-".join([self.notebook.name, *([_digest(self.changes)] if self.changes else [])])
 
     @property
     def key(self) -> str:
@@ -88,24 +82,25 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _notebooks_folder() -> Path:
-    """The notebooks of the checkout that this library belongs to, else those of the current folder."""
-    candidates = [Path(__file__).parents[3] / "notebooks", Path.cwd() / "notebooks"]
-    for folder in candidates:
-        if folder.is_dir():
-            return folder
-    raise ValueError(
-        f"no notebooks: they come with the repository, not with the installed package, and neither {candidates[0]} nor "
-        f"{candidates[1]} is there. Clone the repository and run hilbert in it, or name the folder: --notebooks FOLDER"
-    )
+def say_values(values: dict[str, Value]) -> str:
+    """Parameters in one line."""
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
 def find_notebooks(folder: Path | None = None, names: Iterable[str] = ()) -> list[Notebook]:
-    """The notebooks of a folder that are named, or all; only these are read, so that a broken one stops no other."""
-    folder = folder or _notebooks_folder()
-    paths = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
+    """The notebooks of a folder that are named, or all; only these are read, so that a broken one stops no other.
+
+    Without a folder, those of the checkout that this library belongs to, else of the current folder.
+    """
+    if folder is None:
+        beside = Path(__file__).parents[3] / "notebooks"
+        folder = beside if beside.is_dir() else Path("notebooks")
+    paths = {path.stem: path for path in sorted(folder.glob("[!.]*.ipynb"))}
     if not paths:
-        raise ValueError(f"{folder} holds no notebooks (*.ipynb)")
+        raise ValueError(
+            f"{folder} holds no notebooks (*.ipynb): they come with the repository, not with the installed package. "
+            "Run hilbert in a clone, or name the folder: --notebooks FOLDER"
+        )
     wanted = sorted({Path(name).name.removesuffix(".ipynb") for name in names} or paths)
     for name in wanted:
         check_name(name, paths, "notebook")
@@ -142,29 +137,35 @@ def make_points(
     In a sweep each word is all values of its parameter, as `1,2,4` or of lists `1,2;1,2,4`: there is a point for every
     combination, the last name turning fastest. ValueError for an unknown name, TypeError for a value of another type.
     """
-    values, known = _values(source, notebook), notebook.settable
-    for name in [*texts, *values]:
-        if name == OUTPUT_DIR:
-            raise ValueError(f"{OUTPUT_DIR} is set for every run to its own folder; choose where with --out")
-        check_name(name, known, f"parameter of {notebook.name}")
-    fixed = {name: check_value(name, value, known[name].annotation) for name, value in values.items()}
-    axes = {}
-    for name, text in texts.items():
-        annotation = known[name].annotation
-        parts = text.split(";" if annotation.startswith("list") else ",") if is_sweep else [text]
-        axes[name] = [parse_value(name, part, annotation) for part in parts]
+    axes = {name: _parse(notebook, name, text, is_sweep) for name, text in texts.items()}
+    for name, text in _texts_of(source, notebook).items():
+        try:
+            axes.setdefault(name, _parse(notebook, name, text))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{source}: {error}") from error
     points = {}
-    for choice in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, choice, strict=True))  # what turns comes first, also in the folder's name
-        chosen |= {name: value for name, value in fixed.items() if name not in axes}
-        point = Point(notebook, {name: value for name, value in chosen.items() if value != known[name].default})
+    for values in itertools.product(*axes.values()):
+        chosen = zip(axes, values, strict=True)
+        point = Point(notebook, {name: value for name, value in chosen if value != notebook.parameters[name].default})
         points[point.name] = point
     return list(points.values())
 
 
-def _values(source: Path | None, notebook: Notebook) -> dict[str, object]:
+def _parse(notebook: Notebook, name: str, text: Text, is_sweep: bool = False) -> list[Value]:
+    """The values that a text gives to a parameter: one, or in a sweep all of them."""
+    if name == OUTPUT_DIR:
+        raise ValueError(f"{OUTPUT_DIR} is set for every run to its own folder; choose where with --out")
+    check_name(name, notebook.settable, f"parameter of {notebook.name}")
+    annotation = notebook.parameters[name].annotation
+    parts = [text]
+    if is_sweep:
+        parts = text.split(";") if annotation.startswith("list") else split_items(text)
+    return [parse_value(name, part, annotation) for part in parts]
+
+
+def _texts_of(source: Path | None, notebook: Notebook) -> dict[str, Text]:
     """What a file sets for the notebook, or its own file NAME.yaml in a folder."""
-    if source is None or source.is_file():
+    if source is None or not source.is_dir():
         return read_parameter_file(source) if source else {}
     if not (files := [path.name for path in source.glob("*.y*ml")]):
         raise ValueError(f"{source} holds no parameters (NAME.yaml, as the notebook is named)")

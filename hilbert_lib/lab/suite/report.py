@@ -1,7 +1,6 @@
 """The pages of a report and the table of a sweep, built from what lies in the runs' folders and from nothing else."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
@@ -10,12 +9,13 @@ from urllib.parse import quote
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import describe_environment, say_hardware
-from hilbert_lib.lab.records import FAILED, MACHINES, RESULTS, has_records, read_records
+from hilbert_lib.lab.records import FAILED, RESULTS, has_records, read_records
 from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
+from hilbert_lib.lab.suite.points import say_values
+from hilbert_lib.lab.tables import sides_of
 
 TITLE = "When does a Hilbert order make attention faster?"
 INDEX, README = "index.html", "README.md"
-_url = partial(quote, safe="/=+")
 SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook ends with its answer
 
 
@@ -34,20 +34,6 @@ def read_points(run_folder: Path) -> list[tuple[Path, dict]]:
     return [(folder, manifest) for folder in folders if (manifest := read_manifest(folder))]
 
 
-def is_committed(folder: Path) -> bool:
-    """Whether runs of a folder are committed ones: git would see what is written beside them."""
-    return any(part.match(MACHINES) for run in find_runs(folder.resolve()) for part in run.parents)
-
-
-def copy_runs(root: Path, runs: list[Path], to: Path) -> None:
-    """Copy runs below `root`, and the README there, to where their pages are to be written."""
-    ignored = shutil.ignore_patterns(".*", "*.html", "*.csv", "*.png")  # what is made again from the other files
-    for run in runs:
-        shutil.copytree(run, to / run.relative_to(root), ignore=ignored, dirs_exist_ok=True)
-    if (root / README).exists():
-        shutil.copy(root / README, to)
-
-
 def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = False) -> Path:
     """Write a run's index, which leads back to that of `root` (by default the folder above), and gives its path.
 
@@ -60,14 +46,12 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
     points.sort(key=lambda p: (p[1]["status"] == "ok", p[1]["notebook"], p[1]["changes"] != {}, p[1]["start"]))
     finished = sum(manifest["status"] == "ok" for _, manifest in points)
     latest = max((manifest for _, manifest in points), key=lambda manifest: manifest["end"])
-    back = os.path.relpath(root or run_folder.parent, run_folder)
-    tables = " ".join(f"[{path.name}]({path.name})" for path in sorted(run_folder.glob("*.csv")))
+    back = "../" * len(run_folder.relative_to(root or run_folder.parent).parts)
     lines = [
-        f"[All runs]({back}/{INDEX})",
+        f"[All runs]({back}{INDEX})",
         f"# {TITLE}",
         f"On {say_hardware(latest['environment'])}: {finished} of {len(points)} finished, the last on "
         f"{_say_moment(latest['end'])}.",
-        *([f"Tables of sweeps: {tables}"] if tables else []),
         *(line for folder, manifest in points for line in _card(folder, manifest, rebuild)),
         f"## Where it ran\n\n<pre>{describe_environment(latest['environment'])}</pre>",
     ]
@@ -76,31 +60,29 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
 def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     """What the index says of a point, in Markdown; writes its HTML where it is missing."""
-    from nbformat.reader import NotJSONError
-
-    from hilbert_lib.lab.suite.html import literally, write_notebook_page
+    from hilbert_lib.lab.suite.html import literally, plain, write_notebook_page
 
     notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
         try:
             write_notebook_page(notebook, manifest, partial(_page_of, folder.parent, "../"))
-        except NotJSONError:
-            note = "The notebook's file was cut off while it was written, and cannot be shown."
-    yield f"## [{manifest['title']}]({at}/{page.name})" if page.exists() else f"## {manifest['title']}"
-    changes = ", ".join(f"`{name} = {value}`" for name, value in manifest["changes"].items())
+        except Exception as error:  # a file that was cut off, a cell that no page can show: the others can
+            note = literally(f"The notebook cannot be shown: {type(error).__name__}: {error}")
+    has_title = manifest["title"] != manifest["notebook"]  # else it is a file's name, and no Markdown
+    title = manifest["title"] if has_title else plain(manifest["notebook"])
+    yield f"## [{title}]({at}/{_url(page.name)})" if page.exists() else f"## {title}"
     status = "ok" if is_ok else f'<span class="failed">{manifest["status"]}</span>'
-    yield f"{manifest['notebook']}: {status}, {_seconds(manifest):.1f} s" + (f", with {changes}" if changes else "")
+    yield f"{plain(manifest['notebook'])}: {status}, {_seconds(manifest):.1f} s"
+    if manifest["changes"]:
+        yield literally(say_values(manifest["changes"]))
     yield manifest["question"]
     yield f"> {manifest['answer']}" if is_ok else literally(error_line(manifest))
-    if not is_ok and (folder.parent / manifest["name"]).exists():
-        note += " An earlier attempt finished; its result stands below."
     yield note
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     shown = [f"{at}/{_url(name)}" for name in manifest["figures"] if name in files][-SHOWN:]
     yield " ".join(f'<a href="{path}"><img src="{path}" alt="{path}" loading="lazy"></a>' for path in shown)
-    links = " ".join(f'<a href="{at}/{_url(name)}">{name}</a>' for name in files if name != page.name)
-    yield f"<details><summary>{len(files)} files</summary>{links}</details>"
+    yield " ".join(f'<a href="{at}/{_url(name)}">{plain(name)}</a>' for name in files if name != page.name)
 
 
 def _page_of(run_folder: Path, base: str, path: str) -> str | None:
@@ -108,12 +90,17 @@ def _page_of(run_folder: Path, base: str, path: str) -> str | None:
     name = Path(path).stem
     points = [folder.name for folder, manifest in read_points(run_folder) if manifest["notebook"] == name]
     points = [each for each in points if not each.endswith(FAILED)]
-    return f"{base}{_url(min(points, key=len))}/{name}.html" if points else None
+    return f"{base}{_url(min(points, key=len))}/{_url(name)}.html" if points else None
+
+
+def _url(path: str) -> str:
+    """A path as a link has it, whatever a name holds: `#`, `%`, `?`, a line's end, bytes that are no text."""
+    return quote(os.fsencode(path), safe="/=+")
 
 
 def write_index(root: Path) -> Path:
     """Write the page that leads to every run below a folder, under the text of its README where there is one."""
-    from hilbert_lib.lab.suite.html import write_page
+    from hilbert_lib.lab.suite.html import plain, write_page
 
     rows = []
     for run in find_runs(root):
@@ -122,20 +109,23 @@ def write_index(root: Path) -> Path:
         told = f"{len(manifests) - unfinished} finished" + (f", {unfinished} not" if unfinished else "")
         end, at = max(manifest["end"] for manifest in manifests), run.relative_to(root).as_posix()
         hardware = say_hardware(manifests[0]["environment"])
-        rows.append((end, f"| [{at}]({at}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
-    text = (root / README).read_text(encoding="utf-8") if (root / README).exists() else f"# {TITLE}"
+        rows.append((end, f"| [{plain(at)}]({_url(at)}/{INDEX}) | {hardware} | {_say_moment(end)} | {told} |"))
+    text = (root / README).read_text("utf-8", "replace") if (root / README).exists() else f"# {TITLE}"
     head = "## Every run\n\n| run | hardware | last change | notebooks |\n| --- | --- | --- | --- |\n"
     table = "\n".join(row for _, row in sorted(rows, reverse=True))
 
     def page_of(path: str) -> str | None:
         page = Path(path).with_suffix(".html")
-        return page.as_posix() if (root / page).exists() else None
+        return _url(page.as_posix()) if (root / page).exists() else None
 
     return write_page(root / INDEX, TITLE, f"{text}\n\n{head}{table}", page_of)
 
 
 def write_table(run_folder: Path, notebook: str) -> Path:
-    """Write NOTEBOOK.csv: each point's parameters, how it ended, and a row for each of its measurements and pairs."""
+    """Write NOTEBOOK.csv: each point's parameters, how it ended, and a row for each of its measurements and pairs.
+
+    Of a pair it is b's time, and the ratio (time of a over b's) with its interval.
+    """
     import pandas as pd
 
     points = [(folder, manifest) for folder, manifest in read_points(run_folder) if manifest["notebook"] == notebook]
@@ -145,19 +135,16 @@ def write_table(run_folder: Path, notebook: str) -> Path:
         point = {"point": folder.name, "status": manifest["status"], "seconds": _seconds(manifest)}
         point |= {name: manifest["parameters"].get(name) for name in turned}
         records = read_records(folder / RESULTS) if has_records(folder / RESULTS) else []
-        rows += [{**point, **row} for record in records if (row := _row(record))] or [point]
-    return write_whole(run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False))
-
-
-def _row(record: dict) -> dict:
-    """What a table shows of a record: of a pair its ratio too (time of a over b's). Empty for other kinds."""
-    if record.get("kind") == "measurement":
-        return {"case": record["name"], "median_ms": record["median_ms"], "error": record["error"]}
-    if record.get("kind") == "comparison":
-        a, b, (low, high) = record["a"], record["b"], record["interval"]
-        times = {"median_ms": b["median_ms"], "error": b["error"]}
-        return {"case": f"{a['name']} | {b['name']}", **times, "ratio": record["ratio"], "low": low, "high": high}
-    return {}
+        rows.append(point)
+        for record in records:
+            if record.get("kind") in ("measurement", "comparison"):
+                *_, side = sides = sides_of(record)
+                found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
+                found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
+                rows.append({**point, **found})
+    return write_whole(
+        run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False).encode(errors="backslashreplace")
+    )
 
 
 def _say_moment(time: str) -> str:

@@ -2,29 +2,28 @@
 
 import logging
 import math
-import os
 import shutil
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import click
-import nbformat
 
-from hilbert_lib.files import write_whole
 from hilbert_lib.lab.records import FAILED, pack_records
 from hilbert_lib.lab.suite.manifest import (
+    RUNNING,
     close_abandoned,
     end_manifest,
     error_line,
     final_folder,
     is_finished,
-    new_work_folder,
     put_in_place,
     start_manifest,
+    work_folder,
 )
-from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point
+from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point, say_values
 
-END_LINES = 10  # of a long output of text, which the records hold too: so many stay at either end
+DAY = 86400
 
 
 def run_points(
@@ -40,16 +39,14 @@ def run_points(
         click.echo(f"interrupted {name}: the process of an earlier run was killed; see {name}.failed")
     outcomes = {}
     for point in points:
-        line = point.name
-        if is_finished(point, run_folder) and not force:
-            outcome = "reused"
-        else:
+        outcome, line = "reused", f"{point.name}  {say_values(point.changes)}"
+        if force or not is_finished(point, run_folder):
             manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force)
             outcome = manifest["status"]
             if outcome != "ok":
                 line += f"  {error_line(manifest)}; see {final_folder(run_folder, manifest)}"
         outcomes[point.name] = outcome
-        click.echo(f"{outcome:<11} {line}")
+        click.echo(f"{outcome:<11} {line}".rstrip())
     return outcomes
 
 
@@ -59,48 +56,36 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
     The folder appears whole, so that an earlier result stays until a new one is complete. With `resume` the records of
     an attempt that did not finish lie there when it starts. An OSError says that not even the manifest was written.
     """
-    work = new_work_folder(run_folder, point.name)
-    try:
-        work.mkdir(parents=True)
-        for records in (run_folder / f"{point.name}{FAILED}").glob("*.jsonl") if resume else ():
-            shutil.copy(records, work)
-        manifest = start_manifest(point, work, facts)
-    except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise OSError(f"{point.name}: {error}") from error
-    begun, caught = [], None
-    if manifest["status"] == "running":
+    with work_folder(run_folder, point.name) as work:
         try:
-            _execute(point, work, timeout, begun)
-            for records in work.glob("*.jsonl"):
-                pack_records(records)
-            for notebook in work.glob("*.ipynb"):
-                shorten_outputs(notebook)
-        except (Exception, KeyboardInterrupt) as error:
-            caught = error
-        # papermill's own record says "completed" even of a killed kernel: only its return counts.
-        error = caught and _describe(caught, len(begun))
-        end_manifest(manifest, work, error, interrupted=isinstance(caught, KeyboardInterrupt))
-    put_in_place(work, run_folder, manifest)
+            shutil.copy(point.notebook.path, work / RUNNING)
+            for records in (run_folder / f"{point.name}{FAILED}").glob("*.jsonl") if resume else ():
+                shutil.copy(records, work)
+            manifest = start_manifest(point, work, facts)
+        except OSError as error:
+            shutil.rmtree(work, ignore_errors=True)
+            raise OSError(f"{point.name}: {error}") from error
+        begun, caught, start = [], None, time.monotonic()
+        if manifest["status"] == "running":
+            try:
+                _execute(work, point, timeout, begun)
+                for records in work.glob("*.jsonl"):
+                    pack_records(records)
+            except (Exception, KeyboardInterrupt) as error:
+                caught = error
+            # papermill's own record says "completed" even of a killed kernel: only its return counts.
+            error, status = caught and _describe(caught, len(begun)), ""
+            if isinstance(caught, KeyboardInterrupt):
+                status = "interrupted"
+            end_manifest(manifest, work, error, seconds=time.monotonic() - start, status=status)
+        put_in_place(work, run_folder, manifest)
     if isinstance(caught, KeyboardInterrupt):
         raise caught
     return manifest
 
 
-def shorten_outputs(notebook_file: Path) -> None:
-    """Join the lines that an executed notebook's cells printed, and cut the middle of what is long."""
-    from nbconvert.preprocessors import CoalesceStreamsPreprocessor  # a second, which reusing runs does not need
-
-    notebook, _ = CoalesceStreamsPreprocessor().preprocess(nbformat.read(notebook_file, as_version=4), {})
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-        lines = output.get("text", "").splitlines(keepends=True)
-        if (more := len(lines) - 2 * END_LINES) > END_LINES:
-            output.text = "".join([*lines[:END_LINES], f"... {more} more lines\n", *lines[-END_LINES:]])
-    write_whole(notebook_file, nbformat.writes(notebook) + "\n")
-
-
-def _execute(point: Point, work: Path, timeout: float, begun: list) -> None:
-    """Run a notebook in a folder; `begun` gets an item for each cell that begins."""
+def _execute(work: Path, point: Point, timeout: float, begun: list) -> None:
+    """Run the notebook that lies in a folder, and leave it executed; `begun` gets an item for each cell that begins."""
     import papermill  # half a second, which reading manifests does not need
     from nbclient.exceptions import CellTimeoutError
 
@@ -115,27 +100,23 @@ def _execute(point: Point, work: Path, timeout: float, begun: list) -> None:
         check_time()
         begun.append(cell)
 
-    # The kernel runs in `work`, which will be renamed.
     own = {OUTPUT_DIR: "."} if OUTPUT_DIR in point.notebook.parameters else {}
     try:
-        papermill.execute_notebook(
-            _literal(point.notebook.path),
-            _literal(work / point.notebook.path.name),
-            point.changes | own,
-            cwd=work,
-            progress_bar={"desc": point.name, "disable": None, "leave": False},  # shown to a terminal alone
-            timeout_func=lambda _cell: max(1, math.ceil(deadline - time.monotonic())),  # nbclient counts whole seconds
-            on_cell_execute=start_cell,
-            extra_arguments=["--log-level=CRITICAL"],  # of the kernel, which warns of its transport at every start
-        )
+        with chdir(work):
+            papermill.execute_notebook(
+                RUNNING,
+                RUNNING,
+                point.changes | own,
+                progress_bar={"desc": point.name, "disable": None, "leave": False},  # shown to a terminal alone
+                # nbclient counts whole seconds, and its clock ends before infinity.
+                timeout_func=lambda _cell: max(1, math.ceil(min(deadline - time.monotonic(), 1000 * DAY))),
+                on_cell_execute=start_cell,
+                coalesce_streams=True,
+                extra_arguments=["--log-level=CRITICAL"],  # of the kernel, which warns of its transport at every start
+            )
     except CellTimeoutError:
         check_time()
         raise
-
-
-def _literal(path: Path) -> str:
-    # Relative, as papermill keeps it in the notebook; and papermill formats braces.
-    return os.path.relpath(path).replace("{", "{{").replace("}", "}}")
 
 
 def _describe(error: BaseException, cell: int) -> dict:

@@ -11,11 +11,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.suite.html import write_notebook_page
+from hilbert_lib.lab.suite.html import write_notebook_page, write_page
 from hilbert_lib.lab.suite.report import (
-    copy_runs,
     find_runs,
-    is_committed,
     read_points,
     write_index,
     write_report,
@@ -121,7 +119,6 @@ def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     assert "2 of 4 finished" in page
     assert "ValueError: &lt;too short&gt; (cell In [4])" in page
     assert page.index("01_b.failed") < page.index("00_a/")  # what failed comes first
-    assert "An earlier attempt finished" in page
     assert "seq_len = 16" in page
     assert "The answer." in page
     assert "<mi>n</mi>" in page  # the question's formula
@@ -152,24 +149,18 @@ def test_the_index_of_all_runs_links_them_under_the_readme(tmp_path):
     for run in ("h200/gpu-1", "h100/gpu-2"):
         make_run(root / run)
     (root / "README.md").write_text("# Ours\n\n[one](h200/gpu-1/00_a/00_a.ipynb), [gone](h200/gpu-1/01/01.ipynb)")
-    assert is_committed(root)
-    pages = tmp_path / "pages"
-    copy_runs(root, find_runs(root), pages)
-    assert sorted(path.name for path in (pages / "h200/gpu-1/00_a").iterdir()) == ["00_a.ipynb", "manifest.json"]
-    for run in find_runs(pages):
-        write_report(run, pages)
+    for run in find_runs(root):
+        write_report(run, root)
         assert "../../index.html" in links_of(run / "index.html")
-    index = write_index(pages)
+    index = write_index(root)
     assert not LOADS.findall(index.read_text())
     assert set(links_of(index)) == {"h200/gpu-1/index.html", "h100/gpu-2/index.html", "h200/gpu-1/00_a/00_a.html"}
-    assert all((pages / link).exists() for link in links_of(index))
-    assert not list(root.rglob("*.html"))
+    assert all((root / link).exists() for link in links_of(index))
 
 
 def test_runs_are_found_at_any_depth_and_running_ones_are_not_shown(tmp_path):
     run_folder = tmp_path / "reports" / "local" / "cpu-1"
     make_run(run_folder)
-    assert not is_committed(tmp_path)
     (run_folder / "00_a").rename(run_folder / ".00_a.0123abcd")
     with pytest.raises(ValueError, match="no runs in"):
         find_runs(tmp_path / "reports")
@@ -190,10 +181,38 @@ def test_files_that_were_cut_off_do_not_stop_the_report_of_the_others(tmp_path):
     (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "b_first.png"]}))
     page = write_report(run_folder).read_text()
     assert "1 of 2 finished" in page
-    assert "cut off" in page
+    assert "cannot be shown" in page
     assert "b_first.png" in page
     assert "gone.png" not in page
     assert not any("00_a/" in text for text in (page, (point / "01_b.html").read_text()))  # it has no page to lead to
+
+
+FORMULAS = ["\\left( x", "x^{2}'", "a^b^c", "\\begin{cases} a", "x^", " ", "{", "\\middle|", "\\frac", "\\vec"]
+
+
+@pytest.mark.parametrize("prose", [*(f"of ${each}$ here" for each in FORMULAS), "of $$\\sqrt$$ here"])
+def test_a_formula_that_cannot_be_shown_is_shown_as_it_is_written(tmp_path, prose):
+    page = write_page(tmp_path / "a.html", "A", prose, str).read_text()
+    shown = html.unescape(re.search(r"of (.*?) ?here", page.partition("<main")[2], re.DOTALL)[1])
+    assert prose.split("$")[-2] in shown
+    assert "<code>" in shown
+
+
+@pytest.mark.parametrize("prose", ["$x^$", "![](attachment:gone.png)", "[a](http://[b)", "[a](//[b.ipynb)"])
+def test_one_fault_of_a_page_takes_neither_the_index_nor_the_other_pages(tmp_path, prose):
+    run_folder = tmp_path / "local" / "cpu-1"
+    bad = make_run(run_folder, prose=f"# Title {prose}\n\nQuestion {prose}?")
+    good = make_run(run_folder, "01_b")
+    (make_run(run_folder, "02_c") / "02_c.ipynb").write_text('{"cells": 1, "nbformat": 4, "nbformat_minor": 5}')
+    for other in ("[]", "{}", "\udcff", "{"):  # other programs have manifests too
+        (tmp_path / "manifest.json").write_bytes(other.encode(errors="surrogateescape"))
+        assert find_runs(tmp_path) == [run_folder]
+    page = write_report(run_folder).read_text()
+    assert "3 of 3 finished" in page
+    assert "cannot be shown" in page
+    assert 'href="01_b/01_b.html"' in page
+    assert (bad / "00_a.html").exists()
+    assert (good / "01_b.html").exists()
 
 
 def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
@@ -207,7 +226,7 @@ def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
     table = pd.read_csv(write_table(tmp_path, "00_a"))
     assert len(read_points(tmp_path)) == 4
     assert table.point.nunique() == 3
-    assert sorted(table.status) == ["failed", *["ok"] * 4]
+    assert sorted(table.status) == ["failed", *["ok"] * 6]
     assert set(map(tuple, table[["seq_len", "rates"]].values)) == {(16, "[1, 2]"), (8, "[1, 4]"), (32, "[1, 2]")}
     assert table.case.value_counts().to_dict() == {"a | b": 2, "b": 2}
     assert table.ratio.dropna().to_list() == [1.5, 1.5]
