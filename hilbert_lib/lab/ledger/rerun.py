@@ -3,7 +3,6 @@
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -74,13 +73,18 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         return answer(claim)
     line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
     program, *words = shlex.split(line)
-    started = time.time()
+    before = _states(claim, out)
     if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
         raise RuntimeError(f"{claim.id} was not measured again, because this failed: {line}")
     if not claim.record:
         return answer(claim)
     run = newest_run(claim.record, claim.file, [out])
-    written = [file.stat().st_mtime for file in run.glob(f"{claim.file}*")] if run else []
-    if max(written, default=0) < started:  # an older run's is no answer
+    if not run or _states(claim, out) == before:  # an older run's is no answer
         raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
     return answer(claim, run)
+
+
+def _states(claim: Claim, out: Path) -> dict[Path, tuple[int, int, int]]:
+    # What tells that a record was written, whatever the clock shows.
+    files = (file for file in out.rglob(f"{claim.file}*") if file.is_file())
+    return {file: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]}
