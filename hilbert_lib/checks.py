@@ -42,7 +42,8 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
 
 def number(name: str, value: object) -> float:
     """An argument as a float; TypeError if it is no number, or a bool."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # A size that torch traces as a symbol is a number too, but none of Python's.
+    if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)

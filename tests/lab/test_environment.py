@@ -223,9 +223,8 @@ def machine_of_two(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", uuids.__getitem__)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", str)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxMigDeviceCount", lambda gpu: 7)
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", lambda gpu, n: "MIG-ab" if (gpu, n) == (uuids[0], 0) else absent()
-    )
+    instance = "nvmlDeviceGetMigDeviceHandleByIndex"
+    monkeypatch.setattr(pynvml, instance, lambda gpu, n: "MIG-ab" if (gpu, n) == (uuids[0], 0) else absent())
 
 
 @pytest.mark.parametrize(
