@@ -224,10 +224,7 @@ def refuse_jit_trace() -> None:
 
 def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
     """The argument as a float, if it is above 0 and finite in the working dtype of tensors of a dtype."""
-    scale, working = positive("scale", scale), working_dtype(dtype)
-    if scale > LARGEST_SCALES[working]:
-        raise ValueError(f"scale must be at most {LARGEST_SCALES[working]:.3e} for {dtype}, got {scale}")
-    return scale
+    return positive("scale", scale, most=LARGEST_SCALES[working_dtype(dtype)])
 
 
 def check_dropout(name: str, share: object) -> float:

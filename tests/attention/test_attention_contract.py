@@ -285,7 +285,7 @@ def test_the_largest_scales_are_exact(backend, dtype, scale):
 @pytest.mark.parametrize(("dtype", "is_refused"), [(torch.float32, True), (torch.float64, False)])
 def test_a_scale_is_judged_in_the_dtype_that_autocast_gives(dtype, is_refused):
     tensors = [x.detach().to(dtype) for x in qkv()]
-    refusal = pytest.raises(ValueError, match=r"scale must be at most .* for torch\.bfloat16, got 3e")
+    refusal = pytest.raises(ValueError, match="scale must be at most 2")
     with torch.autocast("cpu", dtype=torch.bfloat16), refusal if is_refused else nullcontext():
         dilated_attention(*tensors, ALIGNED, scale=3e38)
 
@@ -358,8 +358,8 @@ WRONG = {
         (given(scale=float("nan")), r"scale must be finite and above 0, got nan"),
         (given(scale=0), r"scale must be finite and above 0, got 0"),
         (given(scale=-0.5), r"scale must be finite and above 0, got -0.5"),
-        (given(scale=3e38), r"scale must be at most 2.359e\+38 for torch.float32, got 3e\+38"),
-        (given(scale=2.4e38), r"scale must be at most 2.359e\+38 for torch.float32, got 2.4e\+38"),
+        (given(scale=3e38), r"scale must be at most 2.35866e\+38, got 3e\+38"),
+        (given(scale=2.4e38), r"scale must be at most 2.35866e\+38, got 2.4e\+38"),
         (given(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
         (given(dropout_p=-0.1), r"dropout_p must be in \[0, 1\), got -0.1"),
         (given(dropout_p=float("nan")), r"dropout_p must be in"),

@@ -107,6 +107,7 @@ VALUES = [
     (lambda: ran(points()[0] | {"sides": ["eager", "foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
     (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
+    (lambda: run_isolated("builtins:print", [], seconds=1e10), r"seconds must be at most 1e\+08, got 1e\+10"),
     (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),
     (lambda: next(graph_gains([WORK])), "device must be a CUDA device, got cpu"),
     (lambda: pool_comparison([[WORK]]), "device must be a CUDA device, got cpu"),
