@@ -2,18 +2,13 @@
 
 import hashlib
 import importlib.util
-import math
 import os
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
 from pathlib import Path
 
 import pynvml
@@ -297,47 +292,18 @@ def _is_interpreting() -> bool:
 
 def _has_nvidia_device() -> bool:
     """Whether there is a GPU that CUDA_VISIBLE_DEVICES does not hide."""
-    gpus = None  # how many, where the driver tells
+    shown = torch.cuda._parse_visible_devices()  # as CUDA reads it: numbers or UUIDs, up to the first that is none
     try:
         pynvml.nvmlInit()
-        gpus = pynvml.nvmlDeviceGetCount()
+        gpus = range(pynvml.nvmlDeviceGetCount())
+        if shown and str(shown[0]).startswith("GPU-"):
+            uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in gpus]
+            shown = torch.cuda._transform_uuid_to_ordinals(shown, uuids)
+        return bool(shown) and (shown[0] in gpus or str(shown[0]).startswith("MIG-"))
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        if not Path("/dev/nvidia0").exists():
-            return False
+        return bool(shown) and Path("/dev/nvidia0").exists()
     except pynvml.NVMLError:  # the driver is there and does not work: library and kernel module differ
-        pass
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus != 0 if listed is None else _shows_a_gpu(listed, gpus)
-
-
-def _shows_a_gpu(listed: str, gpus: int | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves a GPU, as CUDA reads it: entries count up to the first that names none, and
-    none counts where two name the same. gpus: how many there are, None if the driver does not tell."""
-
-    def named(entry: str) -> int | str | None:
-        if number := re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", entry):  # what follows a number is ignored
-            index = int(number[1])
-            return index if 0 <= index < (math.inf if gpus is None else gpus) else None
-        if not entry.strip().startswith(("GPU-", "MIG-")):
-            return None
-        try:
-            found = [uuid for uuid in _uuids(gpus or 0) if uuid.startswith(entry.strip())]
-        except pynvml.NVMLError:
-            return entry
-        return entry if gpus is None else found[0] if len(found) == 1 else None
-
-    shown = list(takewhile(lambda gpu: gpu is not None, map(named, listed.split(","))))
-    return 0 < len(shown) == len(set(shown))
-
-
-def _uuids(gpus: int) -> Iterator[str]:
-    """Of GPUs and of their MIG instances."""
-    for index in range(gpus):
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        yield pynvml.nvmlDeviceGetUUID(gpu)
-        with suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_NotFound):  # no MIG, or no further instance
-            for instance in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-                yield pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance))
+        return bool(shown)
 
 
 def _is_built_for(capability: tuple[int, int], builds: list[str]) -> bool:

@@ -198,35 +198,29 @@ class DilatedPattern:
         return [(*self.branches[i], self.offset(i, kv_head, kv_heads)) for i in used]
 
     def pairs(
-        self,
-        length: int,
-        *,
-        heads: int,
-        kv_heads: int | None = None,
-        is_causal: bool = False,
-        query_start: int = 0,
-        queries: int | None = None,
+        self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False, at: range | None = None
     ) -> int:
         """(query, key) pairs of one sequence over all query heads, in closed form: any length, at once.
 
-        The queries are at positions from query_start on, by default up to the last key.
+        at: positions of the queries, by default all.
 
         >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
         192
         """
         length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
-        start = integer("query_start", query_start, least=0, most=length)
-        end = length if queries is None else start + integer("queries", queries, least=0, most=length - start)
-        branches = range(len(self.branches))
-        total = sum(self._branch_pairs(i, length, kv_heads, is_causal, end) for i in branches)
-        if start:
-            total -= sum(self._branch_pairs(i, length, kv_heads, is_causal, start) for i in branches)
+        at = range(length) if at is None else at
+        if at and not (at[0] >= 0 and at[-1] < length and at.step == 1):
+            raise ValueError(f"at must be positions from 0 to {length - 1}, one after the other, got {at}")
+        total = 0
+        for branch in range(len(self.branches)) if at else ():
+            total += self._branch_pairs(branch, length, kv_heads, is_causal, at.stop)
+            total -= self._branch_pairs(branch, length, kv_heads, is_causal, at.start)
         return heads // kv_heads * total
 
-    def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool, end: int | None = None) -> int:
-        # Of queries before a position, by default before the end.
+    def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool, end: int) -> int:
+        # Of queries before the position `end`.
         w, r = self.branches[branch]
-        end, total = length if end is None else end, 0
+        total = 0
         for o, group in self.offset_heads(branch, kv_heads).items():
             for segments, size, keys in ((end // w, w, w), (1, end % w, min(w, length - end // w * w))):
                 n = rows_in_segment(size, r, o)
@@ -295,7 +289,7 @@ class DilatedPattern:
             o = min(self.offset_heads(branch, kv_heads))
             row = [branch, w, r, "yes" if w % r == 0 else "no", rows_in_segment(min(w, length or w), r, o)]
             if length is not None:
-                share = self._branch_pairs(branch, length, kv_heads, False) / total if total else 0.0
+                share = self._branch_pairs(branch, length, kv_heads, False, length) / total if total else 0.0
                 row += [-(-length // w), length % w, f"{share:.1%}"]
             rows.append([str(cell) for cell in row])
         width = [max(len(line[c]) for line in [titles, *rows]) for c in range(len(titles))]

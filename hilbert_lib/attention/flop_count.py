@@ -39,8 +39,8 @@ def _pair_elements(q: Sequence[int], k: Sequence[int], call: Call) -> int:
     length, kv_heads = int(k[1]), int(k[2])
     if call.query_start is None and queries != length:  # a ring's block: all its queries see all its keys
         return batch * heads * queries * length * head_dim
-    rows = {"query_start": int(call.first_query), "queries": queries}
-    pairs = call.pattern.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=call.is_causal, **rows)
+    at = range(int(call.first_query), int(call.first_query) + queries)
+    pairs = call.pattern.pairs(length, heads=heads, kv_heads=kv_heads, is_causal=call.is_causal, at=at)
     return batch * pairs * head_dim
 
 
@@ -56,10 +56,5 @@ class _OnceLoaded(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(name)
         load = spec.loader.exec_module
-
-        def load_and_register(module: ModuleType) -> None:
-            load(module)
-            self._register(module)
-
-        spec.loader.exec_module = load_and_register
+        spec.loader.exec_module = lambda module: (load(module), self._register(module))
         return spec
