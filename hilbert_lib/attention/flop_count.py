@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from torch._ops import OpOverloadPacket
@@ -45,16 +44,14 @@ def _pair_elements(q: Sequence[int], k: Sequence[int], call: Call) -> int:
 
 
 class _OnceLoaded(MetaPathFinder):
-    """Calls a function with torch's counter as soon as anyone imports it."""
+    """Calls a function with torch's counter whenever that is loaded."""
 
     def __init__(self, register: Callable[[ModuleType], None]):
         self._register = register
 
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        if name != COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), self._register(module))
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == COUNTER else None
+        if spec is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), self._register(module))
         return spec
