@@ -42,7 +42,8 @@ def integer(name: str, value: object, *, least: int | None = None, most: int | N
 
 def number(name: str, value: object) -> float:
     """An argument as a float; TypeError if it is no number, or a bool."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # A size that torch traces as a symbol is a number too, but none of Python's.
+    if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
@@ -50,11 +51,13 @@ def number(name: str, value: object) -> float:
         return math.inf
 
 
-def positive(name: str, value: object) -> float:
-    """An argument as a float that is finite and above 0, else ValueError; TypeError as `number`."""
+def positive(name: str, value: object, *, most: float = math.inf) -> float:
+    """An argument as a float that is finite, above 0 and at most `most`, else ValueError; TypeError as `number`."""
     found = number(name, value)
     if not 0.0 < found < math.inf:
         raise ValueError(f"{name} must be finite and above 0, got {found}")
+    if found > most:
+        raise ValueError(f"{name} must be at most {most:g}, got {found:g}")
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def write_whole(path: Path, content: str | bytes) -> Path:
     """Write a file: a reader finds the old content or the new, whole, whoever else writes; an error keeps the old."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    draft = path.with_name(f".{uuid.uuid4().hex[:8]}")  # short, as the name may be as long as any
     try:
         with draft.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

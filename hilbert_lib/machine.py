@@ -207,7 +207,7 @@ def prepare_kernels() -> str:
 def check_gpu() -> None:
     """Raise RuntimeError if this build of torch cannot use the machine's NVIDIA GPU, naming the versions and a remedy.
 
-    CUDA_VISIBLE_DEVICES="" hides the GPUs, and then there is nothing to refuse.
+    Where CUDA_VISIBLE_DEVICES hides all GPUs, as "" or SLURM's "NoDevFiles", there is nothing to refuse.
     """
     if not _has_nvidia_device():
         return
@@ -294,15 +294,19 @@ def _is_interpreting() -> bool:
 
 
 def _has_nvidia_device() -> bool:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
+    """Whether there is a GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    shown = torch.cuda._parse_visible_devices()  # as CUDA reads it: numbers or UUIDs, up to the first that is none
     try:
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetCount() > 0
+        gpus = range(pynvml.nvmlDeviceGetCount())
+        if shown and str(shown[0]).startswith("GPU-"):
+            uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in gpus]
+            shown = torch.cuda._transform_uuid_to_ordinals(shown, uuids)
+        return bool(shown) and (shown[0] in gpus or str(shown[0]).startswith("MIG-"))
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return Path("/dev/nvidia0").exists()
+        return bool(shown) and Path("/dev/nvidia0").exists()
     except pynvml.NVMLError:  # the driver is there and does not work: library and kernel module differ
-        return True
+        return bool(shown)
 
 
 def _is_built_for(capability: tuple[int, int], builds: list[str]) -> bool:

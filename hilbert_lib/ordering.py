@@ -239,7 +239,7 @@ def _tables_on(
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
         return tables
-    return tuple(fake.from_tensor(table) for table in tables)
+    return tuple(fake.from_tensor(table, static_shapes=True) for table in tables)
 
 
 # torch.compile takes the tables as constants, for it cannot trace a lock. This is all that

@@ -12,6 +12,7 @@ from hilbert_lib.checks import grouped, integer, integers, one_of
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
 LARGEST = 2**63 - 1  # torch's operators take no larger integer
+FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # of a pair and an element of head_dim: two and five matrix products
 COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
 
 
@@ -20,8 +21,8 @@ class Work:
     """Useful work of one call, counted exactly: a row that a branch uses is read once, a result written once."""
 
     pairs: int  # (query, key), over all batches and query heads; a key seen through two branches counts twice
-    flop_forward: int  # 4 * pairs * head_dim, two matrix products
-    flop_backward: int  # 2.5 times that, five matrix products
+    flop_forward: int  # FLOP_FORWARD * pairs * head_dim
+    flop_backward: int  # likewise
     bytes_forward: int  # used rows of q, k and v; all of out and lse
     bytes_backward: int  # used rows of q, k, v, out, dout and lse; all of dq, dk and dv
 
@@ -196,23 +197,35 @@ class DilatedPattern:
         used = self.head_branches(kv_head, kv_heads)
         return [(*self.branches[i], self.offset(i, kv_head, kv_heads)) for i in used]
 
-    def pairs(self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False) -> int:
+    def pairs(
+        self, length: int, *, heads: int, kv_heads: int | None = None, is_causal: bool = False, at: range | None = None
+    ) -> int:
         """(query, key) pairs of one sequence over all query heads, in closed form: any length, at once.
+
+        at: positions of the queries, by default all.
 
         >>> DilatedPattern((4, 8), (1, 2)).pairs(16, heads=2)
         192
         """
         length, (heads, kv_heads) = integer("length", length, least=0), grouped(heads, kv_heads)
-        branches = range(len(self.branches))
-        return heads // kv_heads * sum(self._branch_pairs(i, length, kv_heads, is_causal) for i in branches)
+        at = range(length) if at is None else at
+        if at and not (at[0] >= 0 and at[-1] < length and at.step == 1):
+            raise ValueError(f"at must be positions from 0 to {length - 1}, one after the other, got {at}")
+        total = 0
+        for branch in range(len(self.branches)) if at else ():
+            total += self._branch_pairs(branch, length, kv_heads, is_causal, at.stop)
+            total -= self._branch_pairs(branch, length, kv_heads, is_causal, at.start)
+        return heads // kv_heads * total
 
-    def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool) -> int:
+    def _branch_pairs(self, branch: int, length: int, kv_heads: int, is_causal: bool, end: int) -> int:
+        # Of queries before the position `end`.
         w, r = self.branches[branch]
         total = 0
         for o, group in self.offset_heads(branch, kv_heads).items():
-            for segments, size in ((length // w, w), (1, length % w)):
+            for segments, size, keys in ((end // w, w, w), (1, end % w, min(w, length - end // w * w))):
                 n = rows_in_segment(size, r, o)
-                total += len(range(kv_heads)[group]) * segments * (n * (n + 1) // 2 if is_causal else n * n)
+                seen = n * (n + 1) // 2 if is_causal else n * rows_in_segment(keys, r, o)
+                total += len(range(kv_heads)[group]) * segments * seen
         return total
 
     def work(
@@ -245,8 +258,8 @@ class DilatedPattern:
         all_q, all_kv = batch * length * heads, batch * length * kv_heads
         return Work(
             pairs=pairs,
-            flop_forward=4 * pairs * head_dim,
-            flop_backward=10 * pairs * head_dim,
+            flop_forward=FLOP_FORWARD * pairs * head_dim,
+            flop_backward=FLOP_BACKWARD * pairs * head_dim,
             bytes_forward=(q_rows + 2 * kv_rows + all_q) * row + all_q * lse,
             bytes_backward=(3 * q_rows + 2 * kv_rows + all_q + 2 * all_kv) * row + q_rows * lse,
         )
@@ -276,7 +289,7 @@ class DilatedPattern:
             o = min(self.offset_heads(branch, kv_heads))
             row = [branch, w, r, "yes" if w % r == 0 else "no", rows_in_segment(min(w, length or w), r, o)]
             if length is not None:
-                share = self._branch_pairs(branch, length, kv_heads, False) / total if total else 0.0
+                share = self._branch_pairs(branch, length, kv_heads, False, length) / total if total else 0.0
                 row += [-(-length // w), length % w, f"{share:.1%}"]
             rows.append([str(cell) for cell in row])
         width = [max(len(line[c]) for line in [titles, *rows]) for c in range(len(titles))]

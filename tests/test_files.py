@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import resource
 import time
 from pathlib import Path
@@ -38,6 +39,13 @@ def test_a_writer_that_is_stopped_before_the_new_file_has_its_name_leaves_the_ol
         write_whole(path, "new")
     assert written == ["new"]  # all of it was there
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", [b"n" * 255, b"\xff *?[a]\n.json", b"-n", b"..."], ids=range(4))
+def test_any_name_that_the_system_takes_is_written(tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    assert write_whole(write_whole(path, "old"), "new").read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
 

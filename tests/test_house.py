@@ -22,8 +22,8 @@ LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.
 FLOORS = {
     "attention": [
-        *("call", "dropout", "triton", "merge", "backends", "rules", "measured_rules", "choice", "operators"),
-        *("api", "modules", "grid"),
+        *("call", "dropout", "triton", "merge", "backends", "rules", "measured_rules", "choice"),
+        *("flop_count", "operators", "api", "modules", "grid"),
     ],
     "ring": ["plan", "rank", "agreement", "attention", "module"],
 }

@@ -49,6 +49,9 @@ def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_hea
     ]
     pairs = sum(len(keys) for head in seen for keys in head)
     assert pattern.pairs(length, heads=2 * kv_heads, kv_heads=kv_heads, is_causal=is_causal) == 2 * pairs
+    start, end = length // 3, length // 2
+    some = sum(len(keys) for head in seen for keys in head[start:end])
+    assert pattern.pairs(length, heads=kv_heads, is_causal=is_causal, at=range(start, end)) == some
     with pytest.MonkeyPatch.context() as patch:
         for at_once in (pattern_module.COUNTED_AT_ONCE, 5):  # in one piece, and in several
             patch.setattr(pattern_module, "COUNTED_AT_ONCE", at_once)
@@ -186,6 +189,12 @@ WRONG = {
         ),
         (lambda: DilatedPattern((4,), (1,), "head", "mean"), "mixing must be one of softmax, head_groups; got 'mean'"),
         (lambda: PATTERN.pairs(-1, heads=1), "length must be an integer of at least 0, got -1"),
+        (
+            lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)),
+            r"at must be positions from 0 to 7, .* got range\(6, 9\)",
+        ),
+        (lambda: PATTERN.pairs(8, heads=1, at=range(-1, 9)), r"at must be positions from 0 to 7, .* got range\(-1"),
+        (lambda: PATTERN.pairs(8, heads=1, at=range(0, 8, 2)), "at must be positions .* one after the other"),
         (lambda: PATTERN.pairs(8, heads=0), "heads must be an integer of at least 1, got 0"),
         (lambda: PATTERN.pairs(8, heads=2, kv_heads=0), "kv_heads must be an integer of at least 1, got 0"),
         (lambda: PATTERN.pairs(8, heads=4, kv_heads=3), r"kv_heads must divide heads \(4\), got 3"),

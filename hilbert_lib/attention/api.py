@@ -1,5 +1,6 @@
 """Dilated attention as users call it: checks the arguments, chooses a backend, runs it."""
 
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import Explanation, choose, explain
 from hilbert_lib.checks import boolean, integer, number, positive, suggesting
 from hilbert_lib.ordering import Ordering
@@ -17,6 +18,8 @@ from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_HEAD_DIM = 256
+# Kernels multiply it by log2 e.
+LARGEST_SCALES = {dtype: torch.finfo(dtype).max / math.log2(math.e) for dtype in (torch.float32, torch.float64)}
 
 
 @suggesting
@@ -47,7 +50,7 @@ def dilated_attention(
             the last one is not 1, or on CUDA rows begin off a 16-byte address, forward and backward copy once each.
         pattern: which keys a query sees.
         is_causal: whether keys after the query are excluded.
-        scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
+        scale: factor of the scores, above 0 and at most 2.358e38, for float64 1.246e308; by default head_dim ** -0.5.
         dropout_p: share of attention probabilities dropped, in [0, 1). It repeats with `torch.manual_seed`, except
             where torch.compile recomputes on a GPU. lse is that of the undropped probabilities.
         key_padding_mask: (batch, keys) bool, True = no weight; in sequence order, also with kv_ordering.
@@ -124,7 +127,7 @@ def validated(
     pattern.check_heads(k.shape[2])
     boolean("is_causal", is_causal)
     boolean("return_lse", return_lse)
-    scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale)
+    scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     dropout_p = check_dropout("dropout_p", dropout_p)
     query_start = _checked_query_start(q, k, query_start)
     _check_padding(k, key_padding_mask)
@@ -181,6 +184,7 @@ _warned = False
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as autocast casts them, if their shapes, dtypes and devices fit together."""
+    refuse_jit_trace()
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -212,9 +216,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def check_scale(scale: object) -> float:
-    """The argument as a float, if it is finite and above 0."""
-    return positive("scale", scale)
+def refuse_jit_trace() -> None:
+    """Raise TypeError while torch.jit.trace runs, which makes tensors of all sizes."""
+    if torch.jit.is_tracing():
+        raise TypeError("attention is not traced by torch.jit.trace, whose sizes are tensors: use torch.export")
+
+
+def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
+    """The argument as a float, if it is above 0 and finite in the working dtype of tensors of a dtype."""
+    return positive("scale", scale, most=LARGEST_SCALES[working_dtype(dtype)])
 
 
 def check_dropout(name: str, share: object) -> float:

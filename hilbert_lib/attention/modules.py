@@ -15,6 +15,7 @@ from hilbert_lib.attention.api import (
     check_dropout,
     check_dtype,
     check_scale,
+    refuse_jit_trace,
 )
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -80,6 +81,7 @@ class DilatedAttention(nn.Module):
 
         k and v are in sequence order, whatever `kv_ordering` is.
         """
+        refuse_jit_trace()
         ordering = self.kv_ordering
         # `dilated_attention` refuses whatever else k and v may be.
         sequences = all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v))

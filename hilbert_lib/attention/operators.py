@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.pattern import DilatedPattern
 
 # The schema of a request: the pattern's fields, then those of a call, one by one.
@@ -170,3 +171,5 @@ for _name, _run, _fake, _function in (
     _LIBRARY.impl(_name, _differentiable(_function), "Autograd")
     _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")
     torch.library.register_fake(f"hilbert_lib::{_name}", _fake, lib=_LIBRARY)
+
+count_flop(torch.ops.hilbert_lib.dilated_attention, torch.ops.hilbert_lib.dilated_attention_backward, _call)

@@ -22,6 +22,7 @@ from typing import TextIO
 import psutil
 
 from hilbert_lib.checks import positive
+from hilbert_lib.limits.config import LONGEST_SECONDS
 from hilbert_lib.limits.watch import Watcher
 
 CHILD = Path(__file__).with_name("child.py")
@@ -78,7 +79,7 @@ def run_isolated(
     Args:
         target: "module:function", which returns or yields records (dictionaries that JSON can hold), or returns None.
         arguments: of the call; values that JSON can hold.
-        seconds: the process is ended after this time.
+        seconds: the process is ended after this time, at most 10^8, three years.
         on_record: called with each record as soon as it comes.
         watch: makes the `Watcher` of a process number; the process is ended as soon as the watcher has a `cause`.
         host_bytes: address space that the call may take in addition to its imports; None sets no limit. CUDA reserves
@@ -98,7 +99,7 @@ def run_isolated(
     """
     if not isinstance(target, str) or target.count(":") != 1:
         raise ValueError(f"target must be 'module:function', got {target!r}")
-    seconds = positive("seconds", seconds)
+    seconds = positive("seconds", seconds, most=LONGEST_SECONDS)
     if not hasattr(os, "getsid"):
         raise RuntimeError(
             "a process of its own has a session of its own, which this platform lacks: use Linux, macOS or WSL"

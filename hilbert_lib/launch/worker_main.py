@@ -6,7 +6,6 @@ torchrun --nnodes 2 ... -m hilbert_lib.launch.worker_main MODULE:FUNCTION --argu
 import argparse
 import faulthandler
 import json
-import math
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.launch.child import function_of, kill_all_below, report_of
+from hilbert_lib.limits.config import LONGEST_SECONDS
 from hilbert_lib.machine import prepare_kernels
 
 AGENT = "HILBERT_AGENT"  # environment variable with the number of the process whose end ends the ranks
@@ -65,8 +65,8 @@ def main() -> None:
         parser.error(f"--arguments must be a file that can be read, got {asked.arguments}")
     if asked.results.exists() and not asked.results.is_dir():
         parser.error(f"--results must be a folder, got {asked.results}")
-    if not 0 < asked.stall_seconds < math.inf:
-        parser.error(f"--stall-seconds must be finite and above 0, got {asked.stall_seconds:g}")
+    if not 0 < asked.stall_seconds <= LONGEST_SECONDS:
+        parser.error(f"--stall-seconds must be above 0 and at most {LONGEST_SECONDS:g}, got {asked.stall_seconds:g}")
     results = asked.results
     rank = int(os.environ["RANK"])
     results.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def main() -> None:
     except (Exception, SystemExit) as error:
         # Not in torchrun's own error file: torchrun fails where its signal cuts one off.
         traceback.print_exc()
-        write_whole(result_file(results, rank), json.dumps(report_of(error) | {"time": time.time()}))
+        write_whole(result_file(results, rank), json.dumps(report_of(error) | {"time": time.monotonic()}))
         time.sleep(TELL_SECONDS)
         os._exit(1)  # an orderly end would wait for the collectives that the others still owe
 
@@ -127,13 +127,21 @@ def _call(asked: argparse.Namespace, path: Path) -> None:
     write_whole(path, result)
 
 
+def _beat(path: Path) -> None:
+    # By this machine's clock, not by a file server's, and by one that nobody sets.
+    os.utime(path, (time.monotonic(),) * 2)
+
+
 def _live(path: Path) -> None:
     # A rank has a session of its own: no signal comes when torchrun is gone.
-    write_whole(path, str(os.getpid()))
+    draft = path.with_suffix(".new")
+    draft.write_text(str(os.getpid()))
+    _beat(draft)  # before the file has its name: the time of its making is the system's
+    draft.replace(path)
     agent = int(os.environ.pop(AGENT, os.getppid()))  # what this rank starts has another one
     while os.getppid() == agent:
         with suppress(OSError):  # the folder is gone, or its disk
-            os.utime(path, (time.time(),) * 2)  # by this machine's clock, not by a file server's
+            _beat(path)
         time.sleep(BEAT_SECONDS)
     kill_all_below()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from hilbert_lib import checks
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.isolated import LAST_LINES, diagnosis, run_isolated, runs
 from hilbert_lib.launch.worker_main import AGENT, BACKENDS, IMPORTING, STALL_SECONDS, beat_file, result_file
+from hilbert_lib.limits.config import LONGEST_SECONDS
 from hilbert_lib.limits.watch import Peaks
 
 LIMIT_SECONDS = 300.0
@@ -97,7 +98,8 @@ def run_ranks(
         raise ValueError(f"ranks must be at most {gpus} with nccl, one for each GPU, got {ranks}")
     if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:\w+", target):
         raise ValueError(f"target must be 'module:function', got {target!r}")
-    seconds, stall_seconds = checks.positive("seconds", seconds), checks.positive("stall_seconds", stall_seconds)
+    seconds = checks.positive("seconds", seconds, most=LONGEST_SECONDS / 2)
+    stall_seconds = checks.positive("stall_seconds", stall_seconds, most=LONGEST_SECONDS)
     try:
         text = json.dumps(dict(arguments or {}))
     except (TypeError, ValueError):
@@ -180,7 +182,7 @@ class _Supervisor:
         self.print_rank_0()
         running = tuple(rank for rank in range(self._ranks) if not result_file(self._folder, rank).exists())
         # A rank that still imports torch has given no sign of life yet; torchrun reports how ended ranks ended.
-        begun = [(rank, time.time() - beat) for rank in running if (beat := _last_beat(self._folder, rank))]
+        begun = [(rank, time.monotonic() - beat) for rank in running if (beat := _last_beat(self._folder, rank))]
         late = [rank for rank, silence in begun if silence > self._stall_seconds]
         if silent := tuple(rank for rank in late if runs(_pid(self._folder, rank))):
             self.found = silent, "stalled", f"no sign of life for {self._stall_seconds:g} s"
@@ -227,6 +229,7 @@ def _ending(folder: Path, rank: int, report: dict, exits: dict[int, int]) -> tup
 
 
 def _last_beat(folder: Path, rank: int) -> float:
+    # By the clock of `time.monotonic`, which all processes share: the system's may be set meanwhile.
     path = beat_file(folder, rank)
     return path.stat().st_mtime if path.exists() else 0.0
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -131,28 +132,38 @@ def host_memory() -> Memory:
 
 def _cgroup_bounds() -> Iterator[tuple[int, int]]:
     """(total, available) under the memory limit of each cgroup that this process is in, of version 1 or 2."""
-    if not OWN_CGROUPS.exists():  # not Linux
+    try:
+        lines = os.fsdecode(OWN_CGROUPS.read_bytes()).split("\n")
+    except OSError:  # not Linux, or no /proc
         return
-    for line in OWN_CGROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
         if controllers == "":
-            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+            # At "high" the kernel takes pages back and slows the processes until they stand still.
+            root, limits, usage, cache = CGROUPS, ("memory.max", "memory.high"), "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root = CGROUPS / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, limits = CGROUPS / "memory", ("memory.limit_in_bytes",)
+            usage, cache = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        limit_name, usage_name, cache_name = names
-        # In a container the path may be the host's; what is mounted at the root is then the container's own group.
-        folder = root / path.lstrip("/")
-        for group in [folder, *folder.parents]:
-            if not group.is_relative_to(root) or not (group / limit_name).exists():
-                continue
-            limit = (group / limit_name).read_text().strip()
-            if limit != "max":
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cache = int(stat.get(cache_name, 0))  # files' pages are given back at need
-                yield int(limit), max(0, int(limit) - int((group / usage_name).read_text()) + cache)
+        # In a container the path may be the host's, or lead out of what is mounted; at the root is then its own group.
+        folder = Path(os.path.normpath(f"{root}/{path}"))
+        groups = [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+        for group in groups or [root]:
+            found = [_number(group / name) for name in limits]
+            if found := [limit for limit in found if limit is not None and limit >= 0]:  # some write "none" as -1
+                limit, used = min(found), _number(group / usage) or 0
+                # Pages of files are given back at need.
+                free = limit - used + (_number(group / "memory.stat", f"^{cache} ([0-9]{{1,20}})$") or 0)
+                yield limit, max(0, min(limit, free))
+
+
+def _number(file: Path, words: str = r"\A\s*(-?[0-9]{1,20})\s*\Z") -> int | None:
+    """A number of the kernel's; None where the file is missing, cannot be read or holds another word, as "max"."""
+    try:
+        found = re.search(words.encode(), file.read_bytes(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def measure_peak(run: Callable[[], object], device: object = None) -> int:

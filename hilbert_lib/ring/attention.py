@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import attend, needs_gradient, validated
+from hilbert_lib.attention.api import attend, needs_gradient, refuse_jit_trace, validated
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean, suggesting
@@ -268,6 +268,7 @@ def checked_spec(spec: object) -> OrderingSpec | None:
 
 
 def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
+    refuse_jit_trace()  # as the first who reads a size
     spec = checked_spec(spec)
     has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # k itself is checked elsewhere
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None

@@ -1,6 +1,7 @@
 """What dilated_attention promises beyond its numbers: no copies, masks, decoding, odd input, autograd, choice."""
 
 import tracemalloc
+from contextlib import nullcontext
 
 import oracle
 import pytest
@@ -207,6 +208,28 @@ def test_gradients_of_many_branches_are_summed_in_float32():
     assert max(norms(found[2:], [x.double() for x in expected[2:]])) < 1e-3
 
 
+LARGEST = [(torch.bfloat16, 2.358e38), (torch.float16, 2.358e38), (torch.float32, 2.358e38), (torch.float64, 1.246e308)]
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(("dtype", "scale"), LARGEST)
+def test_the_largest_scales_are_exact(backend, dtype, scale):
+    q, k, v = (x.detach().to(dtype) for x in qkv())
+    # Matrix products of half precision may take what is so small for 0: an overflow would make NaN of it.
+    q, k = (x * (dtype.itemsize > 2) / scale**0.5 for x in (q, k))
+    out = dilated_attention(q, k, v, ALIGNED, scale=scale, backend=backend)
+    expected, _ = oracle.attention(q, k, v, ALIGNED, scale=scale)
+    torch.testing.assert_close(out.double(), expected, atol=20 * torch.finfo(dtype).eps, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "is_refused"), [(torch.float32, True), (torch.float64, False)])
+def test_a_scale_is_judged_in_the_dtype_that_autocast_gives(dtype, is_refused):
+    tensors = [x.detach().to(dtype) for x in qkv()]
+    refusal = pytest.raises(ValueError, match="scale must be at most 2")
+    with torch.autocast("cpu", dtype=torch.bfloat16), refusal if is_refused else nullcontext():
+        dilated_attention(*tensors, ALIGNED, scale=3e38)
+
+
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"length": 0}])
 def test_empty_inputs_give_empty_outputs_and_gradients(shape):
     leaves = qkv(**shape)
@@ -274,6 +297,9 @@ WRONG = {
         (given(scale=10**400), r"scale must be finite and above 0, got inf"),
         (given(scale=float("nan")), r"scale must be finite and above 0, got nan"),
         (given(scale=0), r"scale must be finite and above 0, got 0"),
+        (given(scale=-0.5), r"scale must be finite and above 0, got -0.5"),
+        (given(scale=3e38), r"scale must be at most 2.35866e\+38, got 3e\+38"),
+        (given(scale=2.4e38), r"scale must be at most 2.35866e\+38, got 2.4e\+38"),
         (given(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
         (given(dropout_p=-0.1), r"dropout_p must be in \[0, 1\), got -0.1"),
         (given(dropout_p=float("nan")), r"dropout_p must be in"),

@@ -9,9 +9,21 @@ from functools import partial
 import pytest
 import torch
 from cases import drawn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from hilbert_lib import DilatedPattern, MultiheadDilatedAttention, Ordering, dilated_attention
+from hilbert_lib import (
+    DilatedAttention,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    Neighbourhood,
+    Ordering,
+    OrderingSpec,
+    dilated_attention,
+    explain_backend,
+    neighbourhood_attention,
+    ring_dilated_attention,
+)
 from hilbert_lib.attention import operators
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
@@ -241,6 +253,47 @@ def test_an_exported_call_serves_other_lengths():
     exported = torch.export.export(Attention(), tuple(tensors), dynamic_shapes=(length,) * 3).module()
     shorter = [x[:, :7] for x in tensors]
     assert torch.equal(exported(*shorter), Attention()(*shorter))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_a_call_as_one_operator(mode):
+    call = partial(dilated_attention, pattern=PATTERN, backend="eager")
+    traced = make_fx(call, tracing_mode=mode)(*(x.detach() for x in qkv()))
+    assert [node.target for node in traced.graph.nodes].count(torch.ops.hilbert_lib.dilated_attention.default) == 1
+    others = [x.detach() for x in qkv(rows=7, keys=7)]
+    assert torch.equal(traced(*others), call(*others))
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_make_fx_traces_an_ordering(mode):
+    call = partial(dilated_attention, pattern=PATTERN, kv_ordering=HILBERT)
+    tensors = [x.detach() for x in qkv()]
+    assert make_fx(call, tracing_mode=mode)(*tensors).graph
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["function", "ordering", "module", "multihead", "explain", "ring", "grid"])
+def test_torch_jit_trace_is_refused_by_its_name(kind, tmp_path):
+    x = torch.randn(1, LENGTH, 2, 4)
+    by_length = partial(Ordering.from_curve, "hilbert")
+    grid = {"neighbourhood": Neighbourhood((3, 4), 3), "ordering": Ordering.linear(LENGTH)}
+    calls = {
+        "function": lambda a: dilated_attention(a, a, a, PATTERN),
+        "ordering": lambda a: dilated_attention(a, a, a, PATTERN, kv_ordering=HILBERT),
+        "module": lambda a: DilatedAttention(PATTERN, kv_ordering=by_length)(a, a, a),
+        "multihead": lambda a: MultiheadDilatedAttention(8, 2, PATTERN, batch_first=True)(a.flatten(2))[0],
+        "explain": lambda a: explain_backend(a, a, a, PATTERN),
+        "ring": lambda a: ring_dilated_attention(a, a, a, PATTERN, kv_ordering=OrderingSpec("hilbert")),
+        "grid": lambda a: neighbourhood_attention(a, a, a, **grid),
+    }
+    if kind == "ring":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with torch.no_grad(), pytest.raises(TypeError, match=r"not traced by torch\.jit\.trace"):
+            torch.jit.trace(calls[kind], (x,), check_trace=False)
+    finally:
+        if kind == "ring":
+            torch.distributed.destroy_process_group()
 
 
 def test_a_call_imports_neither_torchs_compiler_nor_triton():

@@ -175,6 +175,55 @@ def test_a_device_is_seen_where_the_driver_shows_one_or_fails(monkeypatch, failu
     assert module._has_nvidia_device() is False
 
 
+HIDING = ("", " ", ",0", "-1", "-1,0", "NoDevFiles", "none", "void", "2", "9" * 99, "0,0", "1,0,1x")
+HIDING += ("GPU-c", "GPU-", "GPU-a,GPU-ab", "gpu-a")
+
+
+@pytest.mark.parametrize("text", HIDING, ids=lambda text: text[:9])
+def test_gpus_that_cuda_does_not_show_are_no_reason_to_refuse(machine_of_two, monkeypatch, text):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    check_gpu()
+
+
+@pytest.mark.parametrize("text", [None, "0", " 1", "+1", "1,-1,1", "0,2", "1gpu", "GPU-a", "GPU-ba,0", "MIG-a"])
+def test_gpus_that_cuda_shows_must_serve(machine_of_two, monkeypatch, text):
+    if text is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    with pytest.raises(RuntimeError, match="install a build"):
+        check_gpu()
+
+
+@pytest.mark.parametrize("text", ["7", "GPU-z", "MIG-z"])
+def test_where_the_driver_does_not_tell_its_gpus_any_may_be_meant(machine_of_two, monkeypatch, text):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", failing(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    with pytest.raises(RuntimeError, match="install a build"):
+        check_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    check_gpu()
+
+
+def failing(error):
+    def call(*_):
+        raise pynvml.NVMLError(error)
+
+    return call
+
+
+@pytest.fixture
+def machine_of_two(monkeypatch):
+    """GPUs "GPU-ab" and "GPU-ba"; CUDA starts on none of them."""
+    uuids = ("GPU-ab", "GPU-ba")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.65")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", uuids.__getitem__)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", str)
+
+
 @pytest.mark.parametrize(
     ("capability", "builds", "served"),
     [

@@ -63,6 +63,8 @@ def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, 
         ({"seconds": "5"}, "seconds must be a number, got '5'"),
         ({"stall_seconds": -1}, "stall_seconds must be finite and above 0, got -1"),
         ({"stall_seconds": math.inf}, "stall_seconds must be finite and above 0, got inf"),
+        ({"stall_seconds": 1e300}, r"stall_seconds must be at most 1e\+08, got 1e\+300"),
+        ({"seconds": 6e7}, r"seconds must be at most 5e\+07, got 6e\+07"),
         ({"arguments": {"dtype": torch.float32}}, "arguments must be a dictionary that JSON can hold, got .*float32"),
     ],
 )

@@ -88,6 +88,8 @@ VALUES = [
     (lambda: ran(points()[0] | {"sides": ["foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: ran(points()[0] | {"sides": ["eager", "foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
+    (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),
+    (lambda: run_isolated("builtins:print", [], seconds=1e10), r"seconds must be at most 1e\+08, got 1e\+10"),
     (lambda: run_isolated("builtins:print", [], seconds=NAN), "seconds must be finite and above 0, got nan"),
     (lambda: SafetyConfig(max_memory_share=0), "max_memory_share must be above 0 and at most 1, got 0"),
     (lambda: SafetyConfig(max_memory_share=1.01), "max_memory_share must be above 0 and at most 1, got 1.01"),

@@ -1,8 +1,10 @@
 """What is free, what fits, and what a call took."""
 
 import gc
+import os
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,17 +104,79 @@ def test_a_containers_limit_binds_and_files_pages_count_as_available(tmp_path, m
     for name, size in files.items():
         (tmp_path / folder / name).write_text(f"{size}\n")
     (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} {GB}\n")
-    own = tmp_path / "own"
-    own.write_text(f"2:cpu:/\n{line}\n")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "OWN_CGROUPS", own)
-
-    class Machine:
-        total, available = 64 * GB, 60 * GB
-
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: Machine)
+    in_container(monkeypatch, tmp_path, f"2:cpu:/\n{line}\n".encode())
     bounds = ((64 * GB, 60 * GB), (8 * GB, 4 * GB))
     assert host_memory() == Memory("host", 8 * GB, 4 * GB, bounds)
+
+
+def in_container(monkeypatch, folder, own, files=()):
+    """A machine of 64 GB, 60 of them free, whose /proc/self/cgroup says `own`; files of cgroups below the folder."""
+    (folder / "own").write_bytes(own)
+    for name, content in dict(files).items():
+        path = folder / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if content is None else path.write_bytes(content)
+    monkeypatch.setattr(memory, "CGROUPS", folder)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", folder / "own")
+    machine = SimpleNamespace(total=64 * GB, available=60 * GB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+
+
+USED, GB_8 = b"%d\n" % (5 * GB), b"%d\n" % (8 * GB)
+ONE = {b"memory.current": USED}
+NO_LIMIT = (b"", b"max", b"-1\n", b"8G\n", b"1e9", b"9" * 5000, b"\xff", None)  # None is a folder
+NO_GROUP = (b"", b"\n", b"nothing", b"0:", b"1:cpu", b"4:memory:/", b"\xff\x00")
+OTHERS = [  # what /proc/self/cgroup says, files, and GB in all and available
+    *(
+        (b"0::/\n", {b"memory.max": x, **ONE}, 64, 60)
+        for x in (b"", b"max", b"-1\n", b"8G\n", b"9" * 5000, b"\xff", None)
+    ),
+    (b"0::/\n", {b"memory.max": b"%d" % (2**70), **ONE}, 64, 60),
+    (b"0::/\n", {b"memory.max": b"%d" % (99 * GB), **ONE}, 64, 60),  # above the machine's
+    (b"4:memory:/\n", {b"memory/memory.limit_in_bytes": b"9223372036854771712\n"}, 64, 60),
+    (b"4:cpu,memory:/a\n", {b"memory/a/memory.limit_in_bytes": b"-1", b"memory/memory.limit_in_bytes": GB_8}, 8, 8),
+    (b"0::/\n", {b"memory.max": GB_8, b"memory.high": b"%d" % (6 * GB), **ONE}, 6, 1),
+    (b"0::/\n", {b"memory.max": b"max", b"memory.high": GB_8, **ONE}, 8, 3),
+    (b"0::/\n", {b"memory.max": GB_8}, 8, 8),  # nobody says how much is in use
+    (b"0::/\n", {b"memory.max": GB_8, b"memory.current": b"?", b"memory.stat": None}, 8, 8),
+    (b"0::/\n", {b"memory.max": GB_8, **ONE, b"memory.stat": b"\nanon\ninactive_file x\na b c\n\xff 1\n"}, 8, 3),
+    (b"0::/\n", {b"memory.max": GB_8, **ONE, b"memory.stat": b"inactive_file %d" % (7 * GB)}, 8, 8),  # never above
+    (b"0::/\n", {b"memory.max": GB_8, b"memory.current": b"%d" % (9 * GB)}, 8, 0),
+    (b"0::/\n", {b"memory.max": b"0", **ONE}, 0, 0),
+    (b"0::/a/b/c\n", {b"a/memory.max": GB_8, b"a/b/memory.max": b"%d" % (9 * GB), b"a/b/c/memory.max": b"max"}, 8, 8),
+    (b"0::/../../of/the/host\n", {b"memory.max": GB_8, **ONE}, 8, 3),
+    (b"0::/gone (deleted)\n", {b"memory.max": GB_8, **ONE}, 8, 3),
+    (b"0::/\xff:\x0b\n", {b"\xff:\x0b/memory.max": GB_8}, 8, 8),
+    *(
+        (own, {b"memory.max": GB_8}, 64, 60)
+        for own in (b"", b"\n", b"nothing", b"0:", b"1:cpu", b"4:memory:/", b"\xff\x00")
+    ),
+]
+
+
+@pytest.mark.parametrize(("own", "files", "total", "available"), OTHERS, ids=range(len(OTHERS)))
+def test_every_way_to_write_a_containers_limit_gives_a_sane_number(tmp_path, monkeypatch, own, files, total, available):
+    in_container(monkeypatch, tmp_path, own, files)
+    found = host_memory()
+    assert (found.total / GB, found.available / GB) == (total, available)
+    assert all(0 <= free <= most for most, free in found.bounds)
+
+
+def test_a_containers_file_that_cannot_be_read_is_no_limit(tmp_path, monkeypatch):
+    in_container(monkeypatch, tmp_path, b"0::/\n", {b"memory.max": GB_8, **ONE})
+    read = memory.Path.read_bytes
+
+    def refused(path):
+        if path.name == "memory.max":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(memory.Path, "read_bytes", refused)
+    monkeypatch.setattr(memory.Path, "read_text", refused)
+    monkeypatch.setattr(memory.Path, "exists", refused)
+    assert host_memory().total == 64 * GB
+    (tmp_path / "own").unlink()
+    assert host_memory().total == 64 * GB
 
 
 def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from own_processes import mark, marked_processes, start_python, wait_for
 
 from hilbert_lib.launch import REFUSED, workers
-from hilbert_lib.launch.worker_main import beat_file
+from hilbert_lib.launch.worker_main import _beat, beat_file
 from hilbert_lib.launch.workers import RankError, _fault, _Supervisor, run_ranks
 
 BEGAN = "HILBERT_TEST_BEGAN"
@@ -77,7 +77,7 @@ def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):
         return time.monotonic() + 1000 * (len(os.listdir(os.environ[BEGAN])) == 2)
 
     monkeypatch.setattr(workers, "time", SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic))
-    error = fault_of("faulty_ranks:all_hang", 2, seconds=500)
+    error = fault_of("faulty_ranks:all_hang", 2, seconds=500, stall_seconds=5000)
     assert (error.ranks, error.status, error.cause) == ((0, 1), "timed out", "longer than 500 s")
     assert error.output[0] == "rank 0:"
     assert "rank 1:" in error.output
@@ -119,6 +119,24 @@ def test_the_fault_is_found_from_reports_exit_codes_and_logs(what, tmp_path):
     assert error.ranks == ranks
     assert words == error.status or words in error.cause
     assert output in ((), error.output)
+
+
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_systems_clock_is_no_silence_and_hides_none(tmp_path, monkeypatch, step):
+    def found():
+        supervisor = _Supervisor(tmp_path, 2, 60, 2)
+        supervisor._start = now()  # not by a `with`, which would end this process as a rank that is silent
+        return supervisor.cause and supervisor.found
+
+    clock, now = time.time, time.monotonic
+    for rank in (0, 1):
+        beat_file(tmp_path, rank).write_text(str(os.getpid()))
+        _beat(beat_file(tmp_path, rank))
+    monkeypatch.setattr(time, "time", lambda: clock() + step)
+    assert not found()
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 3)
+    _beat(beat_file(tmp_path, 0))
+    assert found() == ((1,), "stalled", "no sign of life for 2 s")
 
 
 def test_a_rank_that_has_ended_is_not_taken_for_one_that_is_silent(tmp_path):
