@@ -206,8 +206,9 @@ BACKENDS = ("triton", "reference", "eager", "sdpa")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("magnitude", [1e4, -1e4])
 def test_large_scores_and_rows_with_one_key_are_exact(backend, magnitude):
-    q, k, v, _ = drawn(32, 1, 1, 1, device=DEVICE)
-    q, k = torch.full_like(q, magnitude), k.round()  # scores that float32 holds exactly
+    # On a GPU sdpa serves no head_dim of 1, which makes scores that float32 holds exactly.
+    q, k, v, _ = drawn(32, 1, 1, 1, device=DEVICE if backend == "triton" else "cpu")
+    q, k = torch.full_like(q, magnitude), k.round()
     options = {"scale": 1.0, "is_causal": True}
     for pattern in (DilatedPattern((16,), (1,)), DilatedPattern((8, 16, 32), (1, 2, 4))):
         out = dilated_attention(q, k, v, pattern, backend=backend, **options)
