@@ -5,8 +5,6 @@
 all of these. They check nothing: `api.py` does.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import lru_cache
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.flop_count import count_flop
+from hilbert_lib.attention.registration import as_given, as_kernels_load, register
 from hilbert_lib.pattern import DilatedPattern
 
 # The schema of a request: the pattern's fields, then those of a call, one by one.
@@ -23,12 +22,6 @@ _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "T
 _PATTERN = "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing"
 _OPTIONS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name != "pattern"}
 _REQUEST = ", ".join([_PATTERN, *(f"{kind} {name}" for name, kind in _OPTIONS.items()), "str backend"])
-_LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
-_LIBRARY.define(f"dilated_attention(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)")
-_LIBRARY.define(
-    f"dilated_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_REQUEST}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv)"
-)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -64,8 +57,8 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
     run, _ = BACKENDS[request[-1]].functions(q.device)
-    with torch.cuda.device_of(q), _as_given(q.device):
-        out, lse = run(*map(_as_kernels_load, (q, k, v)), _call(*request[:-1]))
+    with torch.cuda.device_of(q), as_given(q.device):
+        out, lse = run(*map(as_kernels_load, (q, k, v)), _call(*request[:-1]))
     return out, lse.contiguous()  # one layout for all backends, which the fake one has too
 
 
@@ -75,8 +68,8 @@ def _run_backward(
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     _, run = BACKENDS[request[-1]].functions(q.device)
-    with torch.cuda.device_of(q), _as_given(q.device):
-        return run(*map(_as_kernels_load, (dout, q, k, v)), out, lse, _call(*request[:-1]))
+    with torch.cuda.device_of(q), as_given(q.device):
+        return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, _call(*request[:-1]))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
@@ -90,86 +83,23 @@ def _fake_backward(
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-# Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
-# bookkeeping in every forward as all the rest of a call.
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.hilbert_lib.dilated_attention(q, k, v, *request)
-        # All tensors are saved, so that autograd sees it if the mask is changed before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, *(x if isinstance(x, Tensor) else None for x in request))
-        ctx.request = [None if isinstance(x, Tensor) else x for x in request]
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        if dout is None:
-            return None, None, None, *[None] * len(ctx.request)
-        request = [x if tensor is None else tensor for x, tensor in zip(ctx.request, tensors, strict=True)]
-        grads = torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *request)
-        return *grads, *[None] * len(request)
+_Differentiable = register(
+    "dilated_attention",
+    inputs={"q": "dq", "k": "dk", "v": "dv"},
+    request=_REQUEST,
+    forward=_run_forward,
+    backward=_run_backward,
+    fakes=(_fake_forward, _fake_backward),
+)
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.hilbert_lib.dilated_attention_backward(*args)
-
-    @staticmethod
-    def backward(ctx, *_grads: Tensor) -> None:
-        raise RuntimeError("dilated_attention can be differentiated once; its second derivative is not implemented")
+def _pair_elements(shapes: tuple, request: tuple) -> int:
+    (batch, queries, heads, head_dim), (_, length, kv_heads, _), call = *map(tuple, shapes[:2]), _call(*request[:-1])
+    if call.query_start is None and queries != length:  # a ring's block: all its queries see all its keys
+        return batch * heads * queries * length * head_dim
+    at = range(int(call.first_query), int(call.first_query) + int(queries))
+    sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "is_causal": call.is_causal}
+    return batch * call.pattern.pairs(int(length), **sizes, at=at) * head_dim
 
 
-def _differentiable(function: type[torch.autograd.Function]) -> Callable:
-    def apply(*args):
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                "dilated_attention has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it "
-                "by backward() or torch.autograd.grad"
-            )
-        return function.apply(*args)
-
-    return apply
-
-
-def _refuse_vmap(*_args) -> None:
-    raise RuntimeError("dilated_attention has no rule for torch.func.vmap: put what it maps over into the batch")
-
-
-def _as_kernels_load(x: Tensor) -> Tensor:
-    """The tensor itself, or one copy where its last stride is not 1 or, on CUDA, its rows begin off a 16-byte address.
-
-    cuDNN reads such rows wrongly and says nothing; the other kernels fail.
-    """
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # most are, and the rest takes longer to ask
-        return x
-    size = x.element_size()
-    dense = x.shape[-1] == 1 or x.stride(-1) == 1
-    steps = [stride * size for stride, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1]
-    aligned = not x.is_cuda or x.shape[-1] * size % 16 or not any(n % 16 for n in (x.data_ptr(), *steps))
-    # `contiguous` would return a dense tensor as it is, wherever it begins.
-    return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _as_given(device: torch.device) -> AbstractContextManager:
-    # Autocast has had its say about q, k and v; inside, it would round the scores.
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-for _name, _run, _fake, _function in (
-    ("dilated_attention", _run_forward, _fake_forward, _Differentiable),
-    ("dilated_attention_backward", _run_backward, _fake_backward, _Once),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _differentiable(_function), "Autograd")
-    _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")
-    torch.library.register_fake(f"hilbert_lib::{_name}", _fake, lib=_LIBRARY)
-
-count_flop(torch.ops.hilbert_lib.dilated_attention, torch.ops.hilbert_lib.dilated_attention_backward, _call)
+count_flop(torch.ops.hilbert_lib.dilated_attention, torch.ops.hilbert_lib.dilated_attention_backward, 3, _pair_elements)
