@@ -5,7 +5,7 @@
 q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first used.
 
 attention   dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
-grids       neighbourhood_attention, Neighbourhood
+grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
 limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
-    "hilbert_lib.attention.api": ("dilated_attention", "explain_backend"),
-    "hilbert_lib.attention.grid": ("neighbourhood_attention",),
+    "hilbert_lib.attention.api": ("dilated_attention",),
+    "hilbert_lib.attention.explain": ("explain_backend",),
+    "hilbert_lib.attention.grids.api": ("neighbourhood_attention",),
+    "hilbert_lib.attention.grids.module": ("NeighbourhoodAttention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
     "hilbert_lib.grid": ("Neighbourhood",),
@@ -58,8 +60,9 @@ def _version() -> str:
 
 if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, with which help() prints every docstring
     from hilbert_lib.attention.api import dilated_attention as dilated_attention
-    from hilbert_lib.attention.api import explain_backend as explain_backend
-    from hilbert_lib.attention.grid import neighbourhood_attention as neighbourhood_attention
+    from hilbert_lib.attention.explain import explain_backend as explain_backend
+    from hilbert_lib.attention.grids.api import neighbourhood_attention as neighbourhood_attention
+    from hilbert_lib.attention.grids.module import NeighbourhoodAttention as NeighbourhoodAttention
     from hilbert_lib.attention.modules import (
         DilatedAttention as DilatedAttention,
     )

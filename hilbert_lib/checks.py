@@ -121,14 +121,9 @@ def device(value: object) -> torch.device:
         raise ValueError(f"device must be a device that torch knows, such as 'cpu' or 'cuda', got {value!r}") from None
 
 
-def suggesting(function: Callable[P, T], like: Callable | None = None) -> Callable[P, T]:
-    """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone).
-
-    Args:
-        function: of keywords.
-        like: a function whose keywords it passes on.
-    """
-    known = inspect.signature(like or function).parameters.keys()
+def suggesting(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, whose error for an unknown keyword names the nearest known one (Python says "unexpected" alone)."""
+    known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -137,10 +132,15 @@ def suggesting(function: Callable[P, T], like: Callable | None = None) -> Callab
                 raise TypeError(f"{function.__name__} has no argument {name!r}{nearest(name, known)}")
         return function(*args, **kwargs)
 
-    if like is not None:
-        own = inspect.signature(function)
-        call.__signature__ = inspect.signature(like).replace(return_annotation=own.return_annotation)
     return call
+
+
+def known_by(function: Callable, keywords: Iterable[str], asked: str) -> None:
+    """Raise TypeError, naming the nearest known one, for a keyword that a function does not take."""
+    known = inspect.signature(function).parameters.keys()
+    for name in keywords:
+        if name not in known:
+            raise TypeError(f"{asked} has no argument {name!r}{nearest(name, known)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

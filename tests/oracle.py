@@ -1,8 +1,7 @@
-"""Oracles that share no code with the library: both attentions by their definitions, query by query, in float64."""
+"""The oracle of dilated attention, which shares no code with the library: its definition, query by query."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def offset_of(rule: str, branch: int, rate: int, kv_head: int, kv_heads: int) -> int:
@@ -68,26 +67,3 @@ def attention(
                 lses.append(scores.logsumexp(0))
     out = torch.stack(outs).view(batch, heads, queries, head_dim).transpose(1, 2)
     return out, torch.stack(lses).view(batch, heads, queries)
-
-
-def neighbourhood_mask(near) -> Tensor:
-    """Who attends to whom on a grid: (queries, keys) bool in raster order."""
-    rows, cols = near.shape
-
-    def window(x: int, side: int) -> range:
-        begin = min(max(x - near.window // 2, 0), side - near.window)
-        return range(begin, begin + near.window)
-
-    mask = torch.zeros(rows, cols, rows, cols, dtype=torch.bool)
-    for y in range(rows):
-        for x in range(cols):
-            for key_row in window(y, rows):
-                mask[y, x, key_row, window(x, cols)] = True
-    return mask.view(rows * cols, rows * cols)
-
-
-def neighbourhood_attention(q: Tensor, k: Tensor, v: Tensor, near) -> Tensor:
-    """out (batch, seq, heads, head_dim), tokens in raster order, float64, differentiable."""
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    mask = neighbourhood_mask(near).to(q.device)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)

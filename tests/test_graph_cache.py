@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.grid import neighbourhood_mask
+from hilbert_lib.attention.grids.flex import block_mask
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
 from hilbert_lib.ordering import ordering_tables
@@ -122,5 +122,5 @@ threading.Thread(target=serve).start()
 
 
 def test_the_tables_of_kernels_and_masks_are_such():
-    for tables in (ordering_tables, schedule.tables, decode._table, flex._masks, neighbourhood_mask):
+    for tables in (ordering_tables, schedule.tables, decode._table, flex._masks, block_mask):
         assert isinstance(tables, GraphCache)

@@ -1,14 +1,16 @@
-"""Neighbourhood attention is one function in every order, and its blocks and bytes are what the library predicts."""
+"""What a grid's orders are worth is counted: blocks, pairs and bytes; FlexAttention computes the predicted blocks."""
 
-import oracle
 import pytest
 import torch
 from cases import drawn, norms
+from grid_cases import exact, mask_of
 from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from hilbert_lib.attention.grid import neighbourhood_attention, neighbourhood_mask
-from hilbert_lib.grid import Neighbourhood, mask_blocks
+from hilbert_lib import NeighbourhoodAttention, neighbourhood_attention
+from hilbert_lib.attention.grids import eager, flex
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.grid import Neighbourhood, axis_tiles, mask_blocks
 from hilbert_lib.lab.cache.neighbourhood import (
     block_pairs,
     block_shares,
@@ -36,49 +38,40 @@ def ordering(near, order):
     return neighbourhood_orderings(near.shape)[order]
 
 
-def test_every_query_attends_to_a_window_that_is_moved_inside_the_grid(near):
-    mask, position = oracle.neighbourhood_mask(near), torch.arange(near.length)
-    assert near.attends(position[:, None], position).equal(mask)
-    assert (mask.sum(1) == near.window**2).all()
-    assert near.pairs == mask.sum()
-    for p in range(near.length):
-        assert near.keys(p).equal(mask[p].nonzero()[:, 0])
-        assert near.queries(p).equal(mask[:, p].nonzero()[:, 0])
+def attend(q, k, v, near, own, block_size):
+    """FlexAttention's output, of tokens that are stored in an order."""
+    request = Request((near,) * k.shape[2], q.shape[3] ** -0.5, own)
+    return flex.attend(Tensors(q, k, v, k[:, :0], v[:, :0]), request, block_size)[0]
 
 
-# Each order on two grids, each grid in two orders.
+def block_mask(near, own, block_size):
+    return flex.block_mask((near,), own, 0, False, block_size, torch.device("cpu"))
+
+
+# Each order on two grids, each grid in two orders; and other rules.
 GRIDS = [(Neighbourhood(*CASES[(n + more) % 6]), order) for n, order in enumerate(ORDERS) for more in (0, 3)]
-
-
-@pytest.mark.parametrize(("near", "order"), GRIDS)
-def test_output_does_not_depend_on_the_order_of_storage(near, order):
-    own = ordering(near, order)
-    stored = (own.apply(x, dim=1) for x in tensors(near))
-    out = own.undo(neighbourhood_attention(*stored, near, ordering=own, block_size=32), dim=1)
-    torch.testing.assert_close(out, oracle.neighbourhood_attention(*tensors(near), near), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize(("q_block", "kv_block"), [(16, 16), (32, 16), (16, 64)])
-@pytest.mark.parametrize(("near", "order"), GRIDS)
-def test_predicted_blocks_equal_those_of_flex_attention(near, order, q_block, kv_block):
-    perm = ordering(near, order).perm
-    made = create_block_mask(
-        lambda b, h, query, key: near.attends(perm[query], perm[key]),
-        *(None, None, near.length, near.length),
-        device="cpu",
-        BLOCK_SIZE=(q_block, kv_block),
-    )
-    blocks = mask_blocks(near, ordering(near, order), q_block=q_block, kv_block=kv_block)
-    assert blocks.partial.equal(listed(made.kv_num_blocks, made.kv_indices))
-    assert blocks.full.equal(listed(made.full_kv_num_blocks, made.full_kv_indices))
-
-
+GRIDS += [
+    (Neighbourhood((12, 14), (3, 4), dilation=(2, 1), edge="wrap"), "hilbert"),
+    (Neighbourhood((9, 20), (4, 5), stride=(1, 2), is_causal=(True, False), edge="clip"), "tile"),
+]
 WINDOWS = [("raster", 1), ("hilbert", 1), ("snake", 6), ("hilbert", 6), ("tile", 23), ("morton", 23), ("random", 23)]
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"edge": "clip", "stride": (1, 3)},
+        {"edge": ("wrap", "clip"), "dilation": (2, 1)},
+        {"edge": "clip", "is_causal": (False, True), "dilation": (1, 2), "stride": (2, 3)},
+    ],
+    ids=lambda rules: " ".join(rules) or "plain",
+)
 @pytest.mark.parametrize(("order", "window"), WINDOWS)
-def test_blocks_far_apart_on_a_grid_of_many_are_found(window, order):
-    near = Neighbourhood((40, 50), window)  # of 500 blocks of keys, 64 are looked at together
+def test_blocks_far_apart_on_a_grid_of_many_are_found(window, order, rules):
+    window = min(window, 20) if rules else window
+    rules = {name: 1 if name == "stride" and window == 1 else value for name, value in rules.items()}
+    near = Neighbourhood((40, 50), window, **rules)  # of 500 blocks of keys, 64 are looked at together
     sizes = {"q_block": 6, "kv_block": 4}
     blocks, pairs = mask_blocks(near, ordering(near, order), **sizes), block_pairs(near, ordering(near, order), **sizes)
     assert (blocks.partial | blocks.full).equal(pairs > 0)
@@ -95,7 +88,7 @@ def listed(counts, indices):
 def test_the_mask_of_the_kernel_holds_the_predicted_blocks(near):
     own = ordering(near, "hilbert")
     blocks = mask_blocks(near, own, q_block=16, kv_block=16)
-    mask = neighbourhood_mask(near, own, 16, torch.device("cpu"))
+    mask = block_mask(near, own, 16)
     assert listed(mask.kv_num_blocks, mask.kv_indices).equal(blocks.partial)
     assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).equal(blocks.full)
     assert listed(mask.q_num_blocks, mask.q_indices).equal(blocks.partial.T)
@@ -106,7 +99,7 @@ def test_the_mask_of_the_kernel_holds_the_predicted_blocks(near):
 @pytest.mark.parametrize(("near", "order"), GRIDS)
 def test_pairs_of_a_block_are_counted(near, order):
     perm = ordering(near, order).perm
-    stored = oracle.neighbourhood_mask(near)[perm][:, perm]
+    stored = mask_of(near)[perm][:, perm]
     pairs = block_pairs(near, ordering(near, order), q_block=20, kv_block=30)
     blocks = [[block.sum() for block in rows.split(30, dim=1)] for rows in stored.split(20)]
     assert pairs.equal(torch.tensor(blocks))
@@ -115,7 +108,7 @@ def test_pairs_of_a_block_are_counted(near, order):
 def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
     near = Neighbourhood((16, 12), 5)
     table = count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
-    mask = oracle.neighbourhood_mask(near)
+    mask = mask_of(near)
     for order in ORDERS:
         runs = ordering(near, order).perm.tensor_split(4)
         received = [20 * int(mask[mine].any(0).sum() - mask[mine][:, mine].any(0).sum()) for mine in runs]
@@ -125,14 +118,14 @@ def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
 def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
     q, k, v, dout = tensors(near, 4)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = oracle.neighbourhood_attention(*leaves, near)
+    out = exact(*leaves, near)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     close = {"atol": 1e-12, "rtol": 0}
     rows = torch.tensor([near.length - 1, 0, near.length // 2])
-    exact = exact_rows(q, k, v, dout, near, head=1, queries=rows)
-    torch.testing.assert_close(exact, (out[0, rows, 1].detach(), dq[0, rows, 1]), **close)
-    exact = exact_keys(q, k, v, dout, near, head=1, keys=rows)
-    torch.testing.assert_close(exact, (dk[0, rows, 1], dv[0, rows, 1]), **close)
+    found = exact_rows(q, k, v, dout, near, head=1, queries=rows)
+    torch.testing.assert_close(found, (out[0, rows, 1].detach(), dq[0, rows, 1]), **close)
+    found = exact_keys(q, k, v, dout, near, head=1, keys=rows)
+    torch.testing.assert_close(found, (dk[0, rows, 1], dv[0, rows, 1]), **close)
 
 
 def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
@@ -147,6 +140,13 @@ def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
     assert (touched.loc["64 x 64", ["hilbert", "morton", "tile"]].nunique(axis=1) == 1).all()
 
 
+def test_a_block_of_keys_that_the_grid_does_not_fill_is_partial():
+    # Windows are clipped there, so that by their rule they reach past the end.
+    blocks = mask_blocks(Neighbourhood((11,), 7, stride=4, edge="clip"), None, q_block=2, kv_block=4)
+    assert blocks.partial[4].tolist() == [False, True, True]
+    assert not blocks.full[4].any()
+
+
 def test_used_is_the_share_of_pairs_that_attend():
     near = Neighbourhood((16, 16), 5)
     shares = block_shares(near, block_size=32)
@@ -158,8 +158,6 @@ def test_used_is_the_share_of_pairs_that_attend():
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: Neighbourhood((4, 4, 4), 2), "shape"),
-        (lambda: Neighbourhood((4, 8), 5), "window"),
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
         (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
         (lambda: count_exchange(Neighbourhood((4, 4), 3), ranks=[3], row_bytes=1), "ranks must divide the 16 cells"),
@@ -190,7 +188,7 @@ def test_one_compilation_serves_every_order_and_window_of_a_grid():
     before = counters["stats"]["unique_graphs"]
     for window, order in ((3, "raster"), (5, "hilbert"), (16, "random")):
         near = Neighbourhood((16, 16), window)
-        run(q, q, q, block_mask=neighbourhood_mask(near, ordering(near, order), 16, torch.device("cpu")))
+        run(q, q, q, block_mask=block_mask(near, ordering(near, order), 16))
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -202,12 +200,12 @@ def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
     own = ordering(near, order).to("cuda")
     q, k, v, dout = drawn(near.length, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     leaves = [own.apply(x, dim=1).requires_grad_() for x in (q, k, v)]
-    out = neighbourhood_attention(*leaves, near, ordering=own, block_size=block_size)
+    out = attend(*leaves, near, own, block_size)
     found = out, *torch.autograd.grad(out, leaves, own.apply(dout, dim=1))
-    exact_leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = oracle.neighbourhood_attention(*exact_leaves, near)
-    expected = (exact, *torch.autograd.grad(exact, exact_leaves, dout.double()))
-    assert max(norms([own.undo(x, dim=1) for x in found], expected)) < 0.01
+    exact_leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    right = exact(*exact_leaves, near)
+    expected = (right, *torch.autograd.grad(right, exact_leaves, dout.double().cpu()))
+    assert max(norms([own.undo(x, dim=1).cpu() for x in found], expected)) < 0.01
 
 
 def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch):
@@ -215,49 +213,39 @@ def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch)
     near, own = Neighbourhood((6, 7), 3), Ordering.linear(42)  # of no other test: masks are cached
     q, k, v, dout = tensors(near, 4)
     with torch.inference_mode():
-        neighbourhood_attention(q, k, v, near, ordering=own)
+        attend(q, k, v, near, own, 128)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    got = torch.autograd.grad(neighbourhood_attention(*leaves, near, ordering=own), leaves, dout)
-    expected = torch.autograd.grad(oracle.neighbourhood_attention(*leaves, near), leaves, dout)
+    got = torch.autograd.grad(attend(*leaves, near, own, 128), leaves, dout)
+    expected = torch.autograd.grad(exact(*leaves, near), leaves, dout)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"ordering": "hilbert"}, "ordering must be of class Ordering, got 'hilbert'"),
-        ({"ordering": Ordering.linear(30)}, "ordering must have the 12 tokens of the grid, got 30"),
-        ({"neighbourhood": (3, 4)}, r"neighbourhood must be of class Neighbourhood, got \(3, 4\)"),
-        ({"neighbourhood": Neighbourhood((3, 3), 1)}, r"q must have the 9 tokens of the grid, got .*12, 2, 8\)"),
-        ({"k": torch.ones(1, 12, 2, 8)}, r"k must have the dtype of q \(torch.float64\), got torch.float32"),
-        ({name: torch.ones(1, 12, 1, 8, dtype=torch.float64) for name in "kv"}, r"k must have the shape of q .*1, 8\)"),
-        ({"v": torch.ones(1, 12, 2, 8, dtype=torch.float64, requires_grad=True)}, "must not require grad on a CPU"),
-        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
-    ],
-)
-def test_what_cannot_be_computed_is_refused_by_name(changed, message):
-    near = Neighbourhood((3, 4), 2)
-    call = dict(zip("qkv", tensors(near), strict=True)) | {"neighbourhood": near, "ordering": Ordering.linear(12)}
-    with pytest.raises((TypeError, ValueError), match=message):
-        neighbourhood_attention(**call | changed)
 
 
 def test_nothing_depends_on_the_default_device():
     near = Neighbourhood((5, 8), 5)
     own = ordering(near, "hilbert")
     q, k, v, dout = tensors(near, 4)
+    module = NeighbourhoodAttention(16, 2, 3, dtype=torch.float64)
+
+    def clear():
+        flex.block_mask.cache_clear()
+        eager._axes.cache_clear()
+
     results = [
         lambda: near.keys(9),
         lambda: near.queries(9),
         lambda: mask_blocks(near, own, q_block=4, kv_block=2),
         lambda: block_pairs(near, own, q_block=4, kv_block=2),
+        lambda: [x for axis in near.axes for x in axis_tiles(axis, 4)],
+        lambda: attend(q, k, v, near, own, 128),
         lambda: neighbourhood_attention(q, k, v, near, ordering=own),
+        lambda: neighbourhood_attention(q, k, v, near, extra_k=k[:, :3], extra_v=v[:, :3], backend="reference"),
+        lambda: module(q.flatten(2).unflatten(1, near.shape)),
         lambda: exact_rows(q, k, v, dout, near, head=1, queries=torch.tensor([9], device="cpu")),
         lambda: exact_keys(q, k, v, dout, near, head=1, keys=torch.tensor([9], device="cpu")),
     ]
     for result in results:
-        neighbourhood_mask.cache_clear()
+        clear()
         expected = result()
-        neighbourhood_mask.cache_clear()
+        clear()
         with torch.device("meta"):
             torch.testing.assert_close(result(), expected, atol=0, rtol=0)

@@ -22,13 +22,15 @@ LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.
 FLOORS = {
     "attention": [
-        *("call", "dropout", "triton", "merge", "backends", "rules", "measured_rules", "choice"),
-        *("flop_count", "operators", "api", "modules", "grid"),
+        *("call", "dropout", "grids.request", "triton", "merge", "backends", "rules", "measured_rules", "choice"),
+        *("flop_count", "registration", "operators", "api", "modules", "grids", "explain"),
     ],
     "ring": ["plan", "rank", "agreement", "attention", "module"],
 }
 FOLDERS = {
-    "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention",
+    "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention "
+    "NeighbourhoodAttention",
+    "attention.grids": "neighbourhood_attention NeighbourhoodAttention",
     "curves": "curve_coordinates curve_index",
     "ring": "RingDilatedAttention gather plan_ring ring_dilated_attention run_ranks shard",
     "ring.plan": "plan_ring",
@@ -107,13 +109,19 @@ def faults(edges: dict[str, set[str]]) -> list[str]:
             other = target.split(".")[0]
             if name and order.index(other) > order.index(room):
                 found.append(f"{name} imports {target}, which lies above it")
-            if room == other and room in FLOORS and "." in name and "." in target:
-                floor, below = name.split(".")[1], target.split(".")[1]
-                if FLOORS[room].index(below) > FLOORS[room].index(floor):
-                    found.append(f"{name} imports {target}, which lies above it")
+            if room == other and room in FLOORS and "." in name and "." in target and floor_of(target) > floor_of(name):
+                found.append(f"{name} imports {target}, which lies above it")
         if name in reached_from(name, edges):
             found.append(f"{name} is part of a circle")
     return sorted(found)
+
+
+def floor_of(name: str) -> int:
+    """The number of the floor of a module: of the longest of its names that stands there."""
+    room, _, inside = name.partition(".")
+    parts = inside.split(".")
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return FLOORS[room].index(next((each for each in names if each in FLOORS[room]), parts[0]))
 
 
 def reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
@@ -146,6 +154,7 @@ def test_imports_run_downward_and_close_no_circle():
         ("attention.call", "from .api import dilated_attention", "lies above it"),
         ("attention.call", "from hilbert_lib.attention import dilated_attention", "lies above it"),
         ("attention.api", "from hilbert_lib import SafeBenchmarkRunner", "lies above it"),
+        ("attention.grids.request", "from hilbert_lib.attention.grids import flex", "lies above it"),
         ("pattern", "from hilbert_lib import dilated_attention", "lies above it"),
         ("attention.api", "def f():\n    import hilbert_lib\n    hilbert_lib.SafeBenchmarkRunner", "lies above it"),
         ("curves.hilbert", "from hilbert_lib.curves.coordinates import KINDS", "circle"),

@@ -11,7 +11,9 @@ merge          the one associative merge of partial results
 dropout        dropout bits keyed by position
 call           one validated request
 modules        the function as layers
-grid           attention to neighbourhoods of cells on a grid
+grids          attention to neighbourhoods of cells on a grid
+explain        which backend serves a call, along a sequence and on a grid
+registration   a function and its gradient as torch operators
 """
 
 from hilbert_lib.lazy import lazily
@@ -19,14 +21,13 @@ from hilbert_lib.lazy import lazily
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "hilbert_lib.attention.api": (
-            "dilated_attention",
-            "explain_backend",
-        ),
+        "hilbert_lib.attention.api": ("dilated_attention",),
+        "hilbert_lib.attention.explain": ("explain_backend",),
         "hilbert_lib.attention.modules": (
             "DilatedAttention",
             "MultiheadDilatedAttention",
         ),
-        "hilbert_lib.attention.grid": ("neighbourhood_attention",),
+        "hilbert_lib.attention.grids.api": ("neighbourhood_attention",),
+        "hilbert_lib.attention.grids.module": ("NeighbourhoodAttention",),
     },
 )

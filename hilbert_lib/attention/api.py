@@ -3,7 +3,6 @@
 import math
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.choice import Explanation, choose, explain
+from hilbert_lib.attention.choice import choose, explain
 from hilbert_lib.checks import boolean, integer, number, positive, suggesting
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -101,20 +100,6 @@ def attend(
         k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
     out, lse = operators.forward(q, k, v, call, chosen)
     return (out, lse) if return_lse else out
-
-
-@partial(suggesting, like=dilated_attention)
-def explain_backend(
-    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, backend: str = "auto", **options
-) -> Explanation:
-    """Which backend `dilated_attention` would run for the same arguments, and why it passes over the others.
-
-    >>> q = k = v = torch.ones(1, 8, 2, 4)
-    >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
-    'sdpa'
-    """
-    q, k, v, call = validated(q, k, v, pattern, backend=backend, **options)
-    return explain(q, call, backend, gradient=needs_gradient(q, k, v))
 
 
 def validated(

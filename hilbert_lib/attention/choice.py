@@ -1,11 +1,13 @@
 """Which backend serves a call: by rule, with its reasons."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
+from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
@@ -62,14 +64,25 @@ _known_rule._dynamo_marked_constant = True  # torch.compile cannot trace questio
 def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
     asked = rule_for(q, call, gradient=gradient).order if name == "auto" else (name,)
-    return next((candidate for candidate in asked if not BACKENDS[candidate].refusal(q, call)), "")
+    return first_that_serves(q, call, asked, BACKENDS)
+
+
+def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: dict[str, Backend]) -> str:
+    """The first of some backends that serves a call, or ""."""
+    return next((name for name in names if not backends[name].refusal(q, call)), "")
 
 
 def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
     """What `choose` takes, and why not the others."""
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
+    found = explained(q, call, name, chosen, rule, BACKENDS)
+    return replace(found, reasons={**found.reasons, **WITHOUT_BUILD})
+
+
+def explained(q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend]) -> Explanation:
+    """Why of some backends one was chosen, by its name or by a rule, and the others were not."""
     reasons = {}
-    for candidate, backend in BACKENDS.items():
+    for candidate, backend in backends.items():
         refusal = backend.refusal(q, call)
         more = f"; {backend.caveat}" if backend.caveat else ""
         more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
@@ -83,4 +96,4 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
         else:
             passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
             reasons[candidate] = f"can serve, {passed_over}{more}"
-    return Explanation(chosen, {**reasons, **WITHOUT_BUILD}, rule.record)
+    return Explanation(chosen, reasons, rule.record)

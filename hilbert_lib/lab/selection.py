@@ -10,9 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import autocast_dtype, dilated_attention, explain_backend
+from hilbert_lib.attention.api import autocast_dtype, dilated_attention
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.choice import rule_for
+from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
 from hilbert_lib.checks import boolean
 from hilbert_lib.lab.pairs import run_sides

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype, explain_backend
+from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.limits.memory import GB, device_or_default
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 _aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def estimate_memory(
     queries: int | None = None,
     device: object = None,
 ) -> MemoryEstimate:
-    """Bytes that `dilated_attention` will hold at its highest point, for dense inputs.
+    """Bytes that `dilated_attention` will hold at its highest point, for dense inputs; not those of a call on a grid.
 
     Args:
         pattern: which keys a query sees.
@@ -97,6 +98,7 @@ def estimate_memory(
     workspace: temporary          88.2 MiB
     total                        120.5 MiB
     """
+    check_pattern(pattern)
     checks.one_of("direction", direction, DIRECTIONS)
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)

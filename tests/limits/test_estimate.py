@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention
 from hilbert_lib.attention.backends import fused, presence, strided
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
@@ -237,6 +237,11 @@ def test_what_a_gpu_that_is_not_here_cannot_serve_is_refused(name, dtype, option
     words = words if name == "auto" else f"backend='{name}' cannot serve: {words}"
     with pytest.raises(ValueError, match=words):
         estimate_memory(ALIGNED, **{**SIZES, "device": "cuda", "backend": name, "dtype": dtype, **options})
+
+
+def test_a_call_on_a_grid_is_not_estimated():
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got Neighbourhood"):
+        estimate_memory(Neighbourhood((4, 4), 3), length=16, heads=1, head_dim=8, device="cpu")
 
 
 ASKED = ("branches", "length", "heads", "head_dim", "dtype", "is_causal", "direction")

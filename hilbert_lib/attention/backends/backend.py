@@ -52,7 +52,7 @@ class Backend:
     def refusal(self, q: Tensor, call: Call) -> str:
         """Why it cannot serve a call, or "" where it can."""
         for name, default in _LATER:
-            if name not in self.options and getattr(call, name) != default:
+            if name not in self.options and getattr(call, name, default) != default:
                 return f"no {name}"
         if self.package and (absent := presence.absence(self.package)):
             return absent

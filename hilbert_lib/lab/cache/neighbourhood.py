@@ -61,13 +61,14 @@ def count_blocks(
 def block_pairs(neighbourhood: Neighbourhood, ordering: Ordering, *, q_block: int, kv_block: int) -> Tensor:
     """How many pairs attend in each block: (query blocks, key blocks) int64; pair by pair, for small grids."""
     check_length(neighbourhood, ordering)
-    cells = neighbourhood.coordinates(ordering.perm.cpu())
-    first = neighbourhood.first(cells) @ torch.tensor([neighbourhood.shape[1], 1], device="cpu")
-    keys = first[:, None] + (neighbourhood.keys(0))
-    blocks = [-(-neighbourhood.length // size) for size in (q_block, kv_block)]
-    q = torch.arange(neighbourhood.length, device="cpu")[:, None] // q_block
-    kv = ordering.inverse.cpu()[keys] // kv_block
-    return (q * blocks[1] + kv).flatten().bincount(minlength=blocks[0] * blocks[1]).view(blocks)
+    q = kv = torch.zeros(1, dtype=torch.int64, device="cpu")  # positions of the pairs
+    for axis in neighbourhood.axes:
+        line = torch.arange(axis.cells, device="cpu")
+        pairs = axis.attends(line[:, None], line).nonzero().unbind(1)
+        q, kv = ((x[:, None] * axis.cells + own).flatten() for x, own in zip((q, kv), pairs, strict=True))
+    blocks, slot = [-(-neighbourhood.length // size) for size in (q_block, kv_block)], ordering.inverse.cpu()
+    at = slot[q] // q_block * blocks[1] + slot[kv] // kv_block
+    return at.bincount(minlength=blocks[0] * blocks[1]).view(blocks)
 
 
 def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFrame:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-from hilbert_lib.attention.api import dilated_attention, explain_backend
+from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.machine import check_gpu, kernel_mode, prepare_kernels
 from hilbert_lib.pattern import DilatedPattern

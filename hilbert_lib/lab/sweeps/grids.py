@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from hilbert_lib.attention.grid import neighbourhood_mask
+from hilbert_lib.attention.grids import flex
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import neighbourhood_orderings
 from hilbert_lib.lab.exact_rows import SampledRows
@@ -50,7 +50,7 @@ class GridWork:
         near, generator = self.neighbourhood, torch.Generator("cpu").manual_seed(0)
         drawn = torch.randint(near.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
         drawn[0, 0], drawn[0, 1] = 0, near.length - 1
-        return SampledRows(self.tensors, near, list(drawn), keys=int(near.window < max(near.shape)))
+        return SampledRows(self.tensors, near, list(drawn), keys=int(near.pairs < near.length**2))
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork], Tensor]
@@ -78,7 +78,7 @@ def compare_orders(
             sides = {name: _side(work, name, attention, order[name], order[name], direction) for name in order}
             yield from ((sides["raster"], sides[name]) for name in orders)
             if shape not in grids:
-                whole = replace(work, neighbourhood=Neighbourhood(shape, shape[0]))
+                whole = replace(work, neighbourhood=Neighbourhood(shape, shape))
                 yield _side(whole, "dense", dense, order["raster"], order["raster"], direction), sides["hilbert"]
             if direction == "forward":
                 anew = _side(work, REORDERED, reordered, order["hilbert"], order["raster"], direction)
@@ -89,9 +89,10 @@ def compare_orders(
 def _side(work: GridWork, name: str, attend: Attention, order: Ordering, stored: Ordering, direction: str) -> Side:
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
     near = work.neighbourhood
-    parameters = {"sweep": SWEEP, "direction": direction, "side": near.shape[0], "window": near.window}
+    window = near.window[0] if len(set(near.window)) == 1 else list(near.window)
+    parameters = {"sweep": SWEEP, "direction": direction, "side": near.shape[0], "window": window}
     if name != "dense":
-        mask = neighbourhood_mask(near, order, work.block_size, order.device)
+        mask = flex.block_mask((near,), order, 0, False, work.block_size, order.device)
         partial, full = int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
         parameters |= {"block_size": work.block_size, "touched": partial + full, "full": full}
     parameters |= {"heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}

@@ -1,11 +1,11 @@
 """The sweep of notebook 08 holds every order against float64; its tables and pictures show what was counted."""
 
-import oracle
 import pytest
 import torch
+from grid_cases import exact
 from torch.nn.functional import scaled_dot_product_attention
 
-from hilbert_lib.attention.grid import neighbourhood_attention
+from hilbert_lib.attention.grids import api, flex
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks
 from hilbert_lib.lab.figures.grids import draw_block_maps, draw_idea
@@ -19,7 +19,8 @@ ORDERS = ("snake", "tile", "morton", "hilbert")
 
 
 def attention(q, k, v, order, work):
-    return neighbourhood_attention(q, k, v, work.neighbourhood, ordering=order, block_size=work.block_size)
+    given, request = api.validated(q, k, v, work.neighbourhood, ordering=order)
+    return flex.attend(given, request, block_size=work.block_size)[0]
 
 
 def reordered(q, k, v, order, work):
@@ -64,7 +65,7 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
     work = GridWork(near, 16, heads=2, head_dim=4, device=CPU, dtype="float64")
     q, k, v, dout = work.tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = oracle.neighbourhood_attention(*leaves, near)
+    out = exact(*leaves, near)
     gradients = torch.autograd.grad(out, leaves, dout)
     ordering = Ordering.from_curve("hilbert", 144, grid=(12, 12))
     stored = [[ordering.apply(x, dim=1) for x in results] for results in ((out.detach(),), gradients)]
@@ -95,3 +96,10 @@ def test_the_pictures_say_what_is_counted():
     maps = draw_block_maps(block_shares(near, **sizes), title="a test")
     shown = {axes.get_title() for axes in maps.axes}
     assert shown >= {f"{name}: {counts.per_query_block[name] / 64:.0%} touched" for name in ("raster", "tile")}
+
+
+def test_a_record_has_one_number_for_a_window_of_equal_sides():
+    for window, recorded in (((5, 5), 5), ((3, 5), [3, 5])):
+        work = GridWork(Neighbourhood((12, 12), window), 16, 1, 8, CPU, "float32")
+        raster, _ = next(compare_orders([work], attention, reordered, dense, orders=ORDERS))
+        assert raster.parameters["window"] == recorded

@@ -1,0 +1,166 @@
+"""The public function on grids: validation, choice of the backend, and the same words for both as along a sequence."""
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.api import autocast_dtype, check_scale, check_tensors
+from hilbert_lib.attention.choice import Explanation, explained, first_that_serves
+from hilbert_lib.attention.grids import operators
+from hilbert_lib.attention.grids.registry import BACKENDS
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.rules import Rule
+from hilbert_lib.checks import boolean, one_of, suggesting
+from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.ordering import Ordering
+
+MEASURED = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
+ON_GPU, COMPACT = Rule(("triton", "flex", "eager"), MEASURED), Rule(("flex", "triton", "eager"), MEASURED)
+ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
+CURVES = ("hilbert", "morton", "tile")  # orders whose blocks are compact
+
+
+@suggesting
+def neighbourhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
+    *,
+    ordering: Ordering | None = None,
+    scale: float | None = None,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of each cell of a grid of 1 to 3 axes over a window around it (Hassani et al., arXiv 2204.07143).
+
+    Differentiable once in q, k, v and the extra keys, by autograd and not by torch.func. A query without keys has
+    output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees.
+
+    Args:
+        q: (batch, seq, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid.
+        k, v: (batch, seq, kv_heads, head_dim); kv_heads divides heads.
+        neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
+        ordering: in which order q, k, v, the masks, out and lse are stored; None, the default, row by row.
+        scale: factor of the scores, finite and above 0; by default head_dim ** -0.5.
+        extra_k, extra_v: (batch, extra, kv_heads, head_dim), keys that every query sees besides: text, registers.
+        key_padding_mask: (batch, seq) bool, True = no weight.
+        extra_padding_mask: (batch, extra) bool, True = no weight.
+        backend: "auto", or one that must serve: see `explain_backend`.
+        return_lse: whether to return lse too.
+
+    Returns:
+        out (batch, seq, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, seq), float32 (float64
+        for float64), detached.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
+            cannot serve the call.
+
+    >>> x = torch.ones(1, 6, 1, 2)
+    >>> neighbourhood_attention(x, x, x, Neighbourhood((2, 3), 2)).shape
+    torch.Size([1, 6, 1, 2])
+    """
+    boolean("return_lse", return_lse)
+    given, request = validated(
+        q, k, v, neighbourhood, ordering=ordering, scale=scale, extra_k=extra_k, extra_v=extra_v, backend=backend,
+        key_padding_mask=key_padding_mask, extra_padding_mask=extra_padding_mask,
+    )  # fmt: skip
+    chosen = first_that_serves(given.q, request, _order(given.q, request, backend), BACKENDS)
+    if not chosen:
+        reasons = explain(given, request, backend).reasons
+        told = reasons.get(backend) or ", ".join(f"{name} {reason}" for name, reason in reasons.items())
+        raise ValueError(f"backend={backend!r} {told}; see explain_backend")
+    out, lse = operators.forward(given, request, chosen)
+    return (out, lse) if return_lse else out
+
+
+def explain(given: Tensors, request: Request, backend: str) -> Explanation:
+    """Which backend serves a call on a grid, and why not the others."""
+    chosen = first_that_serves(given.q, request, _order(given.q, request, backend), BACKENDS)
+    return explained(given.q, request, backend, chosen, _rule(given.q, request), BACKENDS)
+
+
+def _rule(q: Tensor, request: Request) -> Rule:
+    if not q.is_cuda:
+        return ON_CPU
+    is_compact = request.ordering is not None and request.ordering.kind in CURVES
+    return COMPACT if is_compact and q.element_size() == 2 else ON_GPU
+
+
+def _order(q: Tensor, request: Request, backend: str) -> tuple[str, ...]:
+    return _rule(q, request).order if backend == "auto" else (backend,)
+
+
+def validated(
+    q, k, v, neighbourhood, *, ordering=None, scale=None, extra_k=None, extra_v=None, key_padding_mask=None,
+    extra_padding_mask=None, backend="auto", return_lse=False,
+) -> tuple[Tensors, Request]:  # fmt: skip
+    """The arguments of `neighbourhood_attention`, checked: tensors as autocast casts them, and the rest."""
+    boolean("return_lse", return_lse)
+    q, k, v = check_tensors(q, k, v)
+    near = _by_kv_head(neighbourhood, k.shape[2])
+    seq = near[0].length
+    if q.shape[1] != seq or k.shape[1] != seq:
+        name, x = ("q", q) if q.shape[1] != seq else ("k", k)
+        raise ValueError(f"{name} must have the {seq} cells of the grid {near[0].shape}, got shape {tuple(x.shape)}")
+    scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
+    extra_k, extra_v = _checked_extra(k, extra_k, extra_v)
+    _check_mask("key_padding_mask", key_padding_mask, k)
+    if extra_padding_mask is not None and not extra_k.shape[1]:
+        raise ValueError("extra_padding_mask must be None where there is no extra_k")
+    _check_mask("extra_padding_mask", extra_padding_mask, extra_k)
+    if backend != "auto":
+        one_of("backend", backend, ("auto", *BACKENDS))
+    if ordering is not None:
+        if not isinstance(ordering, Ordering):
+            raise TypeError(f"ordering must be an Ordering, or None for row by row; got {ordering!r}")
+        if ordering.length != seq:
+            raise ValueError(f"ordering must have the {seq} cells of the grid, got {ordering!r}")
+    return Tensors(q, k, v, extra_k, extra_v), Request(near, scale, ordering, key_padding_mask, extra_padding_mask)
+
+
+def _by_kv_head(given: Neighbourhood | tuple[Neighbourhood, ...], kv_heads: int) -> tuple[Neighbourhood, ...]:
+    each = tuple(given) if isinstance(given, tuple | list) else (given,) * kv_heads
+    for one in each:
+        if not isinstance(one, Neighbourhood):
+            raise TypeError(f"neighbourhood must be a Neighbourhood, or a tuple of one for each KV head; got {one!r}")
+    if len(each) != kv_heads:
+        raise ValueError(f"neighbourhood must hold one for each of the {kv_heads} KV heads, got {len(each)}")
+    if len({(one.shape, one.dilation, one.stride, one.is_causal, one.edge) for one in each}) > 1:
+        raise ValueError(f"neighbourhood must hold ones that differ in window alone, got {each}")
+    return each
+
+
+def _checked_extra(k: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    if extra_k is None and extra_v is None:
+        none = k.new_empty(k.shape[0], 0, *k.shape[2:])
+        return none, none
+    for name, x in (("extra_k", extra_k), ("extra_v", extra_v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor where the other of extra_k and extra_v is, got {x!r}")
+        if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (k.shape[0], *k.shape[2:]) or x.shape != extra_k.shape:
+            allowed = f"(batch, extra, kv_heads, head_dim) with k's {k.shape[0]}, {k.shape[2]} and {k.shape[3]}"
+            raise ValueError(f"{name} must be {allowed}, and extra_v like extra_k; got shape {tuple(x.shape)}")
+        if x.device != k.device:
+            raise ValueError(f"{name} must be on the device of k ({k.device}), got {x.device}")
+    extra_k, extra_v = (x.to(autocast_dtype(x)) for x in (extra_k, extra_v))
+    for name, x in (("extra_k", extra_k), ("extra_v", extra_v)):
+        if x.dtype != k.dtype:
+            raise TypeError(f"{name} must have the dtype of k ({k.dtype}), got {x.dtype}")
+    return extra_k, extra_v
+
+
+def _check_mask(name: str, mask: Tensor | None, keys: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool tensor or None, got {got}")
+    if mask.shape != keys.shape[:2]:
+        raise ValueError(f"{name} must be (batch, keys) = {tuple(keys.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != keys.device:
+        raise ValueError(f"{name} must be on the device of its keys ({keys.device}), got {mask.device}")

@@ -1,0 +1,174 @@
+"""Neighbourhood attention by matrix products of tiles: rectangles of queries within the rectangles that they see.
+
+Memory is O(seq * window): the queries of a tile share their keys, and tiles are taken in chunks. Rows that a tile does
+not fill lie in a row past the end, which is cut off.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends.backend import SPREADS, Backend
+from hilbert_lib.attention.call import working_dtype
+from hilbert_lib.attention.grids.request import Request, Tensors, slots_of
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.grid import AxisTiles, Neighbourhood, axis_tiles
+
+TILE = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}  # queries of a tile along each axis
+CHUNK = 2**22  # scores held at a time, of all heads and sequences
+
+
+class _Tile(NamedTuple):
+    """A chunk of tiles of some heads: rows in storage (the row past the end where there is none) and their scores."""
+
+    queries: Tensor  # (tiles * rows,) int64
+    keys: Tensor  # (tiles * keys,) int64
+    q: Tensor  # (batch, tiles, kv_heads, group * rows, head_dim)
+    k: Tensor  # (batch, tiles, kv_heads, keys + extra, head_dim)
+    v: Tensor
+    scores: Tensor  # (batch, tiles, kv_heads, group * rows, keys + extra), -inf where a query does not see a key
+
+
+def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, seq)."""
+    batch, seq, heads, head_dim = given.q.shape
+    out = given.q.new_zeros(batch, seq + 1, heads, head_dim)
+    lse = given.q.new_zeros(batch, seq + 1, heads, dtype=working_dtype(given.q.dtype))
+    for near, own in request.heads_by_window.items():
+        some, which = _of_heads(given, own)
+        outs, lses = out[:, :, which], lse[:, :, which]
+        for tile in _chunks(some, near, request):
+            part_lse = tile.scores.logsumexp(-1)
+            weights = (tile.scores - _finite(part_lse)[..., None]).exp_()
+            outs.index_copy_(1, tile.queries, _by_row(weights @ tile.v, outs).to(out.dtype))
+            lses.index_copy_(1, tile.queries, _by_row(part_lse[..., None], outs)[..., 0])
+        if not isinstance(which, slice):
+            out[:, :, which], lse[:, :, which] = outs, lses
+    return out[:, :seq].contiguous(), lse[:, :seq].transpose(1, 2).contiguous()
+
+
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from the merged out and lse."""
+    dtype = working_dtype(dout.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    rows = Tensors(*(x.new_zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=dtype) for x in given))
+    for near, own in request.heads_by_window.items():
+        some, which = _of_heads(given, own)
+        sums = Tensors(*(x[:, :, which if n == 0 else own] for n, x in enumerate(rows)))
+        row_side = [x[:, :, which] for x in (dout.to(dtype), lse.transpose(1, 2)[..., None], delta)]
+        for tile in _chunks(some, near, request):
+            douts, lses, deltas = (_gathered(x, tile.queries, tile.q) for x in row_side)
+            weights = (tile.scores - _finite(lses)).exp_()
+            dscores = weights * (douts @ tile.v.mT - deltas)
+            sums.q.index_copy_(1, tile.queries, _by_row(dscores @ tile.k, sums.q) * request.scale)
+            keys = tile.keys.numel() // tile.q.shape[1]
+            for n, both in ((1, dscores.mT @ tile.q * request.scale), (2, weights.mT @ douts)):
+                sums[n].index_add_(1, tile.keys, both[..., :keys, :].transpose(2, 3).flatten(1, 2))
+                sums[n + 2][:, : given.extra_k.shape[1]] += both[..., keys:, :].sum(1).transpose(1, 2)
+        for n, (whole, part) in enumerate(zip(rows, sums, strict=True)):
+            whole[:, :, which if n == 0 else own] = part
+    return Tensors(*(x[:, : y.shape[1]].to(y.dtype) for x, y in zip(rows, given, strict=True)))
+
+
+def _of_heads(given: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Tensor]:
+    # The tensors of some KV heads and their query heads, and which these are.
+    count = given.k.shape[2]
+    if len(kv_heads) == count:
+        return given, slice(None)
+    group = given.q.shape[2] // count
+    heads = torch.tensor([g * group + n for g in kv_heads for n in range(group)], device=given.q.device)
+    return Tensors(given.q[:, :, heads], *(x[:, :, kv_heads] for x in given[1:])), heads
+
+
+def _finite(lse: Tensor) -> Tensor:
+    # Where there are no keys every score is -inf, and so must be what it is taken from.
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _gathered(x: Tensor, rows: Tensor, q: Tensor) -> Tensor:
+    # Rows of x (batch, seq, heads, n) as q has them in its tiles.
+    batch, tiles, kv_heads, _, _ = q.shape
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
+    part = padded.index_select(1, rows).view(batch, tiles, -1, kv_heads, x.shape[2] // kv_heads, x.shape[3])
+    return part.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
+
+
+def _by_row(x: Tensor, like: Tensor) -> Tensor:
+    # What `_gathered` did, undone: (batch, tiles * rows, heads, n).
+    batch, _, kv_heads, _, width = x.shape
+    group = like.shape[2] // kv_heads
+    return x.unflatten(3, (group, -1)).permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, like.shape[2], width)
+
+
+def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
+    q, k, v, extra_k, extra_v = (x.to(working_dtype(x.dtype)) for x in given)
+    axes = _axes(near, q.device)
+    rows, keys = (prod(axis[side].shape[1] for axis in axes) for side in (0, 1))
+    tiles = prod(len(axis.queries) for axis in axes)
+    size = max(1, CHUNK // (q.shape[0] * q.shape[2] * rows * (keys + extra_k.shape[1])))
+    past = torch.full((), near.length, device=q.device)
+    for first in range(0, tiles, size):
+        number = torch.arange(first, min(first + size, tiles), device=q.device)
+        own = []
+        for axis in reversed(axes):  # torch's unravel_index copies from the host, which a CUDA graph cannot capture
+            own.insert(0, number % len(axis.queries))
+            number = number // len(axis.queries)
+        queries, seen_by = _joined(near, [axis.queries[n] for axis, n in zip(axes, own, strict=True)])
+        cells, there = _joined(near, [axis.keys[n] for axis, n in zip(axes, own, strict=True)])
+        seen = _seen([axis.seen[n] for axis, n in zip(axes, own, strict=True)])
+        queries = slots_of(request, queries).where(seen_by, past).flatten()
+        slots = slots_of(request, cells).where(there, past).flatten()
+        qs = _gathered(q, queries, q.new_empty(q.shape[0], len(number), k.shape[2], 0, 0))
+        ks, vs = (_gathered(x, slots, qs) for x in (k, v))
+        hidden = ~seen[None]
+        if request.key_padding_mask is not None:
+            padding = torch.nn.functional.pad(request.key_padding_mask, (0, 1)).index_select(1, slots)
+            hidden = hidden | padding.view(len(padding), len(number), 1, -1)
+        if extra_k.shape[1]:
+            ks, vs = (
+                torch.cat([x, y.transpose(1, 2)[:, None].expand(-1, len(number), -1, -1, -1)], 3)
+                for x, y in ((ks, extra_k), (vs, extra_v))
+            )
+            hidden = torch.nn.functional.pad(hidden, (0, extra_k.shape[1]))
+            if request.extra_padding_mask is not None:
+                hidden = hidden.repeat(len(q) // len(hidden), 1, 1, 1)
+                hidden[..., -extra_k.shape[1] :] |= request.extra_padding_mask[:, None, None]
+        scores = (qs @ ks.mT).mul_(request.scale)
+        split = scores.unflatten(3, (-1, rows))
+        split.masked_fill_(hidden[:, :, None, None], -torch.inf)
+        yield _Tile(queries, slots, qs, ks, vs, scores)
+
+
+@cached_for_graphs(maxsize=64)
+def _axes(near: Neighbourhood, device: torch.device) -> tuple[AxisTiles, ...]:
+    return tuple(axis_tiles(axis, size, device) for axis, size in zip(near.axes, TILE[len(near.axes)], strict=True))
+
+
+def _joined(near: Neighbourhood, lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+    # Positions of the cells (tiles, n) of a product of lines, and which exist.
+    cell, there = lines[0], lines[0] >= 0
+    for side, line in zip(near.shape[1:], lines[1:], strict=True):
+        cell = (cell[:, :, None] * side + line[:, None]).flatten(1)
+        there = (there[:, :, None] & (line >= 0)[:, None]).flatten(1)
+    return cell, there
+
+
+def _seen(lines: list[Tensor]) -> Tensor:
+    # (tiles, rows, keys) of a product of lines.
+    seen = lines[0]
+    for line in lines[1:]:
+        seen = (seen[:, :, None, :, None] & line[:, None, :, None, :]).flatten(3, 4).flatten(1, 2)
+    return seen
+
+
+BACKEND = Backend(
+    name="eager",
+    note="matrix products of tiles, in chunks",
+    colour="#999999",
+    functions=lambda device: (forward, backward),
+    reads_orderings=True,
+    caveat=SPREADS,
+)

@@ -1,0 +1,187 @@
+"""Neighbourhood attention by compiled FlexAttention: a mask of blocks, made from geometry, says who sees whom.
+
+In full blocks no pair is asked for. Its backward runs the forward once more, as along a sequence.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from hilbert_lib.attention.backends.backend import Backend, gpu_refusal
+from hilbert_lib.attention.backends.flex import FLEX_BLOCK, block_list, compiled_flex_attention
+from hilbert_lib.attention.call import working_dtype
+from hilbert_lib.attention.grids.request import Request, Tensors, cells_of, padding_of
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.grid import Axis, Neighbourhood, mask_blocks
+from hilbert_lib.machine import kernel_mode
+from hilbert_lib.ordering import Ordering
+
+
+def attend(given: Tensors, request: Request, block_size: int = FLEX_BLOCK) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, seq). On CUDA it is compiled and differentiable.
+
+    On the CPU it runs in eager mode: memory for length squared, no gradient. block_size: tokens of a block of the mask,
+    each way.
+    """
+    q, extra = given.q, given.extra_k.shape[1]
+    k, v = (torch.cat(pair, 1) if extra else pair[0] for pair in zip(given[1:3], given[3:], strict=True))
+    group = q.shape[2] // k.shape[2]
+    windows = tuple(near for near in request.neighbourhoods for _ in range(group))
+    windows = windows if len(set(windows)) > 1 else windows[:1]
+    padded = request.key_padding_mask is not None or request.extra_padding_mask is not None
+    mask = block_mask(windows, request.ordering, extra, padded, block_size, q.device)
+    if padded:
+        mask, attends, padding = copy(mask), mask.mask_mod, padding_of(given, request)
+        mask.mask_mod = lambda b, h, query, key: attends(b, h, query, key) & ~padding[b, key]
+    run = compiled_flex_attention if q.is_cuda else flex_attention
+    with _tiles_within(block_size) if q.is_cuda else warnings.catch_warnings():
+        if not q.is_cuda:  # the docstring says that it is not compiled
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out, more = run(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            block_mask=mask,
+            scale=request.scale,
+            enable_gqa=group > 1,
+            return_aux=AuxRequest(lse=True),
+            # The kernel that torch has for few queries takes no such masks.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None,
+        )
+    return out.transpose(1, 2).contiguous(), more.lse.to(working_dtype(q.dtype))
+
+
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys; on CUDA alone."""
+    # The operator that calls this runs below autograd, which has to record the forward here.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        leaves = Tensors(*(x.detach().requires_grad_() for x in given))
+        grads = torch.autograd.grad(attend(leaves, request)[0], leaves, dout, allow_unused=True)
+    return Tensors(*(x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(given, grads, strict=True)))
+
+
+@cached_for_graphs(maxsize=32)
+@torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
+def block_mask(
+    windows: tuple[Neighbourhood, ...],
+    ordering: Ordering | None,
+    extra: int,
+    padded: bool,
+    block_size: int,
+    device: torch.device,
+) -> BlockMask:
+    """FlexAttention's mask of some heads, or of one for all, with keys that everyone sees at the end.
+
+    padded: whether some keys may have no weight, so that no block counts as full. block_size: tokens of a block, each
+    way.
+    """
+    seq = windows[0].length
+    cells = torch.unravel_index(cells_of(Request(windows, ordering=ordering), device), windows[0].shape)
+    rules = [_rule([near.axes[n] for near in windows], cell) for n, cell in enumerate(cells)]
+
+    def attends(b, h, query, key):
+        own = h if len(windows) > 1 else 0
+        at = key.clamp(max=seq - 1) if extra else key
+        seen = rules[0](own, query, at)
+        for rule in rules[1:]:
+            seen = seen & rule(own, query, at)
+        return seen | (key >= seq) if extra else seen
+
+    lists = [_lists(near, ordering, extra, padded, block_size, device) for near in windows]
+    stacked = [torch.stack(x)[None] for x in zip(*lists, strict=True)]
+    return BlockMask.from_kv_blocks(*stacked, block_size, mask_mod=attends, seq_lengths=(seq, seq + extra))
+
+
+def _rule(axes: list[Axis], cell: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    # Of a head and of the slots of queries and keys: whether they attend along an axis, which has a rule for each head.
+    # Tables rather than numbers: a number would be compiled in, and each window then costs a compilation.
+    wraps, is_dilated, ranks = axes[0].edge == "wrap", axes[0].dilation > 1, axes[0].cells // axes[0].dilation
+    rank, count = axes[0].ranks(cell)
+    firsts = [axis.start(cell) % count if wraps else axis.start(cell) for axis in axes]
+    lasts = [rank if axis.is_causal else first + axis.window - 1 for axis, first in zip(axes, firsts, strict=True)]
+    tables = rank, cell % axes[0].dilation, torch.stack(firsts), torch.stack(lasts)
+    rank, residue, first, last = (x.int().contiguous() for x in tables)
+
+    def attends(own, query, key):
+        begin, at = first[own, query], rank[key]
+        at = torch.where(at < begin, at + ranks, at) if wraps else at
+        seen = (begin <= at) & (at <= last[own, query])
+        return seen & (residue[query] == residue[key]) if is_dilated else seen
+
+    return attends
+
+
+def _lists(
+    near: Neighbourhood, ordering: Ordering | None, extra: int, padded: bool, size: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    partial, full = mask_blocks(near, ordering, q_block=size, kv_block=size, device=device)
+    if extra:
+        own, count = near.length // size, -(-(near.length + extra) // size)  # blocks of the grid alone
+        partial, full = (torch.nn.functional.pad(x, (0, count - x.shape[1])) for x in (partial, full))
+        number = torch.arange(count, device=device)
+        whole = (number >= -(-near.length // size)) & ((number + 1) * size <= near.length + extra)
+        whole_q = torch.arange(len(partial), device=device) < near.length // size
+        full = full | (whole & whole_q[:, None])
+        partial = (partial | (number >= own)) & ~full
+    if padded:
+        partial, full = partial | full, torch.zeros_like(full)
+    return *block_list(partial), *block_list(full)
+
+
+def _tiles_within(block_size: int) -> AbstractContextManager:
+    # On some GPUs inductor's tiles are 128 rows, which a smaller block cannot hold: it then finds no kernel at all. The
+    # choice holds for one thread: `run_to_keep` compiles the backward here too.
+    if block_size >= FLEX_BLOCK:
+        return nullcontext()
+    from torch._inductor.virtualized import V
+
+    return V.set_choices_handler(_small_tiles(block_size))
+
+
+@cache
+def _small_tiles(block_size: int) -> object:
+    from torch._inductor.choices import InductorChoices
+
+    class SmallTiles(InductorChoices):
+        def get_flex_attention_fwd_configs(self, *args, **kwargs):
+            return cut(super().get_flex_attention_fwd_configs(*args, **kwargs), "block_m", "block_n")
+
+        def get_flex_attention_bwd_configs(self, *args, **kwargs):
+            configs = super().get_flex_attention_bwd_configs(*args, **kwargs)
+            return cut(configs, "block_m1", "block_n1", "block_m2", "block_n2")
+
+    def cut(configs, *sides):
+        # 4 warps: inductor gives them to its own tiles of 64 rows.
+        rows = [{side: min(getattr(each, side), block_size) for side in sides} for each in configs]
+        return [replace(each, num_warps=4, **least) for each, least in zip(configs, rows, strict=True)]
+
+    return SmallTiles()
+
+
+def _refusal(q: Tensor, request: Request) -> str:
+    if not q.is_cuda:
+        return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
+    return gpu_refusal(q) if kernel_mode() == "compiled" else "needs triton, and not its interpreter"
+
+
+def _limits(q: Tensor, request: Request) -> str:
+    if q.dtype == torch.float64:
+        return "serves float16, bfloat16 and float32, got float64"
+    return f"needs a head_dim of at least 16, got {q.shape[-1]}" if q.shape[-1] < 16 else ""
+
+
+BACKEND = Backend(
+    name="flex",
+    note="compiled FlexAttention; its backward runs the forward once more",
+    colour="#E69F00",
+    functions=lambda device: (attend, backward),
+    limits=_limits,
+    here=_refusal,
+    reads_orderings=True,
+)

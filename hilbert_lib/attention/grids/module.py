@@ -1,0 +1,116 @@
+"""Neighbourhood attention as a `torch.nn` module with projections, for grids of any size."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hilbert_lib import checks
+from hilbert_lib.attention.api import LARGEST_HEAD_DIM, autocast_dtype, check_dtype
+from hilbert_lib.attention.grids.api import neighbourhood_attention
+from hilbert_lib.grid import Neighbourhood
+
+
+class NeighbourhoodAttention(nn.Module):
+    """Self-attention of each cell of a grid over a window around it, with projections.
+
+    One module serves every grid that is large enough for its window.
+
+    Args:
+        embed_dim: size of a token.
+        num_heads: query heads, a divisor of embed_dim; embed_dim / num_heads is 1 to 256.
+        window, dilation, stride, is_causal, edge: as in `Neighbourhood`; a sequence has one value for each axis.
+        kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
+        bias: whether the projections have one.
+        backend: as in `neighbourhood_attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> attention = NeighbourhoodAttention(16, 2, window=3)
+    >>> attention(torch.ones(1, 4, 5, 16)).shape, attention(torch.ones(1, 3, 4, 5, 16)).shape
+    (torch.Size([1, 4, 5, 16]), torch.Size([1, 3, 4, 5, 16]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int | Sequence[int],
+        *,
+        dilation: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] = False,
+        edge: str | Sequence[str] = "shift",
+        kv_heads: int | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1)
+        self.num_heads, self.kv_heads = checks.grouped(num_heads, kv_heads)
+        if self.embed_dim % self.num_heads or self.embed_dim // self.num_heads > LARGEST_HEAD_DIM:
+            raise ValueError(
+                f"num_heads must divide embed_dim {self.embed_dim} into at most {LARGEST_HEAD_DIM}, got {num_heads}"
+            )
+        self.head_dim = self.embed_dim // self.num_heads
+        rules = {"window": window, "dilation": dilation, "stride": stride, "is_causal": is_causal, "edge": edge}
+        self.rules = {name: tuple(x) if checks.is_listed(x) else x for name, x in rules.items()}
+        self.backend = backend
+        made = {"device": None if device is None else checks.device(device)}
+        made["dtype"] = None if dtype is None else check_dtype(dtype)
+        rows = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        self.in_proj = nn.Linear(self.embed_dim, rows, bias=checks.boolean("bias", bias), **made)
+        self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+        """Project, attend and project back.
+
+        Args:
+            x: (batch, *grid, embed_dim), with 1 to 3 axes of the grid.
+            key_padding_mask: (batch, *grid) bool, True = no weight.
+            extra: (batch, tokens, embed_dim), tokens that every cell sees besides: text, registers.
+
+        Returns:
+            The output, shaped like x.
+
+        Raises:
+            TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
+        """
+        for name, tokens, axes in (("x", x, (3, 4, 5)), ("extra", extra, (3,))):
+            if tokens is None and name == "extra":
+                continue
+            if not isinstance(tokens, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
+            if tokens.dim() not in axes or tokens.shape[-1] != self.embed_dim:
+                shape = "(batch, *grid, embed_dim), with 1 to 3 axes" if name == "x" else "(batch, tokens, embed_dim)"
+                raise ValueError(
+                    f"{name} must be {shape} and embed_dim {self.embed_dim}, got shape {tuple(tokens.shape)}"
+                )
+            if autocast_dtype(tokens) != autocast_dtype(self.in_proj.weight):
+                raise TypeError(
+                    f"{name} must have the dtype of the parameters ({self.in_proj.weight.dtype}), got {tokens.dtype}"
+                )
+        grid = x.shape[1:-1]
+        if key_padding_mask is not None and key_padding_mask.shape != x.shape[:-1]:
+            allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
+            raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
+        q, k, v = self._project(x.flatten(1, -2))
+        options = {"backend": self.backend}
+        if key_padding_mask is not None:
+            options["key_padding_mask"] = key_padding_mask.flatten(1)
+        if extra is not None:
+            _, options["extra_k"], options["extra_v"] = self._project(extra)
+        out = neighbourhood_attention(q, k, v, Neighbourhood(tuple(grid), **self.rules), **options)
+        return self.out_proj(out.flatten(2)).unflatten(1, grid)
+
+    def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.in_proj(tokens).unflatten(-1, (-1, self.head_dim))
+        return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=2)
+
+    def extra_repr(self) -> str:
+        own = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "kv_heads")} | self.rules
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())

@@ -1,0 +1,323 @@
+"""Neighbourhood attention on grids of up to three axes, for tokens stored in any order: plain kernels for any GPU.
+
+A program takes a rectangle of queries and walks over the rectangle of keys that they see, axis by axis in ranks of one
+residue (`hilbert_lib.grid.Axis` has the rules); dk and dv come from rectangles of keys, which walk over the queries
+that see them. Extra keys come last. No atomics: the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from hilbert_lib.attention.triton.geometry import LOG2_E
+
+SHIFT, WRAP = tl.constexpr(0), tl.constexpr(2)  # of hilbert_lib.grid.EDGES
+NOT_SPECIALIZED = [
+    "heads", "group", "extra", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
+]  # fmt: skip
+
+
+@triton.jit
+def _tile_of(tile, n, d, T: tl.constexpr):
+    """The first rank, the residue and the number of ranks of a tile along an axis."""
+    per = (((n + d - 1) // d) + T - 1) // T
+    residue = tile // per
+    return tile % per * T, residue, (n - residue + d - 1) // d
+
+
+@triton.jit
+def _tiles(n, d, T: tl.constexpr):
+    return d * ((((n + d - 1) // d) + T - 1) // T)
+
+
+@triton.jit
+def _window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """The ranks that a query sees: from the first, which may be below 0, to the last and one."""
+    group = rank // s * s
+    if CAUSAL:
+        start = tl.maximum(tl.minimum(group + s - 1, m - 1) - w + 1, 0)
+        end = rank + 1
+    else:
+        start = tl.minimum(group + s // 2, m - 1) - w // 2
+        if EDGE == SHIFT:
+            start = tl.minimum(tl.maximum(start, 0), m - w)
+        end = start + w
+    return start, end
+
+
+@triton.jit
+def _keys_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Where the keys of a tile of queries begin, and how many there are."""
+    start, _ = _window(first, m, w, s, CAUSAL, EDGE)
+    _, end = _window(tl.minimum(first + T, m) - 1, m, w, s, CAUSAL, EDGE)
+    if EDGE == WRAP:
+        return start, tl.minimum(end - start, m)
+    start = tl.maximum(start, 0)
+    return start, tl.minimum(end, m) - start
+
+
+@triton.jit
+def _queries_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Where the queries begin that see a tile of keys, and how many there are; a few more where the stride is not 1."""
+    last = tl.minimum(first + T, m) - 1
+    if CAUSAL:
+        start = first
+        end = last + w
+    else:
+        start = first - w + 1 + w // 2
+        end = last + w // 2 + 1
+        if EDGE == SHIFT:  # windows are moved inside
+            start = tl.where(first < w, 0, start)
+            end = tl.where(last >= m - w, m, end)
+    start = start - (s - 1)
+    end = end + s - 1
+    if EDGE == WRAP:
+        return start, tl.minimum(end - start, m)
+    if CAUSAL:
+        start = first
+    start = tl.maximum(start, 0)
+    return start, tl.minimum(end, m) - start
+
+
+@triton.jit
+def _around(rank, m, EDGE: tl.constexpr):
+    return (rank % m + m) % m if EDGE == WRAP else rank
+
+
+@triton.jit
+def _sees(start, end, key, m, EDGE: tl.constexpr):
+    """Whether a window holds a key, by ranks that broadcast."""
+    if EDGE == WRAP:
+        return _around(key - start, m, EDGE) < end - start
+    return (key >= start) & (key < end)
+
+
+@triton.jit
+def _rows(
+    r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists,
+    GATHER: tl.constexpr,
+):  # fmt: skip
+    """The rows in storage of cells by their ranks."""
+    cell = ((r0 * d0 + residue0) * n1 + (r1 * d1 + residue1)) * n2 + (r2 * d2 + residue2)
+    if GATHER:
+        cell = tl.load(inverse + cell, mask=exists, other=0)
+    return cell.to(tl.int64)
+
+
+@triton.jit
+def _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION: tl.constexpr):
+    """A tile of keys, joined to the softmax so far."""
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    scores = tl.where(allowed, scores, float("-inf"))
+    largest = tl.maximum(m, tl.max(scores, 1))
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2((scores - finite[:, None]) * (scale * LOG2_E))
+    decay = tl.exp2((m - finite) * (scale * LOG2_E))
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    # 0 * NaN is NaN: a row of v that is not finite must reach only the queries that may see it.
+    bad = (v_tile - v_tile) != 0.0
+    if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
+        reached = tl.dot(allowed.to(v_tile.dtype), bad.to(v_tile.dtype), input_precision=PRECISION)
+        acc = tl.where(reached > 0.0, float("nan"), acc)
+        v_tile = tl.where(bad, 0.0, v_tile)
+    return tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION), total, largest
+
+
+@triton.jit
+def _gradients(
+    acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION: tl.constexpr
+):  # fmt: skip
+    """dq of a tile of queries, gone on with by a tile of keys; without the scale."""
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    weights = tl.where(allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0)
+    slopes = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
+    slopes = tl.where(allowed, weights * (slopes - delta_row[:, None]), 0.0)
+    return tl.dot(slopes.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def query_kernel(
+    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, inverse, padding, extra_padding, scale,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh, stride_db, stride_dn, stride_dh,
+    heads, group, extra, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
+    BLOCK_N: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr,
+    BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One rectangle of queries of one head: out and lse or, with BACKWARD, dq."""
+    BLOCK_M: tl.constexpr = T0 * T1 * T2
+    tiles1, tiles2 = _tiles(n1, d1, T1), _tiles(n2, d2, T2)
+    program = tl.program_id(0)
+    tile2 = program % tiles2
+    tile1 = program // tiles2 % tiles1
+    tile0 = program // (tiles2 * tiles1)
+    h = tl.program_id(1) % heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    g = h // group
+    w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
+    first0, residue0, m0 = _tile_of(tile0, n0, d0, T0)
+    first1, residue1, m1 = _tile_of(tile1, n1, d1, T1)
+    first2, residue2, m2 = _tile_of(tile2, n2, d2, T2)
+
+    rows = tl.arange(0, BLOCK_M)
+    r0, r1, r2 = first0 + rows // (T1 * T2), first1 + rows // T2 % T1, first2 + rows % T2
+    exists = (r0 < m0) & (r1 < m1) & (r2 < m2)
+    start0, end0 = _window(r0, m0, w0, s0, C0, E0)
+    start1, end1 = _window(r1, m1, w1, s1, C1, E1)
+    start2, end2 = _window(r2, m2, w2, s2, C2, E2)
+    row = _rows(r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists, GATHER)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    here = exists[:, None] & in_dim
+    seq = n0 * n1 * n2
+    q_tile = tl.load(q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0)
+    scalars = (b * heads + h) * seq + row
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    d_tile, lse_row, delta_row = q_tile, m, total
+    if BACKWARD:
+        at = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
+        d_tile = tl.load(at, mask=here, other=0.0)
+        lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
+        lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
+        delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
+
+    begin0, span0 = _keys_of(first0, m0, w0, s0, T0, C0, E0)
+    begin1, span1 = _keys_of(first1, m1, w1, s1, T1, C1, E1)
+    begin2, span2 = _keys_of(first2, m2, w2, s2, T2, C2, E2)
+    k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
+    cols = tl.arange(0, BLOCK_N)
+    for j in range(0, span0 * span1 * span2, BLOCK_N):
+        key = j + cols
+        there = key < span0 * span1 * span2
+        k0 = _around(begin0 + key // (span1 * span2), m0, E0)
+        k1 = _around(begin1 + key // span2 % span1, m1, E1)
+        k2 = _around(begin2 + key % span2, m2, E2)
+        slot = _rows(k0, k1, k2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, there, GATHER)
+        if PADDING:
+            there &= tl.load(padding + b * seq + slot, mask=there, other=1) == 0
+        allowed = there[None, :] & exists[:, None]
+        allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
+        allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)
+        allowed &= _sees(start2[:, None], end2[:, None], k2[None, :], m2, E2)
+        load = there[:, None] & in_dim
+        k_tile = tl.load(k_head + slot[:, None] * stride_kn + dims[None, :], mask=load, other=0.0)
+        v_tile = tl.load(v_head + slot[:, None] * stride_vn + dims[None, :], mask=load, other=0.0)
+        if BACKWARD:
+            acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+        else:
+            acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+    if EXTRA:
+        k_head, v_head = extra_k + b * stride_eb + g * stride_eh, extra_v + b * stride_fb + g * stride_fh
+        for j in range(0, extra, BLOCK_N):
+            there = j + cols < extra
+            if EXTRA_PADDING:
+                there &= tl.load(extra_padding + b * extra + j + cols, mask=there, other=1) == 0
+            allowed = there[None, :] & exists[:, None]
+            load = there[:, None] & in_dim
+            k_tile = tl.load(k_head + (j + cols)[:, None] * stride_en + dims[None, :], mask=load, other=0.0)
+            v_tile = tl.load(v_head + (j + cols)[:, None] * stride_fn + dims[None, :], mask=load, other=0.0)
+            if BACKWARD:
+                acc = _gradients(acc, q_tile, k_tile, v_tile, d_tile, lse_row, delta_row, allowed, scale, PRECISION)
+            else:
+                acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
+
+    out_rows = ((b * seq + row) * heads + h) * HEAD_DIM
+    if BACKWARD:
+        tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
+    else:
+        denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys; NaN stays NaN
+        result = acc / denominator[:, None]
+        tl.store(out + out_rows[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=here)
+        result_lse = tl.where(total == 0.0, float("-inf"), m * scale + tl.log(denominator))
+        tl.store(lse + scalars, result_lse, mask=exists)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def key_kernel(
+    q, k, v, dout, lse, delta, dk, dv, windows, inverse, padding, scale,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_db, stride_dn, stride_dh,
+    heads, group, extra, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
+    BLOCK_M: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one rectangle of keys of a KV head; with EXTRA of a run of extra keys, which every query sees."""
+    BLOCK_N: tl.constexpr = T0 * T1 * T2
+    kv_heads = heads // group
+    g = tl.program_id(1) % kv_heads
+    b = (tl.program_id(1) // kv_heads).to(tl.int64)
+    seq = n0 * n1 * n2
+    cols = tl.arange(0, BLOCK_N)
+    if EXTRA:
+        slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)
+        exists, keys, span0, span1, span2 = slot < extra, extra, 1, 1, seq
+    else:
+        keys = seq
+        tiles1, tiles2 = _tiles(n1, d1, T1), _tiles(n2, d2, T2)
+        program = tl.program_id(0)
+        w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
+        first0, residue0, m0 = _tile_of(program // (tiles2 * tiles1), n0, d0, T0)
+        first1, residue1, m1 = _tile_of(program // tiles2 % tiles1, n1, d1, T1)
+        first2, residue2, m2 = _tile_of(program % tiles2, n2, d2, T2)
+        k0, k1, k2 = first0 + cols // (T1 * T2), first1 + cols // T2 % T1, first2 + cols % T2
+        exists = (k0 < m0) & (k1 < m1) & (k2 < m2)
+        slot = _rows(k0, k1, k2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists, GATHER)
+        begin0, span0 = _queries_of(first0, m0, w0, s0, T0, C0, E0)
+        begin1, span1 = _queries_of(first1, m1, w1, s1, T1, C1, E1)
+        begin2, span2 = _queries_of(first2, m2, w2, s2, T2, C2, E2)
+    dims = tl.arange(0, BLOCK_D)
+    in_dim = dims[None, :] < HEAD_DIM
+    here = exists[:, None] & in_dim
+    k_ptrs = k + b * stride_kb + g * stride_kh + slot[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v + b * stride_vb + g * stride_vh + slot[:, None] * stride_vn + dims[None, :]
+    k_tile, v_tile = tl.load(k_ptrs, mask=here, other=0.0), tl.load(v_ptrs, mask=here, other=0.0)
+    weighed = exists
+    if PADDING:
+        weighed &= tl.load(padding + b * keys + slot, mask=exists, other=1) == 0
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    rows = tl.arange(0, BLOCK_M)
+    for h in range(g * group, (g + 1) * group):
+        for j in range(0, span0 * span1 * span2, BLOCK_M):
+            query = j + rows
+            there = query < span0 * span1 * span2
+            if EXTRA:
+                row = query.to(tl.int64)
+                allowed = there[:, None] & weighed[None, :]
+            else:
+                r0 = _around(begin0 + query // (span1 * span2), m0, E0)
+                r1 = _around(begin1 + query // span2 % span1, m1, E1)
+                r2 = _around(begin2 + query % span2, m2, E2)
+                row = _rows(
+                    r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, there,
+                    GATHER,
+                )  # fmt: skip
+                start0, end0 = _window(r0, m0, w0, s0, C0, E0)
+                start1, end1 = _window(r1, m1, w1, s1, C1, E1)
+                start2, end2 = _window(r2, m2, w2, s2, C2, E2)
+                allowed = there[:, None] & weighed[None, :]
+                allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
+                allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)
+                allowed &= _sees(start2[:, None], end2[:, None], k2[None, :], m2, E2)
+            load = there[:, None] & in_dim
+            q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
+            d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
+            q_tile, d_tile = tl.load(q_ptrs, mask=load, other=0.0), tl.load(d_ptrs, mask=load, other=0.0)
+            scalars = (b * heads + h) * seq + row
+            lse_row = tl.load(lse + scalars, mask=there, other=float("-inf"))
+            lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
+            delta_row = tl.load(delta + scalars, mask=there, other=0.0)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            weights = tl.where(allowed, tl.exp2(scores * (scale * LOG2_E) - (lse_row * LOG2_E)[:, None]), 0.0)
+            dv_acc = tl.dot(tl.trans(weights.to(d_tile.dtype)), d_tile, dv_acc, input_precision=PRECISION)
+            slopes = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
+            slopes = tl.where(allowed, weights * (slopes - delta_row[:, None]), 0.0)
+            dk_acc = tl.dot(tl.trans(slopes.to(q_tile.dtype)), q_tile, dk_acc, input_precision=PRECISION)
+    at = ((b * keys + slot) * kv_heads + g)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=here)
+    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=here)

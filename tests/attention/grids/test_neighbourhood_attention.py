@@ -1,0 +1,268 @@
+"""Neighbourhood attention is the oracle's function in every option, order and backend."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from grid_cases import HEADS, MORE, ORDERS, RULES, check, mask_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
+from hilbert_lib.attention.grids import eager, flex, operators
+from hilbert_lib.attention.grids.api import validated
+from hilbert_lib.attention.grids.registry import BACKENDS
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
+
+NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
+
+
+def in_pairs(*axes):
+    """Cases in which every two values of the axes meet."""
+    cases = AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE)), *map(list, axes)])
+    return pytest.mark.parametrize("case", list(cases), ids=lambda case: "-".join(map(str, case)))
+
+
+@in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
+def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
+    monkeypatch.setattr(eager, "CHUNK", 2**10)  # several chunks
+    check(*case)
+
+
+@pytest.mark.gpu
+@in_pairs((torch.float32, torch.bfloat16, torch.float16), ("triton", "flex", "eager"), (16, 40, 64, 128))
+def test_on_a_gpu_every_backend_is_the_oracles(case):
+    check(*case, device="cuda")
+
+
+@st.composite
+def grids(draw):
+    """Random neighbourhoods of up to 300 cells."""
+    axes = draw(st.integers(1, 3))
+    most = (40, 14, 6)[axes - 1]
+    fields = []
+    for _ in range(axes):
+        dilation, is_causal = draw(st.integers(1, 3)), draw(st.booleans())
+        edge = draw(st.sampled_from(EDGES[:2] if is_causal else EDGES))
+        window = draw(st.integers(1, max(1, most // dilation)))
+        stride = draw(st.integers(1, min(window, 4)))
+        least = window * dilation
+        step = stride * dilation if edge == "wrap" else 1
+        cells = -(-draw(st.integers(least, max(least, most))) // step) * step
+        fields.append((cells, window, dilation, stride, is_causal, edge))
+    return Neighbourhood(*map(tuple, zip(*fields, strict=True)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(grids(), st.integers(1, 9), st.integers(1, 9))
+def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_block):
+    mask, position = mask_of(near), torch.arange(near.length)
+    assert near.attends(position[:, None], position).equal(mask)
+    assert near.pairs == mask.sum()
+    assert near.keys(near.length // 2).equal(mask[near.length // 2].nonzero()[:, 0])
+    assert near.queries(near.length // 2).equal(mask[:, near.length // 2].nonzero()[:, 0])
+    for axis in near.axes:
+        found = torch.zeros(axis.cells, axis.cells, dtype=torch.int)
+        for queries, keys, seen in zip(*axis_tiles(axis, q_block), strict=True):
+            assert len(keys[keys >= 0].unique()) == (keys >= 0).sum()
+            for query, row in zip(queries, seen, strict=True):
+                found[query, keys[row]] += 1 if query >= 0 else 100
+        cell = torch.arange(axis.cells)
+        assert found.equal(axis.attends(cell[:, None], cell).int())
+    order = Ordering.random(near.length, seed=0)
+    stored = mask[order.perm][:, order.perm]
+    parts = [list(rows.split(kv_block, 1)) for rows in stored.split(q_block)]
+    some = torch.tensor([[bool(block.any()) for block in row] for row in parts])
+    whole = torch.tensor([[bool(block.all()) and block.shape == (q_block, kv_block) for block in row] for row in parts])
+    blocks = mask_blocks(near, order, q_block=q_block, kv_block=kv_block)
+    assert (blocks.partial | blocks.full).equal(some)
+    assert not (blocks.full & ~whole).any()
+    assert "wrap" in near.edge or blocks.full.equal(whole)
+
+
+@in_pairs((4,))
+def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
+    # Compiled it runs on a GPU alone; its blocks and its mask are the same here.
+    *rest, _ = case
+    run = partial(flex.attend, block_size=16)
+    monkeypatch.setitem(BACKENDS, "eager", replace(BACKENDS["eager"], functions=lambda _: (run, None)))
+    check(*rest, torch.float64, "eager", head_dim=16, gradients=False)
+
+
+def tensors(kv_heads=2, extra=3, **options):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(24, 2), (24, kv_heads), (24, kv_heads), (extra, kv_heads), (extra, kv_heads)]
+    return [
+        torch.randn(2, rows, heads, 4, generator=generator, dtype=torch.float64, **options) for rows, heads in sizes
+    ]
+
+
+def test_what_is_no_number_reaches_only_those_who_see_it():
+    for token in (0, 13):
+        for at in range(3):
+            given_ = [x.clone() for x in tensors()[:3]]
+            given_[at][:, token] = torch.nan
+            out = neighbourhood_attention(*given_, NEAR, backend="reference")
+            seen = mask_of(NEAR)[:, token] if at else torch.arange(24) == token
+            assert out.isnan().any(-1).any(-1).equal(seen.expand(2, -1))
+
+
+def test_a_query_without_keys_gives_nothing():
+    q, k, v, *_ = tensors()
+    hidden = torch.ones(2, 24, dtype=torch.bool)
+    for backend in ("reference", "eager"):
+        out, lse = neighbourhood_attention(q, k, v, NEAR, key_padding_mask=hidden, backend=backend, return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+def test_it_is_one_operator_to_torch():
+    leaves = tensors(requires_grad=True)
+    order = Ordering.from_curve("hilbert", 24, grid=(4, 6))
+    options = {"ordering": order, "extra_k": leaves[3], "extra_v": leaves[4]}
+
+    def call(*leaves):
+        return neighbourhood_attention(*leaves[:3], NEAR, **options | {"extra_k": leaves[3], "extra_v": leaves[4]})
+
+    out = call(*leaves)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True)(*leaves), out)
+    again = checkpoint(call, *leaves, use_reentrant=False)
+    dout = torch.randn_like(out)
+    for mine, theirs in zip(
+        torch.autograd.grad(again, leaves, dout), torch.autograd.grad(out, leaves, dout), strict=True
+    ):
+        assert mine.equal(theirs)
+    grads = torch.autograd.grad(call(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="neighbourhood_attention can be differentiated once"):
+        grads[0].sum().backward()
+    given_, request = validated(*leaves[:3], NEAR, **options)
+    rules = NEAR.shape, [*NEAR.window] * 2, NEAR.dilation, NEAR.stride, NEAR.is_causal, ",".join(NEAR.edge)
+    masks = request.key_padding_mask, request.extra_padding_mask
+    arguments = (*given_, *rules, request.scale, operators._numbers(order), *masks, "eager")
+    torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention, arguments)
+
+
+def test_its_useful_flop_are_counted():
+    leaves = tensors(requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        out = neighbourhood_attention(*leaves[:3], NEAR, extra_k=leaves[3], extra_v=leaves[4])
+        forward = counted.get_total_flops()
+        out.sum().backward()
+    pairs = int(mask_of(NEAR).sum()) + 24 * 3  # of two heads and two sequences, head_dim 4
+    assert (forward, counted.get_total_flops()) == (4 * pairs * 2 * 2 * 4, 14 * pairs * 2 * 2 * 4)
+
+
+def test_autocast_casts_all_tensors():
+    q, k, v, extra_k, extra_v = (x.float() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = neighbourhood_attention(q, k, v, NEAR, extra_k=extra_k, extra_v=extra_v, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_it_says_which_backend_serves():
+    found = explain_backend(*tensors()[:3], NEAR)
+    assert found.chosen == "eager"
+    assert "cannot serve" in found.reasons["flex"]
+    assert "by name" in found.reasons["reference"]
+
+
+Q, K, V, EXTRA_K, EXTRA_V = tensors()
+ORDER = Ordering.linear(24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (
+            (Q, K, V, (4, 6)),
+            {},
+            "neighbourhood must hold one for each of the 2 KV heads, got 2|must be a Neighbourhood",
+        ),
+        ((Q, K, V, (NEAR,)), {}, "one for each of the 2 KV heads, got 1"),
+        ((Q, K, V, (NEAR, Neighbourhood((4, 6), 2))), {}, "differ in window alone"),
+        ((Q[:, 1:], K, V, NEAR), {}, r"q must have the 24 cells of the grid \(4, 6\)"),
+        ((Q, K[:, 1:], V[:, 1:], NEAR), {}, "k must have the 24 cells"),
+        ((Q, K, V, NEAR), {"ordering": Ordering.linear(5)}, "ordering must have the 24 cells"),
+        ((Q, K, V, NEAR), {"ordering": "hilbert"}, "ordering must be an Ordering"),
+        ((Q, K, V, NEAR), {"scale": 0.0}, "scale must be finite and above 0"),
+        ((Q, K, V, NEAR), {"extra_k": EXTRA_K}, "extra_v must be a tensor"),
+        ((Q, K, V, NEAR), {"extra_k": EXTRA_K, "extra_v": EXTRA_V[:, 1:]}, "extra_v must be .* like extra_k"),
+        ((Q, K, V, NEAR), {"extra_k": EXTRA_K.float(), "extra_v": EXTRA_V}, "extra_k must have the dtype of k"),
+        ((Q, K, V, NEAR), {"key_padding_mask": torch.zeros(2, 24)}, "key_padding_mask must be a bool tensor"),
+        ((Q, K, V, NEAR), {"key_padding_mask": torch.zeros(2, 5).bool()}, r"key_padding_mask must be .*\(2, 24\)"),
+        ((Q, K, V, NEAR), {"extra_padding_mask": torch.zeros(2, 3).bool()}, "extra_padding_mask must be None"),
+        ((Q, K, V, NEAR), {"backend": "natten"}, "backend must be one of auto, triton"),
+        ((Q, K, V, NEAR), {"backend": "flex"}, "backend='flex' cannot serve: .*needs a CUDA device"),
+        ((Q, K, V, NEAR), {"causal": True}, "no argument 'causal'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        neighbourhood_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((), 1), "shape must hold at least one"),
+        (((2, 2, 2, 2), 1), "shape must have 1 to 3 sides"),
+        (((4, 4), (1, 2, 3)), "window must be one value or one for each of the 2 axes"),
+        (((4, 4), 5), "window \\* dilation must be at most the side of axis 0, 4 cells; got 5 \\* 1"),
+        (((4, 8), 3, (1, 3)), "side of axis 1, 8 cells; got 3 \\* 3"),
+        (((4, 4), (1, 2), 1, 2), "stride must be at most the window of axis 0, 1; got 2"),
+        (((4, 4), 2, 1, 1, (False, True), "wrap"), "edge must be 'shift' or 'clip' along axis 1"),
+        (((4, 6), 2, 1, (1, 2), False, ("clip", "torus")), r"edge\[1\] must be one of shift, clip, wrap"),
+        (((5, 6), 2, 1, 2, False, "wrap"), "multiple of stride \\* dilation, 2, along axis 0"),
+        (((4, 4), 2, 1, 1, 1), "is_causal must be True or False"),
+        (((4, 4), 2.0), "window must be an integer"),
+    ],
+)
+def test_a_bad_neighbourhood_is_named(arguments, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Neighbourhood(*arguments)
+
+
+def test_a_module_projects_and_serves_every_grid():
+    torch.manual_seed(0)
+    module = NeighbourhoodAttention(12, 3, window=3, kv_heads=1, edge="clip").double()
+    for grid in ((7,), (4, 5), (3, 4, 3)):
+        x = torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True)
+        extra = torch.randn(2, 2, 12, dtype=torch.float64)
+        hidden = torch.rand(2, *grid) < 0.3
+        parts = [
+            tokens.unflatten(-1, (-1, 4)).split((3, 1, 1), -2) for tokens in (module.in_proj(x), module.in_proj(extra))
+        ]
+        q, k, v = (part.flatten(1, -3) for part in parts[0])
+        options = {"key_padding_mask": hidden.flatten(1), "extra_k": parts[1][1], "extra_v": parts[1][2]}
+        out = neighbourhood_attention(q, k, v, Neighbourhood(grid, 3, edge="clip"), **options, backend="reference")
+        own = module(x, key_padding_mask=hidden, extra=extra)
+        torch.testing.assert_close(own, module.out_proj(out.flatten(2)).view_as(x))
+    own.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), module(x))
+    with pytest.raises(ValueError, match=r"x must be \(batch, \*grid, embed_dim\)"):
+        module(torch.ones(2, 12))
+
+
+def test_memory_does_not_grow_with_length_squared(monkeypatch):
+    # Of scores, no more than a chunk at a time, however long the sequence is.
+    most = []
+    chunks = eager._chunks
+
+    def watched(*args):
+        for tile in chunks(*args):
+            most.append(tile.scores.numel())
+            yield tile
+
+    monkeypatch.setattr(eager, "_chunks", watched)
+    monkeypatch.setattr(eager, "CHUNK", 2**14)
+    near = Neighbourhood((32, 32), 3)
+    x = torch.randn(1, 1024, 2, 4)
+    eager.forward(Tensors(x, x, x, x[:, :0], x[:, :0]), Request((near, near)))
+    assert len(most) > 1
+    assert max(most) <= 2**14

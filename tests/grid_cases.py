@@ -1,0 +1,163 @@
+"""Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
+
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
+
+# shape, window, dilation, stride, is_causal, edge
+RULES = {
+    "line": ((23,), 5, 1, 1, False, "shift"),
+    "line, causal": ((19,), 6, 2, 3, True, "clip"),
+    "plane": ((9, 12), (4, 5), 1, 1, False, "shift"),
+    "plane, dilated": ((11, 13), (3, 4), (3, 2), (1, 2), False, ("clip", "shift")),
+    "plane, wrapped": ((8, 12), (3, 6), (2, 1), (2, 3), False, ("wrap", "wrap")),
+    "plane, causal": ((10, 7), (5, 3), 1, (2, 1), (True, False), ("shift", "clip")),
+    "whole": ((5, 6), (5, 6), 1, 1, False, "wrap"),
+    "volume": ((4, 5, 6), (2, 3, 5), (1, 1, 1), (1, 2, 1), False, ("shift", "clip", "wrap")),
+    "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
+    "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
+}
+HEADS = {"one": (1, 1, 1), "grouped": (2, 4, 2), "windows": (1, 2, 2)}  # batch, heads, kv_heads
+ORDERS = {
+    "none": lambda shape: None,
+    "random": lambda shape: Ordering.random(_cells(shape), seed=1),
+    "hilbert": lambda shape: Ordering.from_curve("hilbert", _cells(shape), grid=shape if len(shape) > 1 else None),
+}
+MORE = ("nothing", "extra", "padding", "extra and padding")
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12, 1e-11),
+    torch.float32: (1e-4, 1e-4, 2e-4),
+    torch.float16: (4e-3, 1e-3, 2e-2),
+    torch.bfloat16: (3e-2, 1e-3, 1.5e-1),
+}
+EXTRA = 3
+SCALE = 0.8  # times head_dim ** -0.5
+
+
+def _cells(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def neighbourhoods(rules: str, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
+    """One for all heads or, where heads are "windows", one for each."""
+    shape, window, *rest = RULES[rules]
+    names = ("dilation", "stride", "is_causal", "edge")
+    near = Neighbourhood(shape, window, **dict(zip(names, rest, strict=True)))
+    if heads != "windows":
+        return near
+    least = tuple(
+        max(1, side - 1) if side > step else side for side, step in zip(near.window, near.stride, strict=True)
+    )
+    return near, Neighbourhood(shape, least, **dict(zip(names, rest, strict=True)))
+
+
+def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:
+    """Of each cell of an axis the cells that it sees, one by one."""
+    seen = []
+    for x in range(cells):
+        line = list(range(x % dilation, cells, dilation))
+        i, m = line.index(x), len(line)
+        group = i - i % stride
+        if is_causal:
+            leader = min(group + stride - 1, m - 1)
+            ranks = [j for j in range(leader - window + 1, leader + 1) if 0 <= j <= i]
+        else:
+            begin = min(group + stride // 2, m - 1) - window // 2
+            if edge == "shift":
+                while begin < 0:
+                    begin += 1
+                while begin + window > m:
+                    begin -= 1
+            ranks = range(begin, begin + window)
+            ranks = [j % m for j in ranks] if edge == "wrap" else [j for j in ranks if 0 <= j < m]
+        seen.append({line[j] for j in ranks})
+    return seen
+
+
+@cache
+def mask_of(near: Neighbourhood) -> Tensor:
+    """Who sees whom: (queries, keys) bool, row by row."""
+    rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, strict=True)
+    axes = [seen_along(*axis) for axis in rules]
+    cells = list(product(*map(range, near.shape)))
+    rows = [
+        [all(k in axis[q] for axis, q, k in zip(axes, query, key, strict=True)) for key in cells] for query in cells
+    ]
+    return torch.tensor(rows)
+
+
+def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=None) -> tuple[Tensor, Tensor]:
+    """out and lse by one masked softmax in float64, differentiable; tokens row by row."""
+    batch, seq, heads, _ = q.shape
+    each = near if isinstance(near, tuple) else (near,) * k.shape[2]
+    group = heads // k.shape[2]
+    mask = torch.stack([mask_of(one) for one in each for _ in range(group)])
+    mask = torch.cat([mask, torch.ones(heads, seq, extra_k.shape[1], dtype=torch.bool)], 2)[None].repeat(batch, 1, 1, 1)
+    for at, hidden in ((0, padding), (seq, extra_padding)):
+        if hidden is not None:
+            mask[..., at : at + hidden.shape[1]] &= ~hidden[:, None, None]
+    keys, values = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((k, extra_k), (v, extra_v)))
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale).masked_fill(~mask, -torch.inf)
+    weights = torch.nan_to_num(scores.softmax(-1), nan=0.0).masked_fill(~mask, 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
+    """Output in float64, differentiable, of tokens row by row, without more."""
+    return dense(q.double(), k.double(), v.double(), k[:, :0].double(), v[:, :0].double(), near, q.shape[3] ** -0.5)[0]
+
+
+@cache
+def expected(rules: str, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
+    """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
+    near = neighbourhoods(rules, heads)
+    shape = RULES[rules][0]
+    batch, count, kv_heads = HEADS[heads]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, own: int) -> Tensor:
+        return torch.randn(batch, rows, own, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    seq, extra = _cells(shape), EXTRA if "extra" in more else 0
+    given = [draw(seq, count), draw(seq, kv_heads), draw(seq, kv_heads), draw(extra, kv_heads), draw(extra, kv_heads)]
+    dout = draw(seq, count)
+    padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
+    extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
+    leaves = [x.detach().double().requires_grad_() for x in given]
+    out, lse = dense(*leaves, near, SCALE * head_dim**-0.5, padding, extra_padding)
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    return near, given, dout, (padding, extra_padding), out.detach(), lse.detach(), grads
+
+
+def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
+    """Run one case and compare it with the oracle: output, lse and gradients."""
+    near, given, dout, masks, out, lse, grads = expected(rules, heads, more, dtype, head_dim)
+    ordering = ORDERS[order](RULES[rules][0])
+
+    def stored(x: Tensor | None) -> Tensor | None:
+        return x if x is None or ordering is None else ordering.apply(x, dim=1)
+
+    leaves = [(stored(x) if n < 3 else x).to(device).requires_grad_(gradients) for n, x in enumerate(given)]
+    masks = [stored(masks[0]), masks[1]]
+    padding = {name: None if x is None else x.to(device) for name, x in zip(("key", "extra"), masks, strict=True)}
+    options = {f"{name}_padding_mask": x for name, x in padding.items()}
+    if "extra" in more:
+        options |= {"extra_k": leaves[3], "extra_v": leaves[4]}
+    got, got_lse = neighbourhood_attention(
+        *leaves[:3], near, ordering=ordering, scale=SCALE * head_dim**-0.5, backend=backend, return_lse=True, **options
+    )
+    wanted = leaves if "extra" in more else leaves[:3]
+    got_grads = torch.autograd.grad(got, wanted, stored(dout).to(device)) if gradients else ()
+    assert got.dtype == dtype
+    assert not got_lse.requires_grad
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    torch.testing.assert_close(got.cpu().double(), stored(out), atol=close, rtol=0)
+    wanted_lse = lse if ordering is None else ordering.apply(lse, dim=2)
+    torch.testing.assert_close(got_lse.cpu().double(), wanted_lse, atol=close_lse, rtol=0)
+    for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
+        right = stored(theirs) if n < 3 else theirs
+        torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
