@@ -11,6 +11,7 @@ from torch._ops import OpOverloadPacket
 from hilbert_lib.pattern import FLOP_BACKWARD, FLOP_FORWARD
 
 COUNTER = "torch.utils.flop_counter"
+_FORMULAS: list[Callable[[ModuleType], None]] = []  # of each pair of operators
 
 
 def count_flop(
@@ -31,21 +32,19 @@ def count_flop(
         def backward_flop(_dout, *given, out_shape=None) -> int:
             return FLOP_BACKWARD * elements(given[:inputs], given[inputs + 2 :])  # without out and lse
 
+    _FORMULAS.append(register)
     if COUNTER in sys.modules:
         register(sys.modules[COUNTER])
-    else:  # to import it would import triton
-        sys.meta_path.insert(0, _OnceLoaded(register))
+    elif not any(isinstance(finder, _OnceLoaded) for finder in sys.meta_path):  # to import it would import triton
+        sys.meta_path.insert(0, _OnceLoaded())
 
 
 class _OnceLoaded(MetaPathFinder):
-    """Calls a function with torch's counter whenever that is loaded."""
-
-    def __init__(self, register: Callable[[ModuleType], None]):
-        self._register = register
+    """Tells torch's counter all formulas whenever that is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == COUNTER else None
         if spec is not None:
             load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (load(module), self._register(module))
+            spec.loader.exec_module = lambda module: (load(module), [tell(module) for tell in _FORMULAS])
         return spec

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.utils import flop_counter
 
-from hilbert_lib import DilatedPattern, dilated_attention
-from hilbert_lib.attention import operators
-from hilbert_lib.attention.flop_count import COUNTER, count_flop
+from hilbert_lib import DilatedPattern, Neighbourhood, dilated_attention, neighbourhood_attention
+from hilbert_lib.attention import flop_count, operators
+from hilbert_lib.attention.flop_count import COUNTER
+from hilbert_lib.attention.grids import operators as grids
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 11, 4, 2, 8
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "batch": 2}
+OPERATORS = [("dilated_attention", 3, operators._pair_elements), ("neighbourhood_attention", 5, grids._pair_elements)]
 PATTERNS = [DilatedPattern((4, 16), (1, 3)), DilatedPattern((4, 8), (2, 4), "zero", "head_groups")]
 
 
@@ -54,9 +56,11 @@ def test_a_block_of_a_ring_counts_all_its_pairs():
 def test_the_counter_may_be_imported_later(monkeypatch):
     monkeypatch.setattr(torch.utils, "flop_counter", flop_counter)  # put back at the end, as is the module
     monkeypatch.delitem(sys.modules, COUNTER)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    names = "dilated_attention", "dilated_attention_backward"
-    count_flop(*(getattr(torch.ops.hilbert_lib, name) for name in names), 3, operators._pair_elements)
+    monkeypatch.setattr(flop_count, "_FORMULAS", [])
+    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if not isinstance(x, flop_count._OnceLoaded)])
+    for name, inputs, elements in OPERATORS:
+        both = (getattr(torch.ops.hilbert_lib, own) for own in (name, f"{name}_backward"))
+        flop_count.count_flop(*both, inputs, elements)
     assert importlib.util.find_spec(COUNTER)  # as who asks whether it is there
     assert COUNTER not in sys.modules
     again = importlib.import_module(COUNTER)
@@ -64,3 +68,6 @@ def test_the_counter_may_be_imported_later(monkeypatch):
     with again.FlopCounterMode(display=False) as counter:
         dilated_attention(*qkv(), PATTERNS[0])
     assert counter.get_total_flops() == PATTERNS[0].work(LENGTH, **SIZES).flop_forward
+    with again.FlopCounterMode(display=False) as counter:
+        neighbourhood_attention(*qkv(), Neighbourhood((LENGTH,), 3))
+    assert counter.get_total_flops() == 4 * 2 * HEADS * 3 * LENGTH * HEAD_DIM
