@@ -29,7 +29,8 @@ def explain_backend(
     >>> explain_backend(q, k, v, Neighbourhood((2, 4), 2)).chosen
     'eager'
     """
-    if isinstance(pattern, Neighbourhood | tuple):
+    several = pattern if isinstance(pattern, tuple) else (pattern,)
+    if any(isinstance(each, Neighbourhood) for each in several):
         known_by(grids.neighbourhood_attention, options, asked="explain_backend")
         return grids.explain(*grids.validated(q, k, v, pattern, backend=backend, **options), backend)
     known_by(api.dilated_attention, options, asked="explain_backend")

@@ -203,7 +203,6 @@ for ranks, cases in COUNTED.items():
 for ranks, cases in MEMORY.items():
     CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
-CALLS[2] += [["calls_of_the_documents", DOCUMENTED]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 
 
@@ -211,7 +210,8 @@ def calls_of(ranks: int, backend: str) -> list[list]:
     # On GPUs each shape of each case of flex is compiled: one of them is enough.
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
     groups = [call for number, *call, _ in GROUPS.values() if backend == "gloo" and ranks == number]
-    return CALLS[ranks] + [["compare", case] for case in flex] + groups
+    documents = [["calls_of_the_documents", DOCUMENTED]] if backend == "gloo" and ranks == 2 else []  # on a CPU
+    return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents
 
 
 @cache
