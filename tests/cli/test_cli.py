@@ -85,6 +85,7 @@ def test_the_shards_of_a_sweep_meet_in_one_folder_with_one_table(hilbert):
     assert f"the table: {table}" in told
     assert sorted(pd.read_csv(table).seq_len) == [1, 2]
     folders = sorted(folder for folder in run_folder.iterdir() if folder.is_dir())
+    assert [folder.name.rpartition("-")[0] for folder in folders] == [f"00_a-seq_len={n}-rates=3" for n in (1, 2)]
     results = [record["n"] for folder in folders for record in read_records(folder / "results.jsonl")]
     assert sorted(results) == [[1, [3], 0.5], [2, [3], 0.5]]
     assert hilbert(*grid, "--shard", "1/4").startswith("reused")

@@ -20,6 +20,7 @@ from hilbert_lib.lab.suite.parameters import (
 )
 
 OUTPUT_DIR = "output_dir"  # the parameter that the suite sets itself
+LONGEST_NAME = 80  # of the parameters in a folder's name; those that do not fit are left to the hash
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,18 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of the point's folder: the notebook, and a hash of what differs from its defaults.
+        """Of the point's folder: the notebook, what differs from its defaults as far as it fits, and a hash of it all.
 
         >>> Point(Notebook(Path("00_a.ipynb"), "", "", "", {}, ""), {"rates": [1, 2], "causal": True}).name
-        '00_a-d07a2231'
+        '00_a-rates=1+2-causal=true-d07a2231'
         """
-        return "-".join([self.notebook.name, *([_digest(self.changes)] if self.changes else [])])
+        words = []
+        for name, value in self.changes.items():
+            text = "+".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"{name}=" + re.sub(r"[^\w.+]+", "_", text.lower() if isinstance(value, bool) else text))
+        room = itertools.accumulate(map(len, words))
+        words = [word for word, used in zip(words, room, strict=True) if used <= LONGEST_NAME]
+        return "-".join([self.notebook.name, *words, *([_digest(self.changes)] if self.changes else [])])
 
     @property
     def key(self) -> str:
