@@ -140,8 +140,8 @@ def panels(
         if logy:
             axes.set_yscale("log", base=logy)
             _plain_ticks(axes)
-        if from_zero:
-            axes.set_ylim(bottom=0)
+    for axes in grid if from_zero else ():  # once all are drawn: panels that share a scale no longer widen it then
+        axes.set_ylim(bottom=0)
     if len(names) > 1:
         entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid)
         handles = {label: handle for of_panel in entries for handle, label in of_panel}

@@ -36,6 +36,13 @@ def test_what_was_expected_is_a_line_and_a_missing_value_no_marker():
     assert axes.get_ylim()[1] > 12  # all that was expected is in it
 
 
+def test_a_scale_from_zero_holds_what_any_panel_draws():
+    table = TABLE.assign(ms=TABLE.ms.where(TABLE.way == "out", TABLE.ms * 10))
+    for axes in lines(table, **AXES, from_zero=True).axes:
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] >= 60
+
+
 def test_bars_stand_side_by_side_with_their_intervals_and_numbers():
     (axes, _) = bars(TABLE, **AXES, low="low", high="high", write="{:.0f}").axes
     drawn = {each.get_label(): each.patches for each in axes.containers if hasattr(each, "patches")}
