@@ -115,7 +115,7 @@ def validated(
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     dropout_p = check_dropout("dropout_p", dropout_p)
     query_start = _checked_query_start(q, k, query_start)
-    _check_padding(k, key_padding_mask)
+    check_mask("key_padding_mask", key_padding_mask, k)
     if kv_ordering is not None:
         if not isinstance(kv_ordering, Ordering):
             allowed = "an Ordering such as Ordering.from_curve('hilbert', length), or None"
@@ -247,13 +247,14 @@ def _checked_query_start(q: Tensor, k: Tensor, query_start: object) -> int | Non
     return integer("query_start", query_start, least=0, most=keys - queries)
 
 
-def _check_padding(k: Tensor, mask: Tensor | None) -> None:
+def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
+    """Raise TypeError or ValueError unless the argument is None, or says which rows of k have no weight."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"key_padding_mask must be a bool tensor or None, got {got}")
+        raise TypeError(f"{name} must be a bool tensor or None, got {got}")
     if mask.shape != k.shape[:2]:
-        raise ValueError(f"key_padding_mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
+        raise ValueError(f"{name} must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
     if mask.device != k.device:
-        raise ValueError(f"key_padding_mask must be on the device of k ({k.device}), got {mask.device}")
+        raise ValueError(f"{name} must be on the device of k ({k.device}), got {mask.device}")

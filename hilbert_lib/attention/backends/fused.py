@@ -24,12 +24,17 @@ absence._dynamo_marked_constant = True  # torch.compile cannot trace it (said as
 
 
 def _limits(q: Tensor, call: Call) -> str:
+    return kernel_limits(q, call.first_query + q.shape[1], call.scale)
+
+
+def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
+    """What of a call no kernel of ours serves, along a sequence or on a grid."""
     if q.dtype == torch.float64:
         return "serves float16, bfloat16 and float32, got float64"
-    if (last := call.first_query + q.shape[1]) > limits.POSITIONS:
-        return f"serves up to {limits.POSITIONS:,} positions, got {last:,}"
-    if call.scale < limits.SMALLEST_SCALE:
-        return f"serves a scale of at least {limits.SMALLEST_SCALE:.1e}, got {call.scale}"
+    if positions > limits.POSITIONS:
+        return f"serves up to {limits.POSITIONS:,} positions, got {positions:,}"
+    if scale < limits.SMALLEST_SCALE:
+        return f"serves a scale of at least {limits.SMALLEST_SCALE:.1e}, got {scale}"
     return ""
 
 

@@ -1,9 +1,8 @@
 """The public function on grids: validation, choice of the backend, and the same words for both as along a sequence."""
 
-import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import autocast_dtype, check_scale, check_tensors
+from hilbert_lib.attention.api import autocast_dtype, check_mask, check_scale, check_tensors
 from hilbert_lib.attention.choice import Explanation, explained, first_that_serves
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.registry import BACKENDS
@@ -60,6 +59,7 @@ def neighbourhood_attention(
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend
             cannot serve the call.
 
+    >>> import torch
     >>> x = torch.ones(1, 6, 1, 2)
     >>> neighbourhood_attention(x, x, x, Neighbourhood((2, 3), 2)).shape
     torch.Size([1, 6, 1, 2])
@@ -109,10 +109,10 @@ def validated(
         raise ValueError(f"{name} must have the {seq} cells of the grid {near[0].shape}, got shape {tuple(x.shape)}")
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     extra_k, extra_v = _checked_extra(k, extra_k, extra_v)
-    _check_mask("key_padding_mask", key_padding_mask, k)
+    check_mask("key_padding_mask", key_padding_mask, k)
     if extra_padding_mask is not None and not extra_k.shape[1]:
         raise ValueError("extra_padding_mask must be None where there is no extra_k")
-    _check_mask("extra_padding_mask", extra_padding_mask, extra_k)
+    check_mask("extra_padding_mask", extra_padding_mask, extra_k)
     if backend != "auto":
         one_of("backend", backend, ("auto", *BACKENDS))
     if ordering is not None:
@@ -152,15 +152,3 @@ def _checked_extra(k: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) ->
         if x.dtype != k.dtype:
             raise TypeError(f"{name} must have the dtype of k ({k.dtype}), got {x.dtype}")
     return extra_k, extra_v
-
-
-def _check_mask(name: str, mask: Tensor | None, keys: Tensor) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name} must be a bool tensor or None, got {got}")
-    if mask.shape != keys.shape[:2]:
-        raise ValueError(f"{name} must be (batch, keys) = {tuple(keys.shape[:2])}, got {tuple(mask.shape)}")
-    if mask.device != keys.device:
-        raise ValueError(f"{name} must be on the device of its keys ({keys.device}), got {mask.device}")
