@@ -16,6 +16,7 @@ from hilbert_lib.lab.cache.sweeps import compared_orderings, count_units
 from hilbert_lib.lab.figures import explore as exploring
 from hilbert_lib.lab.figures.curves import draw_paths, path_table
 from hilbert_lib.lab.figures.explore import DRAWING, explore
+from hilbert_lib.lab.figures.grids import draw_reads
 from hilbert_lib.lab.figures.locality import draw_reading
 from hilbert_lib.lab.figures.patterns import draw_query
 from hilbert_lib.lab.figures.record import STYLE, in_256_colours
@@ -28,11 +29,13 @@ from hilbert_lib.ring.plan.plan import TRANSPORTS, plan_ring
 PATTERN = DilatedPattern((8, 16, 48), (1, 2, 4))
 SIZES = {"batch": 2, "heads": 16, "kv_heads": 8, "head_dim": 64, "dtype": torch.bfloat16}
 READ = {"length": 4096, "row_bytes": 16, "dilation": 4, "cache_kib": 96, "capacities_kib": [64, 96, 128, 512]}
+SEEN = {"window": 5, "dilation": 1, "edge": "shift", "order": "hilbert", "row": 1, "column": 6}
 STARTS = {  # as the notebooks show them first
     "01": partial(draw_paths, path_table({"": (curve_coordinates("hilbert", (8, 8)), (8, 8))}), title="", walked=40),
     "02": partial(draw_query, PATTERN, length=48, kv_heads=4, is_causal=False, branch=0, head=0, position=20),
     "03": partial(draw_reading, **READ, ordering="hilbert"),
     "07": partial(draw_plan, spanning_pattern(2**24, 2048), tokens=2**24, ranks=8, transport="auto", **SIZES),
+    "08": partial(draw_reads, side=16, block_size=4, **SEEN),
 }
 
 

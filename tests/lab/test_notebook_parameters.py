@@ -49,6 +49,10 @@ CASES = {
         {"l2_seq_len": 2048, "row_sizes": [128, 256], "dilation_rates": [4], "shown_dilation": 4, "seq_len": 1024}
         | {"heads": 2, "cache_row_sizes": [128, 256, 384]},
     ),
+    "a small picture, an even window": (
+        "08_where_a_curve_pays",
+        {"map_side": 20, "map_window": 6, "block_sizes": [7], "repetitions": 3, "seconds": 0.05},
+    ),
 }
 
 

@@ -82,18 +82,22 @@ def block_shares(neighbourhood: Neighbourhood, *, block_size: int) -> pd.DataFra
     return pd.concat(tables, ignore_index=True)
 
 
-def block_reach(neighbourhood: Neighbourhood, *, block_size: int, names: Sequence[str]) -> pd.DataFrame:
-    """What the block of queries that holds the middle of the grid reaches in each order: a row a cell, by slots.
+def block_reach(
+    neighbourhood: Neighbourhood, *, block_size: int, names: Sequence[str], position: int | None = None
+) -> pd.DataFrame:
+    """What the block of queries that holds a position, by default the middle, reaches in each order: a row a cell.
 
+    slot: of the cell, ascending. order: of `names`.
     part: "queries", "seen" (through a window), "computed" (not seen, but in a block of keys that is) or "skipped".
     mean_share: of the blocks of keys, those that a block of queries touches, over all blocks of queries.
     """
     rows, cols = neighbourhood.shape
+    position = rows // 2 * cols + cols // 2 if position is None else position
     tables = []
     for name in names:
         ordering = neighbourhood_orderings(neighbourhood.shape)[name]
         positions, block = ordering.perm, torch.arange(rows * cols, device="cpu") // block_size
-        own = block == block[ordering.inverse[rows // 2 * cols + cols // 2]]
+        own = block == block[ordering.inverse[position]]
         seen = neighbourhood.attends(positions[own][:, None], positions).any(0)
         parts = {"queries": own, "seen": seen, "computed": torch.isin(block, block[seen])}
         part = [next((one for one in parts if parts[one][slot]), "skipped") for slot in range(len(block))]

@@ -1,13 +1,15 @@
-"""Pictures of the orders of a grid: the idea on 16 x 16 cells, and the blocks of a mask."""
+"""Pictures of the orders of a grid: what a block of queries reads, cell by cell, and the blocks of a mask."""
 
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach
@@ -21,29 +23,35 @@ PARTS = {
 }
 
 
-def draw_idea(data: pd.DataFrame, *, block_size: int, window: int) -> Figure:
+def draw_idea(
+    data: pd.DataFrame,
+    *,
+    block_size: int,
+    window: int,
+    title: str = "A kernel computes whole blocks: compact ones touch fewer",
+) -> Figure:
     """The cells of a grid in each order: a block of queries, what it attends to, and the blocks of keys it touches.
 
     Args:
-        data: `block_reach`.
+        data: `block_reach`; with a column grey (0 black to 1 white) a picture lies below, in place of the path.
         block_size: tokens of a block. window: cells along a side of the window.
+        title: the finding.
     """
     names, side = list(dict.fromkeys(data.order)), int(data.row.max()) + 1
     figure = Figure(figsize=(4.3 * len(names), 5.4), layout="constrained")
     colours = ListedColormap([colour for colour, _ in PARTS.values()])
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = data[data.order == name].sort_values("slot")
-        part = cells.part.map(list(PARTS).index)
-        picture = np.zeros((side, side))
-        picture[cells.row, cells.col] = part
-        axes.imshow(picture, cmap=colours, vmin=-0.5, vmax=len(PARTS) - 0.5)
-        axes.plot(cells.col, cells.row, color="#0072B2", lw=0.7, alpha=0.5)
-        blocks = cells.slot // block_size
-        for _, block in cells[cells.part != "skipped"].groupby(blocks):
-            (top, left), (bottom, right) = block[["row", "col"]].min(), block[["row", "col"]].max()
-            corner, size = (left - 0.5, top - 0.5), (right - left + 1, bottom - top + 1)
-            axes.add_patch(Rectangle(corner, *size, fill=False, ec="black", lw=1))
-        touched, every = blocks[cells.part != "skipped"].nunique(), blocks.nunique()
+        part, block = cells.part.map(list(PARTS).index), cells.slot // block_size
+        look = {"cmap": colours, "vmin": -0.5, "vmax": len(PARTS) - 0.5}
+        if "grey" in cells:
+            axes.imshow(_on_grid(cells, cells.grey), cmap="gray", vmin=0, vmax=1)
+            look["alpha"] = _on_grid(cells, 0.55 * (cells.part != "skipped"))
+        else:
+            axes.plot(cells.col, cells.row, color="#0072B2", lw=0.7, alpha=0.5)
+        axes.imshow(_on_grid(cells, part), **look)
+        _frame(axes, _on_grid(cells, block.where(cells.part != "skipped", -1)), color="black", lw=min(1, 40 / side))
+        touched, every = block[cells.part != "skipped"].nunique(), block.nunique()
         axes.set(xticks=[], yticks=[], title=f"stored in {name.replace('hilbert', 'Hilbert')} order")
         axes.spines[:].set(visible=True, color="0.7")
         share = f"touches {touched} of {every} blocks of keys ({touched / every:.0%})"
@@ -51,9 +59,64 @@ def draw_idea(data: pd.DataFrame, *, block_size: int, window: int) -> Figure:
     handles = [Patch(fc=colour, ec="0.5", label=label) for colour, label in PARTS.values() if label]
     handles.append(Patch(fill=False, ec="black", label="blocks of keys touched"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10)
-    sizes = f"{side} x {side} tokens, window {window} x {window}, blocks of {block_size}"
-    figure.suptitle(f"A kernel computes whole blocks: compact ones touch fewer\n{sizes}")
+    figure.suptitle(f"{title}\n{side} x {side} tokens, window {window} x {window}, blocks of {block_size}")
     return figure
+
+
+def draw_reads(
+    *, side: int, block_size: int, window: int, dilation: int, edge: str, order: str, row: int, column: int
+) -> Figure:
+    """The keys of one query of a square grid, and the blocks that a kernel reads for it: on the grid and in storage.
+
+    Args:
+        side: cells along a side. block_size: tokens of a block; a kernel computes all queries of one together.
+        window, dilation, edge: as of `Neighbourhood`, on both axes. order: of `neighbourhood_orderings`.
+        row, column: the cell of the query.
+    """
+    near, position = Neighbourhood((side, side), window, dilation=dilation, edge=edge), row * side + column
+    cells, keys = block_reach(near, block_size=block_size, names=[order], position=position), near.keys(position)
+    parts = {"own": ("#0072B2", "keys of the query"), **PARTS}
+    is_own = np.isin(cells.row * side + cells.col, keys)
+    value = cells.part.mask(is_own, "own").map(list(parts).index)
+    slot, block = int(cells.slot[(cells.row == row) & (cells.col == column)].iloc[0]), cells.slot // block_size
+    touched = block.where(cells.part != "skipped", -1)
+    figure = Figure(figsize=(9, 4.8))  # placed by hand: a layout engine would double the time that a slider waits
+    figure.subplots_adjust(left=0.06, right=0.97, bottom=0.19, top=0.93, wspace=0.15)
+    grid, storage = figure.subplots(1, 2)
+    shown = {grid: (_on_grid(cells, value), _on_grid(cells, touched), (column, row))}
+    lines = (each.to_numpy().reshape(side, side) for each in (value, touched))
+    shown[storage] = (*lines, (slot % side, slot // side))
+    for axes, (values, blocks, at) in shown.items():
+        colours = ListedColormap([colour for colour, _ in parts.values()])
+        axes.imshow(values, cmap=colours, vmin=-0.5, vmax=len(parts) - 0.5)
+        _frame(axes, blocks, color="black", lw=1)
+        _frame(axes, np.where(blocks == slot // block_size, 0, -1), color=PARTS["queries"][0], lw=3)
+        axes.plot(*at, "*", color="white", markeredgecolor="black", markersize=13)
+        axes.spines[:].set(visible=True, color="0.7")
+    told = f"{len(keys)} keys in any order (window {window}, dilation {dilation}, {edge})"
+    grid.set(title=told, xlabel="column", ylabel="row")
+    read = touched[touched >= 0].nunique()
+    told = f"in storage, {order.replace('hilbert', 'Hilbert')} order: {read} of {block.nunique()} blocks are read"
+    storage.set(title=told, xlabel=f"storage, {side} tokens in a line", ylabel="line")
+    handles = [Patch(fc=colour, ec="0.5", label=label) for colour, label in parts.values() if label]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles))
+    return figure
+
+
+def _on_grid(cells: pd.DataFrame, values: pd.Series) -> np.ndarray:
+    table = np.zeros((cells.row.max() + 1, cells.col.max() + 1), dtype=values.dtype)
+    table[cells.row, cells.col] = values
+    return table
+
+
+def _frame(axes: Axes, blocks: np.ndarray, **look) -> None:
+    # Lines between cells of two blocks, around those of at least 0: a block of any shape.
+    for turned in (False, True):
+        table = np.pad(blocks.T if turned else blocks, ((0, 0), (1, 1)), constant_values=-1)
+        line, place = np.nonzero(table[:, 1:] != table[:, :-1])
+        ends = [np.stack([place - 0.5, line + end], axis=1) for end in (-0.5, 0.5)]
+        edges = np.stack(ends, axis=1)
+        axes.add_collection(LineCollection(edges[..., ::-1] if turned else edges, capstyle="projecting", **look))
 
 
 def write_idea(path: str | Path) -> None:

@@ -1,14 +1,18 @@
 """The sweep of notebook 08 holds every order against float64; its tables and pictures show what was counted."""
 
+from itertools import product
+
+import numpy as np
 import pytest
 import torch
-from grid_cases import exact
+from grid_cases import exact, seen_along
+from matplotlib.colors import to_rgb
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.attention.grids import api, flex
 from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks
-from hilbert_lib.lab.figures.grids import draw_block_maps, draw_idea
+from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks, neighbourhood_orderings
+from hilbert_lib.lab.figures.grids import PARTS, draw_block_maps, draw_idea, draw_reads
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_orders
 from hilbert_lib.lab.tables import ratio_table, side_table
@@ -78,6 +82,59 @@ def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
         assert work.sampled.error(changed, ordering.inverse) == pytest.approx(0.5)
 
 
+def borders(blocks):
+    """The lines around cells of blocks of at least 0, where another block or none is beside: pairs of (x, y)."""
+    lines = set()
+    for (row, col), block in np.ndenumerate(blocks):
+        for down, right in ((0, 1), (0, -1), (1, 0), (-1, 0)):
+            beside = row + down, col + right
+            is_inside = all(0 <= at < side for at, side in zip(beside, blocks.shape, strict=True))
+            if block >= 0 and (not is_inside or blocks[beside] != block):
+                ends = [(right / 2 - down * side, down / 2 - right * side) for side in (-0.5, 0.5)]
+                lines.add(frozenset((col + x, row + y) for x, y in ends))
+    return lines
+
+
+def framed(axes, colour):
+    """The lines that a figure's frames of a colour are made of, as `borders` has them."""
+    frames = [each for each in axes.collections if tuple(each.get_color()[0][:3]) == to_rgb(colour)]
+    return {frozenset(map(tuple, line.tolist())) for each in frames for line in each.get_segments()}
+
+
+@pytest.mark.parametrize(
+    ("order", "window", "dilation", "edge", "row", "column", "block_size"),
+    [("hilbert", 5, 1, "shift", 1, 6, 4), ("random", 3, 2, "wrap", 7, 0, 2), ("raster", 4, 2, "clip", 3, 7, 16)],
+)
+def test_the_widget_shows_the_keys_of_a_query_and_the_blocks_read(
+    order, window, dilation, edge, row, column, block_size
+):
+    what = {"window": window, "dilation": dilation, "edge": edge, "order": order, "row": row, "column": column}
+    figure = draw_reads(side=8, block_size=block_size, **what)
+    grid, storage = figure.axes
+    line = seen_along(8, window, dilation, 1, False, edge)
+    ordering = neighbourhood_orderings((8, 8))[order]
+    slots = {cell: int(ordering.inverse[8 * cell[0] + cell[1]]) for cell in product(range(8), repeat=2)}
+    queries = {cell for cell, slot in slots.items() if slot // block_size == slots[row, column] // block_size}
+    own = set(product(line[row], line[column]))
+    seen = {key for y, x in queries for key in product(line[y], line[x])}
+    read = {slots[key] // block_size for key in seen}
+    values, blocks = np.empty((8, 8)), np.full((8, 8), -1)
+    for cell, slot in slots.items():
+        parts = cell in own, cell in queries, cell in seen, slot // block_size in read, True
+        values[cell], blocks[cell] = parts.index(True), slot // block_size if slot // block_size in read else -1
+    by_slot = [values.flat[int(position)] for position in ordering.perm]
+    assert grid.images[0].get_array().tolist() == values.tolist()
+    assert storage.images[0].get_array().flatten().tolist() == by_slot
+    assert framed(grid, "black") == borders(blocks)
+    assert framed(grid, PARTS["queries"][0]) == borders(np.where(blocks == slots[row, column] // block_size, 0, -1))
+    assert framed(storage, "black") == borders(blocks.flatten()[ordering.perm].reshape(8, 8))
+    for axes, (x, y) in ((grid, (column, row)), (storage, divmod(slots[row, column], 8)[::-1])):
+        (star,) = axes.lines
+        assert (star.get_xdata()[0], star.get_ydata()[0]) == (x, y)
+    assert f"{len(own)} keys" in grid.get_title()
+    assert f"{len(read)} of {64 // block_size} blocks are read" in storage.get_title()
+
+
 def test_the_pictures_say_what_is_counted():
     near, sizes = Neighbourhood((16, 16), 5), {"block_size": 4}
     table = block_reach(near, names=["raster", "hilbert"], **sizes)
@@ -87,12 +144,20 @@ def test_the_pictures_say_what_is_counted():
         mean = counts.per_query_block[name] / 64
         assert f"{touched} of 64 blocks of keys ({touched / 64:.0%})" in axes.get_xlabel()
         assert f"over all blocks of queries: {mean:.0%}" in axes.get_xlabel()
-        assert len(axes.patches) == touched
+        rows = table[table.order == name]
+        blocks = np.full((16, 16), -1)
+        blocks[rows.row, rows.col] = (rows.slot // 4).where(rows.part != "skipped", -1)
+        assert framed(axes, "black") == borders(blocks)
         assert (table[table.order == name].part != "skipped").sum() == 4 * touched
         cells = table[table.order == name].assign(position=lambda cell: 16 * cell.row + cell.col)
         own = torch.tensor(cells[cells.part == "queries"].position.to_numpy())
         seen = near.attends(own[:, None], torch.arange(256)).any(0).nonzero().flatten()
         assert set(cells[cells.part.isin(["queries", "seen"])].position) == set(seen.tolist())
+    table["grey"] = 0.25
+    for axes in draw_idea(table, window=5, title="on a picture", **sizes).axes:
+        below, above = axes.images
+        assert (below.get_array() == 0.25).all()
+        assert ((above.get_alpha() > 0) == (above.get_array() < 3)).all()  # what is skipped stays clear
     maps = draw_block_maps(block_shares(near, **sizes), title="a test")
     shown = {axes.get_title() for axes in maps.axes}
     assert shown >= {f"{name}: {counts.per_query_block[name] / 64:.0%} touched" for name in ("raster", "tile")}
