@@ -6,6 +6,7 @@ them. `axis_tiles` gives them as rectangles of queries within rectangles of keys
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from hilbert_lib.ordering import Ordering
 
 EDGES = ("shift", "clip", "wrap")
 WORD_BITS = 64
+CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**24  # that hold sets of blocks at a time: within a cache, and in few launches
 
 
 @dataclass(frozen=True)
@@ -258,11 +260,9 @@ def mask_blocks(
     check_length(neighbourhood, ordering)
     q_block, kv_block = (checks.integer(n, x, least=1) for n, x in (("q_block", q_block), ("kv_block", kv_block)))
     device = checks.device(device)
-    length = neighbourhood.length
-    perm = torch.arange(length, device=device) if ordering is None else ordering.perm.to(device)
-    touched = _touched_blocks(neighbourhood, perm, q_block, kv_block)
+    perm = torch.arange(neighbourhood.length, device=device) if ordering is None else ordering.perm.to(device)
     full = _full_blocks(neighbourhood, perm, q_block, kv_block)
-    return Blocks(touched & ~full, full)
+    return Blocks(_touched_blocks(neighbourhood, perm, q_block, kv_block) & ~full, full)
 
 
 def check_length(neighbourhood: Neighbourhood, ordering: Ordering | None) -> None:
@@ -271,94 +271,96 @@ def check_length(neighbourhood: Neighbourhood, ordering: Ordering | None) -> Non
         raise ValueError(f"ordering must have the length of the grid {neighbourhood.shape}, got {ordering!r}")
 
 
+class _Line(NamedTuple):
+    """Along one axis, where the keys of each word of blocks lie, and where the queries that may see some of them."""
+
+    axis: Axis
+    low: Tensor  # (words,) the first cell of the keys
+    keys: int  # cells from there that hold them all
+    origin: Tensor  # (words,) the first cell of the queries, which go round
+    queries: int
+
+
 def _touched_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
-    # Sets of up to 64 key blocks as bits of a word for each cell, of those cells that may see some of their keys.
-    length, device = len(perm), perm.device
-    q_blocks, kv_blocks = -(-length // q_block), -(-length // kv_block)
-    at_once = WORD_BITS * kv_block
-    slot = torch.empty_like(perm)
-    slot[perm] = torch.arange(length, device=device)
-    slot, block = slot.view(neighbourhood.shape), (slot // q_block).view(neighbourhood.shape)
+    # Sets of up to 64 key blocks are bits of a word. Each word has a box of its own around its keys, where the sets are
+    # spread along one axis after another to the queries that see them; as many words at a time as memory is meant for.
+    length, device, at_once = len(perm), perm.device, WORD_BITS * kv_block
     cells = torch.unravel_index(perm, neighbourhood.shape)
-    limits = torch.stack([torch.stack(_most(cell, at_once)) for cell in cells]).permute(2, 0, 1).tolist()
-    windows = [_windows(axis) for axis in neighbourhood.axes]
-    bit = torch.ones((), dtype=torch.int64, device=device) << torch.arange(at_once, device=device) // kv_block
-    words = torch.zeros(q_blocks, len(limits), dtype=torch.int64, device=device)
-    for number, word in enumerate(limits):
-        reach = tuple(_reach(axis, *ends) for axis, ends in zip(neighbourhood.axes, word, strict=True))
-        keys = slice(number * at_once, min(length, (number + 1) * at_once))
-        bits = torch.zeros([cut.stop - cut.start for cut in reach], dtype=torch.int64, device=device)
-        inside = tuple(cell[keys] - cut.start for cell, cut in zip(cells, reach, strict=True))
-        bits[inside] = bit[: keys.stop - keys.start]
-        for n, axis in enumerate(neighbourhood.axes):
-            bits = _union(bits, n, axis, *windows[n], reach[n])
-        _add_by_block(words[:, number], block[reach].flatten(), slot[reach].flatten(), bits.flatten(), q_block)
-    number = torch.arange(8, dtype=torch.uint8, device=device)
-    octets = words.view(torch.uint8)  # the lowest first
-    return (octets[..., None] >> number & 1).flatten(1)[:, :kv_blocks].view(torch.bool)
+    lines = _lines_of_words(neighbourhood.axes, [_most(cell, at_once) for cell in cells])
+    met = True  # (words, query blocks): whether their boxes meet
+    for line, (low, high) in zip(lines, (_most(cell, q_block) for cell in cells), strict=True):
+        ahead = low - line.origin[:, None]
+        met = met & ((ahead % line.axis.cells < line.queries) | (-ahead % line.axis.cells <= high - low))
+    stored = [_in_blocks(cell, q_block) for cell in cells]
+    slot = torch.arange(length, device=device)
+    bit = torch.ones((), dtype=torch.int64, device=device) << slot % at_once // kv_block
+    words = torch.zeros(met.shape[::-1], dtype=torch.int64, device=device)
+    most = CELLS_ON_CPU if device.type == "cpu" else CELLS_ON_GPU
+    size = max(1, most // prod(line.queries for line in lines))
+    for begin in range(0, len(met), size):
+        own, keys = slice(begin, begin + size), slice(begin * at_once, (begin + size) * at_once)
+        word = slot[keys] // at_once
+        bits = torch.zeros(len(met[own]), *(line.keys for line in lines), dtype=torch.int64, device=device)
+        place = (cell[keys] - line.low[word] for cell, line in zip(cells, lines, strict=True))
+        bits[word - begin, *place] = bit[keys]
+        for n, line in enumerate(lines):
+            bits = _spread(bits, n + 1, line, own)
+        for pairs in met[own].nonzero().split(max(1, most // q_block)):
+            word, block = pairs.T
+            at, inside = word[:, None], True
+            for cell, line in zip(stored, lines, strict=True):
+                ahead = (cell[block] - line.origin[begin + word, None]) % line.axis.cells
+                at, inside = at * line.queries + ahead, (ahead < line.queries) & inside
+            words[block, begin + word] = _union(bits.flatten()[at.where(inside, 0)].where(inside, 0))
+    octets = words.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)  # lowest first
+    return (octets & 1).flatten(1)[:, : -(-length // kv_block)].view(torch.bool)
 
 
-def _add_by_block(word: Tensor, block: Tensor, slots: Tensor, bits: Tensor, q_block: int) -> None:
-    # The union of the bits of each block of slots, put in its place; slots that are not named have none.
-    named = torch.zeros(len(word), dtype=torch.bool, device=word.device)
-    named[block] = True
-    named = named.nonzero()[:, 0]
-    if len(named) < len(word):
-        moved = torch.zeros_like(word)
-        moved[named] = (named - torch.arange(len(named), device=word.device)) * q_block
-        slots = slots - moved[block]
-    stored = torch.zeros(len(named) * q_block, dtype=bits.dtype, device=word.device)
-    stored[slots] = bits
-    stored, left = stored.view(-1, q_block), q_block
-    while left > 1:
-        half = (left + 1) // 2
-        stored, left = stored[:, :half] | stored[:, left - half : left], half
-    word[named] = stored[:, 0]
+def _lines_of_words(axes: tuple[Axis, ...], bounds: list[tuple[Tensor, Tensor]]) -> list[_Line]:
+    # bounds: the least and the largest cell of each word.
+    extents = torch.stack([(high - low).amax() for low, high in bounds]).tolist()
+    found = []
+    for axis, (low, _), extent in zip(axes, bounds, extents, strict=True):
+        far = (axis.window - 1) * axis.dilation  # a window holds its cell
+        found.append(_Line(axis, low, extent + 1, low - far, min(axis.cells, extent + 1 + 2 * far)))
+    return found
 
 
-def _reach(axis: Axis, low: int, high: int) -> slice:
-    # The cells along an axis that may see a key from low to high, and those keys. Where it is cut within the axis, no
-    # window as long as this one that begins or ends there holds such a key.
-    if axis.edge == "wrap":
-        return slice(0, axis.cells)
-    far = (axis.window + axis.stride) * axis.dilation
-    return slice(max(0, low - far), min(axis.cells, high + far + 1))
-
-
-def _windows(axis: Axis) -> tuple[Tensor, Tensor]:
-    # The first key of each cell's window on the axis, which may be past its end where it wraps, and how many they are.
-    cell = torch.arange(axis.cells, device="cpu")
-    (rank, count), first = axis.ranks(cell), axis.start(cell)
-    if axis.edge == "wrap":
-        first, end = first % count, first % count + axis.window
-    else:
-        end = rank + 1 if axis.is_causal else torch.minimum(first + axis.window, count)
-        first = first.clamp(min=0)
-    return first * axis.dilation + cell % axis.dilation, end - first
-
-
-def _union(bits: Tensor, n: int, axis: Axis, first: Tensor, seen: Tensor, reach: slice) -> Tensor:
-    # For each cell of `reach`, along axis n, the union over its window: two ranges of `width` keys cover it.
-    first, seen = first[reach] - reach.start, seen[reach]
-    union = torch.empty_like(bits)
-    bits = torch.cat([bits, bits], n) if axis.edge == "wrap" else bits
-    width = 1
+def _spread(bits: Tensor, n: int, line: _Line, own: slice) -> Tensor:
+    # For each query of some words, along axis n, the union over its window: two ranges of `width` keys cover it. A
+    # window may leave the axis, where there are no keys.
+    axis, far = line.axis, line.axis.window * line.axis.dilation
+    cell = (line.origin[own, None] + torch.arange(line.queries, device=bits.device)) % axis.cells
+    (rank, _), first, seen, least = axis.ranks(cell), axis.start(cell), torch.full_like(cell, axis.window), axis.window
+    if axis.is_causal:
+        first = torch.minimum(first, rank + 1 - seen).where(first == 0, first)
+        seen, least = rank + 1 - first, axis.window + 1 - axis.stride
+    first = first * axis.dilation + cell % axis.dilation - line.low[own, None] + far
+    bits = torch.nn.functional.pad(bits, (0, 0) * (bits.dim() - 1 - n) + (far, far))
+    shape, union, width = [*bits.shape[:n], line.queries, *bits.shape[n + 1 :]], None, 1
+    as_bits = (len(cell), *[1] * (n - 1), -1, *[1] * (bits.dim() - 1 - n))
     while True:
         step = min(width, axis.window - width)
-        (fits,) = ((seen >= width) & (seen < width + step) if step else seen >= width).nonzero(as_tuple=True)
-        if len(fits):
-            low, high = first[fits], first[fits] + (seen[fits] - width) * axis.dilation
-            low, high = (at.clamp(0, bits.shape[n] - 1).to(bits.device) for at in (low, high))
-            found = bits.index_select(n, low)
-            found = found | bits.index_select(n, high) if step else found
-            if len(fits) == len(seen):
-                return found
-            union.index_copy_(n, fits.to(bits.device), found)
+        if not step or width + step > least:
+            begins = (first, first + (seen - width) * axis.dilation) if step else (first,)
+            if axis.edge == "wrap":
+                begins = [at + turn for at in begins for turn in (-axis.cells, 0, axis.cells)]
+            begins = (at.clamp(0, bits.shape[n] - 1).view(as_bits).expand(shape) for at in begins)
+            found = reduce(torch.bitwise_or, (bits.gather(n, at) for at in begins))
+            union = found if union is None else found.where((seen >= width).view(as_bits), union)
         if not step:
             return union
         left = bits.shape[n] - step * axis.dilation
         bits = bits.narrow(n, 0, left) | bits.narrow(n, step * axis.dilation, left)
         width += step
+
+
+def _union(bits: Tensor) -> Tensor:
+    # Along the second axis.
+    while (left := bits.shape[1]) > 1:
+        half = (left + 1) // 2
+        bits = bits[:, :half] | bits[:, left - half :]
+    return bits[:, 0]
 
 
 def _full_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_block: int) -> Tensor:
@@ -388,5 +390,9 @@ def _full_blocks(neighbourhood: Neighbourhood, perm: Tensor, q_block: int, kv_bl
 
 def _most(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     # The least and the largest value of each block.
-    padded = torch.cat([values, values[-1:].expand(-len(values) % block)]).reshape(-1, block)
-    return padded.amin(1), padded.amax(1)
+    return _in_blocks(values, block).aminmax(dim=1)
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    # (blocks, block); the last value fills the last block.
+    return torch.cat([values, values[-1:].expand(-len(values) % block)]).view(-1, block)

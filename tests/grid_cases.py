@@ -1,12 +1,14 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import torch
+from allpairspy import AllPairs
 from torch import Tensor
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
+from hilbert_lib.grid import EDGES
 
 # shape, window, dilation, stride, is_causal, edge
 RULES = {
@@ -21,6 +23,10 @@ RULES = {
     "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
     "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
 }
+# The options of a neighbourhood by themselves: axes, edge, is_causal, stride, dilation.
+OPTIONS = ((1, 2, 3), EDGES, (False, True), (1, 2), (1, 2))
+SMALL = {1: ((12,), (5,)), 2: ((4, 8), (2, 3)), 3: ((4, 4, 4), (2, 2, 2))}  # sides and windows of so many axes
+LARGE = {1: ((96,), (33,)), 2: ((12, 20), (5, 9)), 3: ((4, 8, 12), (2, 3, 5))}  # of several tiles of a GPU
 HEADS = {"one": (1, 1, 1), "grouped": (2, 4, 2), "windows": (1, 2, 2)}  # batch, heads, kv_heads
 ORDERS = {
     "none": lambda shape: None,
@@ -42,9 +48,31 @@ def _cells(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def neighbourhoods(rules: str, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
+def is_possible(axes: int = 1, edge: str = "clip", is_causal: bool = False, *_) -> bool:
+    """Whether options go together."""
+    return not (is_causal and edge == "wrap")
+
+
+def rules_of(sizes: dict, axes: int, edge: str, is_causal: bool, stride: int, dilation: int) -> tuple:
+    """A neighbourhood by its options, as `RULES` has them; the last axis is odd unless it goes round."""
+    shape, window = sizes[axes]
+    return (*shape[:-1], shape[-1] + (edge != "wrap")), window, dilation, stride, is_causal, edge
+
+
+def every_rule(sizes: dict) -> list[tuple]:
+    """All options together."""
+    return [rules_of(sizes, *options) for options in product(*OPTIONS) if is_possible(*options)]
+
+
+def pairs_of_options(*axes) -> list[tuple]:
+    """Small cases, as `check` takes them, in which every two values of the options and of other axes meet."""
+    cases = AllPairs([*map(list, (*OPTIONS, HEADS, ORDERS, MORE, *axes))], filter_func=lambda case: is_possible(*case))
+    return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
+
+
+def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
     """One for all heads or, where heads are "windows", one for each."""
-    shape, window, *rest = RULES[rules]
+    shape, window, *rest = RULES.get(rules, rules)
     names = ("dilation", "stride", "is_causal", "edge")
     near = Neighbourhood(shape, window, **dict(zip(names, rest, strict=True)))
     if heads != "windows":
@@ -111,11 +139,11 @@ def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
     return dense(q.double(), k.double(), v.double(), k[:, :0].double(), v[:, :0].double(), near, q.shape[3] ** -0.5)[0]
 
 
-@cache
-def expected(rules: str, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
+@lru_cache(maxsize=32)
+def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head_dim: int) -> tuple:
     """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
     near = neighbourhoods(rules, heads)
-    shape = RULES[rules][0]
+    shape = RULES.get(rules, rules)[0]
     batch, count, kv_heads = HEADS[heads]
     generator = torch.Generator().manual_seed(0)
 
@@ -136,7 +164,7 @@ def expected(rules: str, heads: str, more: str, dtype: torch.dtype, head_dim: in
 def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
     """Run one case and compare it with the oracle: output, lse and gradients."""
     near, given, dout, masks, out, lse, grads = expected(rules, heads, more, dtype, head_dim)
-    ordering = ORDERS[order](RULES[rules][0])
+    ordering = ORDERS[order](RULES.get(rules, rules)[0])
 
     def stored(x: Tensor | None) -> Tensor | None:
         return x if x is None or ordering is None else ordering.apply(x, dim=1)

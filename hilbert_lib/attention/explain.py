@@ -29,10 +29,15 @@ def explain_backend(
     >>> explain_backend(q, k, v, Neighbourhood((2, 4), 2)).chosen
     'eager'
     """
-    several = pattern if isinstance(pattern, tuple) else (pattern,)
-    if any(isinstance(each, Neighbourhood) for each in several):
+    if is_on_grid(pattern):
         known_by(grids.neighbourhood_attention, options, asked="explain_backend")
         return grids.explain(*grids.validated(q, k, v, pattern, backend=backend, **options), backend)
     known_by(api.dilated_attention, options, asked="explain_backend")
     q, k, v, call = api.validated(q, k, v, pattern, backend=backend, **options)
     return choice.explain(q, call, backend, gradient=api.needs_gradient(q, k, v))
+
+
+def is_on_grid(pattern: object) -> bool:
+    """Whether a call is one on a grid, by what says which keys a query sees."""
+    several = pattern if isinstance(pattern, tuple) else (pattern,)
+    return any(isinstance(each, Neighbourhood) for each in several)

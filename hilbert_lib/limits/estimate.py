@@ -1,4 +1,4 @@
-"""The memory that a call of dilated attention will need, predicted.
+"""The memory that a call of attention will need, predicted, along a sequence and on a grid.
 
 Backends written in torch's operators run on meta tensors, which take no memory, and the tensors alive are counted.
 Backends that call kernels say their own (`Backend.workspace`).
@@ -14,9 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype
-from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.backends import registry
+from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.explain import explain_backend
+from hilbert_lib.attention.explain import explain_backend, is_on_grid
+from hilbert_lib.attention.grids import registry as on_grids
+from hilbert_lib.attention.grids.api import by_kv_head
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.limits.memory import GB, device_or_default
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
@@ -56,11 +61,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    pattern: DilatedPattern,
+    pattern: DilatedPattern | Neighbourhood | tuple[Neighbourhood, ...],
     *,
-    length: int,
     heads: int,
     head_dim: int,
+    length: int | None = None,
     batch: int = 1,
     kv_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -71,20 +76,23 @@ def estimate_memory(
     has_key_padding: bool = False,
     has_kv_ordering: bool = False,
     queries: int | None = None,
+    extra: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Bytes that `dilated_attention` will hold at its highest point, for dense inputs; not those of a call on a grid.
+    """Bytes that `dilated_attention` will hold at its highest point, or `neighbourhood_attention`, for dense inputs.
 
     Args:
-        pattern: which keys a query sees.
-        length, heads, head_dim, batch: keys, heads of q, size of one head, sequences.
+        pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
+        heads, head_dim, batch: heads of q, size of one head, sequences.
+        length: keys; on a grid it is left out, as are is_causal, dropout_p, has_kv_ordering and queries.
         kv_heads: heads of k and v; by default as many as of q.
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
-        backend, is_causal, dropout_p: as `dilated_attention` takes them.
+        backend, is_causal, dropout_p: as the functions take them.
         has_key_padding, has_kv_ordering: whether there is such an argument; a backend that cannot read through an
-            ordering keeps gathered copies of k and v for the backward.
+            ordering keeps gathered copies of k and v for the backward. Tables that later calls share are not counted.
         queries: rows of q, the last positions (decoding); by default all.
+        extra: keys beside those of a grid, which every query sees.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
 
     Raises:
@@ -97,40 +105,60 @@ def estimate_memory(
     lse                            0.2 MiB
     workspace: temporary          88.2 MiB
     total                        120.5 MiB
+    >>> estimate_memory(Neighbourhood((64, 64), 7), heads=4, head_dim=64, backend="triton", device="cuda").workspace
+    0
     """
-    check_pattern(pattern)
     checks.one_of("direction", direction, DIRECTIONS)
     dtype = check_dtype(dtype)
     checks.boolean("has_key_padding", has_key_padding)
     checks.boolean("has_kv_ordering", has_kv_ordering)
     device = device_or_default(device)
-    length, (heads, kv_heads) = checks.integer("length", length, least=1), checks.grouped(heads, kv_heads)
+    heads, kv_heads = checks.grouped(heads, kv_heads)
+    extra = checks.integer("extra", extra, least=0)
+    if on_grid := is_on_grid(pattern):
+        left_out = {"length": length, "queries": queries, "is_causal": is_causal, "dropout_p": dropout_p}
+        for name, value in (left_out | {"has_kv_ordering": has_kv_ordering}).items():
+            if value:
+                raise ValueError(f"{name} must be left out for a call on a grid, got {value!r}")
+        near = by_kv_head(pattern, kv_heads)
+        length, backends = near[0].length, on_grids.BACKENDS
+    else:
+        check_pattern(pattern)
+        length, backends = checks.integer("length", length, least=1), registry.BACKENDS
+        if extra:
+            raise ValueError(f"extra must be 0 unless the call is on a grid, got {extra}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
     start = None if queries is None else length - queries
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
+    more = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
-    asked = {"pattern": pattern, "is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
-    backend = _serving(q, k, padding, device, backend, direction == "backward", asked)
-    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
-    is_gathered = has_kv_ordering and not BACKENDS[backend].reads_orderings
-    slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
-    call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
-    if device.type == "cuda" and not torch.cuda.is_available() and (reason := BACKENDS[backend].limits(q, call)):
+    asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
+    backend = _serving(q, k, padding, device, backend, direction == "backward", backends, {"pattern": pattern} | asked)
+    is_gathered = has_kv_ordering and not backends[backend].reads_orderings
+    if on_grid:
+        call, leaves = Request(near, head_dim**-0.5, None, padding), (Tensors(q, k, k, more, more),)
+    else:
+        seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
+        slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
+        call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
+        leaves = q, k, k
+    if device.type == "cuda" and not torch.cuda.is_available() and (reason := backends[backend].limits(q, call)):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
     lse = torch.empty(batch, heads, rows, dtype=working_dtype(dtype), device="meta")
     inputs, outputs = {"q, k, v": q.nbytes + 2 * k.nbytes}, {"out": q.nbytes, "lse": lse.nbytes}
+    inputs |= {"extra k, v": 2 * more.nbytes} if extra else {}
     if direction == "backward":
-        inputs |= {"dout": q.nbytes, **outputs}
-        outputs = {"dq, dk, dv": q.nbytes + 2 * k.nbytes}
-    given, returned = (q, k, k) if direction == "forward" else (q, q, k, k, q, lse), sum(outputs.values())
-    own = BACKENDS[backend].workspace
+        grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
+        inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
+    given, returned = leaves if direction == "forward" else (q, *leaves, q, lse), sum(outputs.values())
+    own = backends[backend].workspace
     workspace = own(given, call, direction, device, returned) if own else None
     if workspace is None:
-        workspace = {"temporary": _traced(given, call, backend, direction, device) - returned}
+        workspace = {"temporary": _traced(given, call, backends[backend], direction, device) - returned}
     if is_gathered and direction == "forward":
         workspace["k, v in sequence order"] = 2 * k.nbytes
     elif is_gathered:
@@ -146,13 +174,14 @@ def estimate_memory(
 
 
 def _serving(
-    q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, gradient: bool, asked: dict
-) -> str:
+    q: Tensor, k: Tensor, padding: Tensor | None, device: torch.device, backend: str, gradient: bool,
+    backends: dict[str, Backend], asked: dict,
+) -> str:  # fmt: skip
     """The backend that would run, asked with stand-ins of one element; without a device, the one that is named."""
     # A GPU that is not here cannot be asked: there "reference" checks sizes, dtype and pattern.
     is_absent = device.type == "cuda" and not torch.cuda.is_available()
-    if is_absent and backend not in BACKENDS:
-        raise ValueError(f"backend must be named where there is no GPU to ask, {', '.join(BACKENDS)}; got {backend!r}")
+    if is_absent and backend not in backends:
+        raise ValueError(f"backend must be named where there is no GPU to ask, {', '.join(backends)}; got {backend!r}")
     place, name = ("cpu", "reference") if is_absent else (device, backend)
     needs = {"dtype": q.dtype, "device": place, "requires_grad": gradient and q.dtype.is_floating_point}
     q, k = (torch.empty(1, **needs).expand(x.shape) for x in (q, k))
@@ -179,8 +208,9 @@ class _Alive(TorchDispatchMode):
         if operator is _aten.nonzero.default:  # meta tensors have no values: none is taken as nonzero
             return torch.empty(0, args[0].dim(), dtype=torch.int64)
         results = operator(*args, **(kwargs or {}))
+        is_table = any(isinstance(x, Tensor) and not x.is_meta for x in args)  # made on the host, for later calls too
         for x in tree_leaves(results):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and x.is_meta and not is_table:
                 storage = x.untyped_storage()
                 if storage._cdata not in self._sizes:
                     self._sizes[storage._cdata] = storage.nbytes()
@@ -207,11 +237,11 @@ def _inside(operator: torch._ops.OpOverload, args: tuple) -> int:
     return 0
 
 
-def _traced(given: tuple[Tensor, ...], call: Call, backend: str, direction: str, device: torch.device) -> int:
+def _traced(given: tuple, call: Call | Request, backend: Backend, direction: str, device: torch.device) -> int:
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
-    run = BACKENDS[backend].functions(device)[DIRECTIONS.index(direction)]
-    others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
-    with torch.no_grad(), _Alive([*given, *others], device) as alive:
+    run = backend.functions(device)[DIRECTIONS.index(direction)]
+    others = [x for x in (getattr(call, "seed", None), call.key_padding_mask) if x is not None]
+    with torch.no_grad(), _Alive(tree_leaves(given) + others, device) as alive:
         results = run(*given, call)
         if direction == "forward":
             results[1].contiguous()

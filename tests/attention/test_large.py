@@ -1,4 +1,4 @@
-"""Tensors past 2^31 elements: the fused kernels address both ends of them. Run by `make test-gpu`."""
+"""Tensors past 2^31 elements: the kernels, those for grids too, address both ends of them. Run by `make test-gpu`."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import TOLERANCE, assert_close
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 
@@ -19,6 +19,7 @@ PATTERN = DilatedPattern((1024, 8192), (1, 8))
 LENGTH, HEADS, HEAD_DIM = 2**20 + 2085, 16, 128
 # A segment of the longest branch can be checked alone: the first, and the short last one, which lies past 2^31.
 SEGMENTS = slice(0, 8192), slice(2**20, LENGTH)
+ROWS, COLUMNS = 3793, 277  # of a grid of that length
 
 
 def dense() -> list[torch.Tensor]:
@@ -62,6 +63,27 @@ def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
         rows = order.inverse[segment].to(out.device)  # where in storage the positions of the segment lie
         mine = gradients[0][:, segment], *(x[:, rows] for x in gradients[1:])
         assert_close(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_grid_is_exact_at_both_ends(qkv, is_stored):
+    # Of 12 rows of the grid alone, the 6 at its edge are as in the whole: windows reach 2 rows beyond, gradients 4.
+    near, part = (Neighbourhood((rows, COLUMNS), 5) for rows in (ROWS, 12))
+    order = Ordering.from_curve("hilbert", LENGTH, grid=near.shape) if is_stored else Ordering.linear(LENGTH)
+    leaves = [x.requires_grad_() for x in qkv]
+    out, lse = neighbourhood_attention(*leaves, near, ordering=order, backend="triton", return_lse=True)
+    dout = torch.randn(out.shape, device=out.device, dtype=out.dtype)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    cells = 12 * COLUMNS
+    for first, own in ((0, slice(0, cells // 2)), (LENGTH - cells, slice(cells // 2, cells))):
+        slots = order.inverse[first : first + cells].to(out.device)
+        leaves = [x.detach()[:, slots].double().requires_grad_() for x in qkv]
+        expected, expected_lse = neighbourhood_attention(*leaves, part, backend="eager", return_lse=True)
+        expected_gradients = torch.autograd.grad(expected, leaves, dout[:, slots].double())
+        mine = [x[:, slots[own]] for x in (out, *gradients)]
+        theirs = [x[:, own] for x in (expected.detach(), *expected_gradients)]
+        assert_close(mine, theirs, (TOLERANCE[out.dtype][0], *[TOLERANCE[out.dtype][2]] * 3))
+        assert_close([lse[:, :, slots[own]]], [expected_lse[:, :, own]], TOLERANCE[out.dtype][1])
 
 
 @pytest.mark.parametrize("queries", [1, 3])

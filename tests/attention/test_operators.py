@@ -1,4 +1,4 @@
-"""Dilated attention as torch operators: opcheck, torch.compile, checkpointing, autocast, CUDA graphs."""
+"""Attention along a sequence and on a grid as operators: opcheck, compile, checkpointing, autocast, CUDA graphs."""
 
 import os
 import shutil
@@ -25,6 +25,7 @@ from hilbert_lib import (
     ring_dilated_attention,
 )
 from hilbert_lib.attention import operators
+from hilbert_lib.attention.grids import operators as grid_operators
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 
@@ -41,7 +42,9 @@ OPTIONS = {
     "padding": {"key_padding_mask": PADDING},
     "dropout": {"dropout_p": 0.3},
     "decoding": {"query_start": 5, "is_causal": True},
+    "grid": {"ordering": HILBERT, "key_padding_mask": PADDING},
 }
+NEAR = Neighbourhood((3, 4), (3, 2), edge=("clip", "wrap"))
 ROWS = {option: 5 if option == "decoding" else LENGTH for option in OPTIONS}
 BACKENDS = ["sdpa", "eager", "reference", "auto"] + ["triton"] * (kernel_mode() != "absent")
 needs_compiler = pytest.mark.skipif(
@@ -71,11 +74,15 @@ def results(attend, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 # What each backend is asked for here. The reference and "auto" differ from eager in what they compute, not in how they
 # are called.
 ASKED = {backend: list(OPTIONS) for backend in BACKENDS}
-ASKED |= {"sdpa": ["plain", "causal", "ordering"], "reference": ["causal", "dropout"], "auto": ["ordering", "padding"]}
+ASKED |= {"sdpa": ["plain", "causal", "ordering"], "reference": ["causal", "dropout", "grid"]}
+ASKED |= {"auto": ["ordering", "padding", "grid"]}
 
 
 def attention(backend: str, option: str):
-    return partial(dilated_attention, pattern=PATTERN, backend=backend, return_lse=True, **OPTIONS[option])
+    function = partial(dilated_attention, pattern=PATTERN)
+    if option == "grid":
+        function = partial(neighbourhood_attention, neighbourhood=NEAR)
+    return partial(function, backend=backend, return_lse=True, **OPTIONS[option])
 
 
 @pytest.mark.parametrize(("backend", "option"), [(b, o) for b in BACKENDS for o in ASKED[b]])
@@ -151,6 +158,18 @@ CALLS = {  # backend: what the operators are given beside q, k and v
 }
 
 
+@pytest.mark.parametrize(("backend", "extra"), [("eager", 0), ("reference", 3), *((b, 3) for b in BACKENDS[4:])])
+def test_the_operators_on_grids_pass_opcheck(backend, extra):
+    leaves = [*qkv(), *(x[:, :extra].detach().requires_grad_() for x in qkv()[1:])]
+    rules = NEAR.shape, NEAR.window, NEAR.dilation, NEAR.stride, NEAR.is_causal, ",".join(NEAR.edge)
+    call = *rules, 0.5, grid_operators._numbers(HILBERT), PADDING, None, backend
+    torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention, (*leaves, *call))
+    with torch.no_grad():
+        out, lse = torch.ops.hilbert_lib.neighbourhood_attention(*leaves, *call)
+        saved = [x.detach() for x in (torch.randn_like(out), *leaves, out)]
+        torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention_backward, (*saved, lse, *call))
+
+
 CHECKED = [("eager", True), *((b, False) for b in BACKENDS if b != "auto")]  # what is empty reaches no backend
 
 
@@ -171,9 +190,10 @@ def test_the_operators_pass_opcheck(backend, is_empty):
         torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention_backward, (*saved, lse, *call))
 
 
+@pytest.mark.parametrize("option", ["dropout", "grid"])
 @pytest.mark.parametrize(("backend", "is_compiled"), [("auto", True), *((b, False) for b in BACKENDS[4:])])
-def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled):
-    attend, tensors = attention(backend, "dropout"), qkv()
+def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled, option):
+    attend, tensors = attention(backend, option), qkv()
 
     def block(q, k, v):
         return checkpoint(attend, q, k, v, use_reentrant=False)
@@ -189,9 +209,13 @@ def test_activation_checkpointing_recomputes_the_same_bits(backend, is_compiled)
         torch.testing.assert_close((dv * tensors[2]).sum(), total)
 
 
-@pytest.mark.parametrize(("backend", "is_compiled"), [(b, b in ("sdpa", "triton")) for b in BACKENDS])
-def test_autocast_casts_before_the_operator_and_nothing_inside(backend, is_compiled):
-    attend, tensors = attention(backend, "causal"), qkv(head_dim=8)  # rows of 16 bytes, as torch's kernels ask for
+CASTS = [*((b, "causal", b in ("sdpa", "triton")) for b in BACKENDS)]
+CASTS += [("auto", "grid", True), *((b, "grid", False) for b in BACKENDS[4:])]
+
+
+@pytest.mark.parametrize(("backend", "option", "is_compiled"), CASTS)
+def test_autocast_casts_before_the_operator_and_nothing_inside(backend, option, is_compiled):
+    attend, tensors = attention(backend, option), qkv(head_dim=8)  # rows of 16 bytes, as torch's kernels ask for
 
     def block(q, k, v):
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -206,23 +230,26 @@ def test_autocast_casts_before_the_operator_and_nothing_inside(backend, is_compi
     assert all(map(torch.equal, got, results(cast, tensors)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tensors_that_kernels_cannot_load_are_copied_inside(backend):
+@pytest.mark.parametrize(
+    ("backend", "option"), [*((b, "plain") for b in BACKENDS), *((b, "grid") for b in BACKENDS[4:])]
+)
+def test_tensors_that_kernels_cannot_load_are_copied_inside(backend, option):
     def strided(q, k, v):  # the last stride of all three, and of dout, is not 1
-        out, lse = attention(backend, "plain")(*(x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)))
+        out, lse = attention(backend, option)(*(x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)))
         return out.transpose(1, 3).contiguous().transpose(1, 3), lse
 
     tensors = qkv()
     compiled = torch.compile(strided, fullgraph=True, backend="aot_eager")
-    expected = results(attention(backend, "plain"), tensors)
+    expected = results(attention(backend, option), tensors)
     for attend in (strided, compiled):
         torch.testing.assert_close(results(attend, tensors), expected)
 
 
+@pytest.mark.parametrize("option", ["plain", "grid"])
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS[4:]])
-def test_what_is_not_implemented_raises(backend):
+def test_what_is_not_implemented_raises(backend, option):
     tensors = qkv()
-    attend = partial(dilated_attention, pattern=PATTERN, backend=backend)
+    attend = partial(attention(backend, option), return_lse=False)
     (dq,) = torch.autograd.grad(attend(*tensors).sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         dq.sum().backward()
@@ -309,7 +336,7 @@ print([name for name in ("torch._dynamo", "triton") if name in sys.modules])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("option", ["causal", "dropout", "ordering"])
+@pytest.mark.parametrize("option", ["causal", "dropout", "ordering", "grid"])
 def test_a_cuda_graph_replays_forward_and_backward(option):
     attend, tensors = attention("triton", option), qkv(dtype=torch.bfloat16, head_dim=64)
 

@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention.backends import fused, presence, strided
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.grids import eager
 from hilbert_lib.lab.guarded import cases as benchmarks
 from hilbert_lib.lab.records import REPORTS, read_records
 from hilbert_lib.limits import estimate, memory
 from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.limits.memory import measure_peak
+from hilbert_lib.machine import kernel_mode
 
 MB = 2**20
 ALIGNED = DilatedPattern((256, 512, 1024), (1, 2, 4))
@@ -41,8 +43,43 @@ MASKED = {
 }
 
 
+PLANE, OTHER = (Neighbourhood((20, 24), window, stride=(1, 3)) for window in (9, (5, 9)))
+GRIDS = {
+    "line": (Neighbourhood((600,), 65, edge="wrap"), {}),
+    "plane, half, grouped": (PLANE, {"batch": 2, "kv_heads": 2, "dtype": torch.bfloat16}),
+    "windows, extra keys": ((PLANE, OTHER), {"kv_heads": 2, "extra": 40}),
+    "volume, double, padded, extra keys": (
+        Neighbourhood((6, 8, 10), (3, 5, 5), edge="clip"),
+        {"dtype": torch.float64, "has_key_padding": True, "extra": 5, "batch": 2},
+    ),
+}
+
+
+def on_a_grid(near, options, device):
+    """As `given`, of `neighbourhood_attention`. It has run once: the tables that calls share are not estimated."""
+    o = {"batch": 1, "kv_heads": 4, "extra": 0, "heads": 4, "head_dim": 64, "dtype": torch.float32, **options}
+    seq = (near if isinstance(near, Neighbourhood) else near[0]).length
+    rows = [(seq, o["heads"]), *[(seq, o["kv_heads"])] * 2, *[(o["extra"], o["kv_heads"])] * 2 * bool(o["extra"])]
+    leaves = [
+        torch.randn(o["batch"], *each, o["head_dim"], dtype=o["dtype"], device=device).requires_grad_() for each in rows
+    ]
+    keywords = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False)) | {"backend": o["backend"]}
+    if o.get("has_key_padding"):
+        keywords["key_padding_mask"] = torch.zeros(o["batch"], seq, dtype=torch.bool, device=device)
+    keywords["ordering"] = Ordering.random(seq, 0)
+
+    def attend():
+        return neighbourhood_attention(*leaves[:3], near, **keywords)
+
+    if o["backend"] != "flex":  # whose first call makes a mask, which is estimated
+        attend()
+    return leaves, attend
+
+
 def given(pattern, options, device="cpu"):
     """The inputs that an estimate is of, as leaves, and a function that runs the call."""
+    if not isinstance(pattern, DilatedPattern):
+        return on_a_grid(pattern, options, device)
     o = {"batch": 1, "queries": None, "kv_heads": None, **SIZES, **options}
     rows = o["queries"] or o["length"]
     like = {"device": device, "dtype": o["dtype"]}
@@ -59,7 +96,8 @@ def given(pattern, options, device="cpu"):
 
 def predicted_and_measured(pattern, options, direction, device="cpu") -> tuple[int, int]:
     leaves, attend = given(pattern, options, device)
-    estimated = estimate_memory(pattern, **{**SIZES, **options}, direction=direction, device=device)
+    sizes = SIZES if isinstance(pattern, DilatedPattern) else SIZES | {"length": None}
+    estimated = estimate_memory(pattern, **{**sizes, **options}, direction=direction, device=device)
 
     def forward():
         with torch.no_grad():
@@ -89,6 +127,41 @@ def test_on_the_cpu_the_estimate_is_what_the_profiler_measures(case, backend, di
         slack = 2.1 * MB  # its blocks of scores are counted in whole MB
     predicted, measured = predicted_and_measured(pattern, options, direction)
     assert predicted == pytest.approx(measured, rel=0.01, abs=slack)
+
+
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+@pytest.mark.parametrize(("case", "backend"), [(case, backend) for case in GRIDS for backend in ("eager", "reference")])
+def test_on_a_grid_the_estimate_is_what_the_profiler_measures(monkeypatch, case, backend, direction):
+    monkeypatch.setattr(eager, "CHUNK", 2**17)  # many chunks
+    near, options = GRIDS[case]
+    predicted, measured = predicted_and_measured(near, options | {"backend": backend}, direction)
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.skipif(kernel_mode() != "interpreted", reason="needs Triton's interpreter")
+@pytest.mark.parametrize("direction", estimate.DIRECTIONS)
+def test_kernels_for_grids_hold_little_beside_their_results(direction):
+    options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "extra": 3, "backend": "triton"}
+    predicted, measured = predicted_and_measured(Neighbourhood((6, 8), 3), options, direction)
+    assert predicted == measured
+
+
+def test_an_estimate_on_a_grid_counts_extra_keys_and_walks_over_few_tiles():
+    sizes = {"heads": 8, "kv_heads": 2, "head_dim": 64, "device": "cpu", "backend": "eager", "direction": "backward"}
+    found = estimate_memory(Neighbourhood((2**12, 2**12), 33), **sizes, extra=512)
+    q, k, extra = 2**24 * 8 * 128, 2**24 * 2 * 128, 512 * 2 * 128
+    assert found.inputs == 3 * q + 2 * k + 2 * extra + 2**24 * 8 * 4
+    assert found.outputs == q + 2 * k + 2 * extra
+    assert found.items["dextra k, dv"] == found.items["extra k, v"] == 2 * extra
+    assert found.workspace > 2 * found.outputs  # sums in float32
+
+
+def test_flex_on_a_grid_has_a_list_of_blocks_for_each_head_where_windows_differ():
+    sizes = {"heads": 8, "head_dim": 64, "backend": "flex", "device": "cuda"}
+    windows = [Neighbourhood((512, 512), n) for n in (7, 9)]
+    one, several = (estimate_memory(near, **sizes) for near in (windows[0], tuple(windows * 4)))
+    assert several.workspace > 4 * one.workspace > 0
+    assert estimate_memory(windows[0], **sizes, direction="backward").total > one.inputs
 
 
 class Kernel:
@@ -239,11 +312,6 @@ def test_what_a_gpu_that_is_not_here_cannot_serve_is_refused(name, dtype, option
         estimate_memory(ALIGNED, **{**SIZES, "device": "cuda", "backend": name, "dtype": dtype, **options})
 
 
-def test_a_call_on_a_grid_is_not_estimated():
-    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got Neighbourhood"):
-        estimate_memory(Neighbourhood((4, 4), 3), length=16, heads=1, head_dim=8, device="cpu")
-
-
 ASKED = ("branches", "length", "heads", "head_dim", "dtype", "is_causal", "direction")
 # Sweeps of the committed records whose sides are calls as a user makes them. FlexAttention's in 06 are not: its graph
 # is kept from the forward, and nothing is first there.
@@ -308,6 +376,20 @@ ON_A_GPU = {  # backends, pattern and options
     "eager, dropout": (["eager"], ALIGNED, {"length": 8192, "heads": 8, "dropout_p": 0.1}),
     "eager, padding": (["eager"], ALIGNED, {"length": 32768, "heads": 8, "has_key_padding": True}),
     "eager, half of the queries": (["eager"], ALIGNED, {"length": 65536, "queries": 32768, "heads": 8}),
+}
+
+
+ON_A_GPU |= {
+    "grid": (
+        ["triton", "eager", "flex"],
+        Neighbourhood((512, 512), 17),
+        {"heads": 8, "kv_heads": 4, "head_dim": 128, "extra": 256},
+    ),
+    "grid, two windows": (
+        ["triton", "flex"],
+        tuple(Neighbourhood((256, 256), n) for n in (17, 33)),
+        {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128},
+    ),
 }
 
 

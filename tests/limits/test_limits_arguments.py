@@ -6,6 +6,7 @@ import torch
 from hilbert_lib import (
     DilatedPattern,
     MemorySafetyChecker,
+    Neighbourhood,
     ProgressiveTester,
     SafeBenchmarkRunner,
     SafetyConfig,
@@ -17,6 +18,7 @@ from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.limits.memory import measure_peak
 
 PATTERN = DilatedPattern((4, 8), (1, 2))
+NEAR = Neighbourhood((4, 4), 3)
 POINTS = {"lengths": [8], "backends": ["eager"]}
 SIZES = {"length": 64, "heads": 2, "head_dim": 8, "backend": "eager", "device": "cpu"}
 NAN = float("nan")
@@ -104,6 +106,11 @@ VALUES = [
     (lambda: estimated(queries=65), "queries must be an integer from 1 to 64, got 65"),
     (lambda: estimated(length=0), "length must be an integer of at least 1, got 0"),
     (lambda: estimated(heads=4, kv_heads=3), r"kv_heads must divide heads \(4\), got 3"),
+    (lambda: estimated(extra=2), "extra must be 0 unless the call is on a grid, got 2"),
+    (lambda: estimated(NEAR), "length must be left out for a call on a grid, got 64"),
+    (lambda: estimated(NEAR, length=None, is_causal=True), "is_causal must be left out for .* a grid, got True"),
+    (lambda: estimated((NEAR,), length=None), "one for each of the 2 KV heads, got 1"),
+    (lambda: estimated(NEAR, length=None, extra=-1), "extra must be an integer of at least 0, got -1"),
 ]
 
 

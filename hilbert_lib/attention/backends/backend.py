@@ -13,9 +13,9 @@ from hilbert_lib.machine import get_gpu_info
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
-# Bytes by name that a direction holds beside inputs and results, from the tensors given to it, the call, the direction,
-# the device and the bytes of its results.
-Workspace = Callable[[tuple[Tensor, ...], Call, str, torch.device, int], dict[str, int] | None]
+# Bytes by name that a direction holds beside inputs and results, from what is given to it, the call, the direction, the
+# device and the bytes of its results.
+Workspace = Callable[[tuple, object, str, torch.device, int], dict[str, int] | None]
 Refusal = Callable[[Tensor, Call], str]  # why q and a call cannot be served, or ""
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities

@@ -102,7 +102,7 @@ def validated(
     """The arguments of `neighbourhood_attention`, checked: tensors as autocast casts them, and the rest."""
     boolean("return_lse", return_lse)
     q, k, v = check_tensors(q, k, v)
-    near = _by_kv_head(neighbourhood, k.shape[2])
+    near = by_kv_head(neighbourhood, k.shape[2])
     seq = near[0].length
     if q.shape[1] != seq or k.shape[1] != seq:
         name, x = ("q", q) if q.shape[1] != seq else ("k", k)
@@ -123,7 +123,8 @@ def validated(
     return Tensors(q, k, v, extra_k, extra_v), Request(near, scale, ordering, key_padding_mask, extra_padding_mask)
 
 
-def _by_kv_head(given: Neighbourhood | tuple[Neighbourhood, ...], kv_heads: int) -> tuple[Neighbourhood, ...]:
+def by_kv_head(given: Neighbourhood | tuple[Neighbourhood, ...], kv_heads: int) -> tuple[Neighbourhood, ...]:
+    """The neighbourhood of each KV head; they differ in window alone."""
     each = tuple(given) if isinstance(given, tuple | list) else (given,) * kv_heads
     for one in each:
         if not isinstance(one, Neighbourhood):

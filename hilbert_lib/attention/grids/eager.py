@@ -110,7 +110,8 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
     tiles = prod(len(axis.queries) for axis in axes)
     size = max(1, CHUNK // (q.shape[0] * q.shape[2] * rows * (keys + extra_k.shape[1])))
     past = torch.full((), near.length, device=q.device)
-    for first in range(0, tiles, size):
+    firsts = range(0, tiles, size)
+    for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
         number = torch.arange(first, min(first + size, tiles), device=q.device)
         own = []
         for axis in reversed(axes):  # torch's unravel_index copies from the host, which a CUDA graph cannot capture
@@ -144,7 +145,8 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
 
 @cached_for_graphs(maxsize=64)
 def _axes(near: Neighbourhood, device: torch.device) -> tuple[AxisTiles, ...]:
-    return tuple(axis_tiles(axis, size, device) for axis, size in zip(near.axes, TILE[len(near.axes)], strict=True))
+    tiles = (axis_tiles(axis, size) for axis, size in zip(near.axes, TILE[len(near.axes)], strict=True))
+    return tuple(AxisTiles(*(x.to(device) for x in each)) for each in tiles)
 
 
 def _joined(near: Neighbourhood, lines: list[Tensor]) -> tuple[Tensor, Tensor]:

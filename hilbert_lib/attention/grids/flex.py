@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal
-from hilbert_lib.attention.backends.flex import FLEX_BLOCK, block_list, compiled_flex_attention
+from hilbert_lib.attention.backends.flex import (
+    FLEX_BLOCK,
+    FLEX_FIRST,
+    FLEX_KEPT,
+    FLEX_SORTED,
+    block_list,
+    compiled_flex_attention,
+)
 from hilbert_lib.attention.call import working_dtype
 from hilbert_lib.attention.grids.request import Request, Tensors, cells_of, padding_of
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -176,6 +183,21 @@ def _limits(q: Tensor, request: Request) -> str:
     return f"needs a head_dim of at least 16, got {q.shape[-1]}" if q.shape[-1] < 16 else ""
 
 
+def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
+    # On CUDA, of a forward that is the first of its mask, and of a backward after it, as along a sequence. Of k and v
+    # there are copies where extra keys are joined to them.
+    q, k, _, extra_k, _ = given[0] if direction == "forward" else given[1]
+    batch, seq, heads, _ = q.shape
+    lse, joined = 4 * batch * seq * heads, 2 * (k.nbytes + extra_k.nbytes)
+    copies = joined if extra_k.numel() else 0
+    if direction == "backward":
+        return {"temporary": q.nbytes + copies * (2 if batch > 1 else 1) + 4 * lse}
+    lists = heads if len(request.heads_by_window) > 1 else 1
+    pairs = lists * -(-seq // FLEX_BLOCK) * -(-(seq + extra_k.shape[1]) // FLEX_BLOCK)
+    most = max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + copies + q.nbytes + 2 * lse + FLEX_FIRST)
+    return {"temporary": most - returned}
+
+
 BACKEND = Backend(
     name="flex",
     note="compiled FlexAttention; its backward runs the forward once more",
@@ -184,4 +206,5 @@ BACKEND = Backend(
     limits=_limits,
     here=_refusal,
     reads_orderings=True,
+    workspace=_workspace,
 )

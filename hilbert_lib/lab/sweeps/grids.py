@@ -57,7 +57,13 @@ Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork], Tensor]
 
 
 def compare_orders(
-    works: Iterable[GridWork], attention: Attention, reordered: Attention, dense: Attention, *, orders: Sequence[str]
+    works: Iterable[GridWork],
+    attention: Attention,
+    reordered: Attention,
+    dense: Attention,
+    *,
+    orders: Sequence[str],
+    others: dict[str, Attention] | None = None,
 ) -> Iterator[tuple[Side, Side]]:
     """Pairs for `run_sides`: every order beside raster, forward and on a GPU backward; Hilbert beside the two others.
 
@@ -69,7 +75,9 @@ def compare_orders(
         reordered: of q, k and v in raster order, with an output in raster order.
         dense: likewise, of every query with every key.
         orders: names of `neighbourhood_orderings`, hilbert among them.
+        others: other people's ways to the same function by name, of q, k and v in raster order; beside raster too.
     """
+    others = others or {}
     grids = set()
     for work in works:
         shape, made = work.neighbourhood.shape, neighbourhood_orderings(work.neighbourhood.shape)
@@ -77,21 +85,34 @@ def compare_orders(
         for direction in ("forward", "backward")[: 1 + (work.device.type == "cuda")]:
             sides = {name: _side(work, name, attention, order[name], order[name], direction) for name in order}
             yield from ((sides["raster"], sides[name]) for name in orders)
+            for name, attend in others.items():
+                other = _side(work, name, attend, order["raster"], order["raster"], direction, in_blocks=False)
+                yield sides["raster"], other
             if shape not in grids:
                 whole = replace(work, neighbourhood=Neighbourhood(shape, shape))
-                yield _side(whole, "dense", dense, order["raster"], order["raster"], direction), sides["hilbert"]
+                whole = _side(whole, "dense", dense, order["raster"], order["raster"], direction, in_blocks=False)
+                yield whole, sides["hilbert"]
             if direction == "forward":
                 anew = _side(work, REORDERED, reordered, order["hilbert"], order["raster"], direction)
                 yield sides["hilbert"], anew
         grids.add(shape)
 
 
-def _side(work: GridWork, name: str, attend: Attention, order: Ordering, stored: Ordering, direction: str) -> Side:
+def _side(
+    work: GridWork,
+    name: str,
+    attend: Attention,
+    order: Ordering,
+    stored: Ordering,
+    direction: str,
+    *,
+    in_blocks: bool = True,
+) -> Side:
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
     near = work.neighbourhood
     window = near.window[0] if len(set(near.window)) == 1 else list(near.window)
     parameters = {"sweep": SWEEP, "direction": direction, "side": near.shape[0], "window": window}
-    if name != "dense":
+    if in_blocks:
         mask = flex.block_mask((near,), order, 0, False, work.block_size, order.device)
         partial, full = int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
         parameters |= {"block_size": work.block_size, "touched": partial + full, "full": full}

@@ -2,19 +2,31 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from allpairspy import AllPairs
-from grid_cases import HEADS, MORE, ORDERS, RULES, check, mask_of
+from grid_cases import (
+    HEADS,
+    LARGE,
+    MORE,
+    ORDERS,
+    RULES,
+    SMALL,
+    TOLERANCE,
+    check,
+    every_rule,
+    mask_of,
+    pairs_of_options,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
-from hilbert_lib.attention.grids import eager, flex, operators
-from hilbert_lib.attention.grids.api import validated
+from hilbert_lib.attention.grids import eager, flex
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
@@ -26,6 +38,29 @@ def in_pairs(*axes):
     """Cases in which every two values of the axes meet."""
     cases = AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE)), *map(list, axes)])
     return pytest.mark.parametrize("case", list(cases), ids=lambda case: "-".join(map(str, case)))
+
+
+@pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager")), ids=str)
+def test_options_in_pairs(case, monkeypatch):
+    monkeypatch.setattr(eager, "CHUNK", 2**10)  # several chunks
+    check(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
+def test_all_options_together(rules, backend):
+    for heads, dtype, order, more in product(HEADS, TOLERANCE, ORDERS, MORE):
+        check(rules, heads, order, more, dtype, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rules", every_rule(LARGE), ids=str)
+def test_on_a_gpu_the_kernels_serve_all_options(rules):
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    for n, (dtype, head_dim) in enumerate(product(dtypes, (16, 40, 64, 128))):
+        how = (list(ORDERS)[n % 3], MORE[n // 3 % 4])
+        check(rules, "grouped", *how, dtype, "triton", head_dim, device="cuda")
 
 
 @in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
@@ -121,13 +156,12 @@ def test_a_query_without_keys_gives_nothing():
         assert (lse == -torch.inf).all()
 
 
-def test_it_is_one_operator_to_torch():
+def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
     leaves = tensors(requires_grad=True)
     order = Ordering.from_curve("hilbert", 24, grid=(4, 6))
-    options = {"ordering": order, "extra_k": leaves[3], "extra_v": leaves[4]}
 
     def call(*leaves):
-        return neighbourhood_attention(*leaves[:3], NEAR, **options | {"extra_k": leaves[3], "extra_v": leaves[4]})
+        return neighbourhood_attention(*leaves[:3], NEAR, ordering=order, extra_k=leaves[3], extra_v=leaves[4])
 
     out = call(*leaves)
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(*leaves), out)
@@ -137,14 +171,6 @@ def test_it_is_one_operator_to_torch():
         torch.autograd.grad(again, leaves, dout), torch.autograd.grad(out, leaves, dout), strict=True
     ):
         assert mine.equal(theirs)
-    grads = torch.autograd.grad(call(*leaves).sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="neighbourhood_attention can be differentiated once"):
-        grads[0].sum().backward()
-    given_, request = validated(*leaves[:3], NEAR, **options)
-    rules = NEAR.shape, [*NEAR.window] * 2, NEAR.dilation, NEAR.stride, NEAR.is_causal, ",".join(NEAR.edge)
-    masks = request.key_padding_mask, request.extra_padding_mask
-    arguments = (*given_, *rules, request.scale, operators._numbers(order), *masks, "eager")
-    torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention, arguments)
 
 
 def test_its_useful_flop_are_counted():

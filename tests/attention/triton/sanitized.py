@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import add_rows, merge_rows
@@ -130,6 +130,25 @@ def decoding():
     attend(((512,), (3,)), 500, head_dim=5, dtype=torch.float32, queries=3, is_causal=True, dropout_p=0.3)
 
 
+def grids():
+    """The kernels for grids: every edge and number of axes, in tiles of which the last ones are cut."""
+    for near, dtype, head_dim, extra in (
+        (Neighbourhood((301,), 33, dilation=3, stride=2, is_causal=True, edge="clip"), torch.float32, 5, 0),
+        (Neighbourhood((18, 28), (5, 9), stride=(2, 1), edge="wrap"), torch.float16, 72, 70),
+        (Neighbourhood((5, 9, 13), (3, 4, 5)), torch.bfloat16, 64, 3),
+    ):
+        rows = (near.length, 4), *[(near.length, 2)] * 2, *[(extra, 2)] * 2 * bool(extra)
+        q, k, v, *more = (
+            torch.randn(2, *each, head_dim, device=DEVICE, dtype=dtype, requires_grad=True) for each in rows
+        )
+        options = dict(zip(("extra_k", "extra_v"), more, strict=False))
+        options |= {"extra_padding_mask": padded(extra).expand(2, -1)} if extra else {}
+        for order in (None, Ordering.random(near.length, seed=0)):
+            options |= {"ordering": order, "key_padding_mask": padded(near.length).expand(2, -1) if order else None}
+            out = neighbourhood_attention(q, k, v, near, backend="triton", **options)
+            out.backward(torch.randn_like(out))
+
+
 def merging():
     """Parts as dense kernels leave them, merged and summed at once; drawn, since those kernels are not ours to watch.
 
@@ -183,7 +202,7 @@ def race():
     race_kernel[(1,)](torch.ones(128, device=DEVICE, dtype=torch.int32), num_warps=4)
 
 
-CALLS = (plain, hopper, divided, decoding, merging, by_row, curve, past_the_end, race)
+CALLS = (plain, hopper, divided, decoding, grids, merging, by_row, curve, past_the_end, race)
 FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":

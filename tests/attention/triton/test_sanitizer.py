@@ -34,6 +34,7 @@ FAMILIES = {
         *("triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"),
     },
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
+    "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
     "merging": {"triton.merge.merge_kernel", "triton.merge.sum_kernel"},
     "by_row": {"triton.rows.merge_kernel", "triton.rows.add_kernel"},
     "curve": {"curves.kernels.decode_kernel", "curves.kernels.encode_kernel"},

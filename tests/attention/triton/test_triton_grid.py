@@ -1,29 +1,44 @@
 """The plain kernels for grids equal the oracle; without a GPU they run here in Triton's interpreter."""
 
+from itertools import product
 from math import prod
 
 import pytest
 import torch
 from allpairspy import AllPairs
-from grid_cases import HEADS, MORE, ORDERS, RULES, check, mask_of
+from grid_cases import HEADS, MORE, ORDERS, RULES, SMALL, check, every_rule, mask_of, pairs_of_options
 
 from hilbert_lib import Neighbourhood, neighbourhood_attention
 
 pytest.importorskip("hilbert_lib.attention.triton.grid_launch", reason="triton has no build for this platform")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = list(AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE)), [torch.float32, torch.bfloat16]]))
+DTYPES = torch.float32, torch.bfloat16
+CASES = list(AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE, DTYPES))]))
 
 
 def marked(case):
     """A case that takes the interpreter seconds is left to `make test-all`."""
     rows = prod((*RULES[case[0]][0], *HEADS[case[1]][:2]))
-    return pytest.param(case, marks=pytest.mark.full if DEVICE == "cpu" and rows > 800 else ())
+    return pytest.param(case, marks=pytest.mark.full if DEVICE == "cpu" and rows > 700 else ())
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES], ids=lambda case: "-".join(map(str, case)))
 def test_output_lse_and_gradients_equal_the_oracle(case):
     check(*case, "triton", device=DEVICE)
+
+
+@pytest.mark.parametrize("case", pairs_of_options(DTYPES), ids=str)
+def test_options_in_pairs(case):
+    check(*case, "triton", device=DEVICE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rules", every_rule(SMALL), ids=str)
+def test_all_options_together(rules):
+    """Heads and dtypes in turn."""
+    for n, (order, more) in enumerate(product(ORDERS, MORE)):
+        check(rules, list(HEADS)[n % 3], order, more, DTYPES[n // 3 % 2], "triton", device=DEVICE)
 
 
 def test_what_is_no_number_reaches_only_those_who_see_it():

@@ -63,6 +63,19 @@ def test_every_side_computes_its_function_with_the_counted_blocks(records):
     assert merged[["touched_x", "full_x"]].values.tolist() == merged[["touched_y", "full_y"]].values.tolist()
 
 
+def test_what_others_compute_is_paired_with_raster_and_held_against_float64():
+    def doubled(*arguments):
+        return 2 * attention(*arguments)
+
+    work = GridWork(Neighbourhood((6, 6), 3), 16, 2, 8, CPU, "float32")
+    pairs = compare_orders([work], attention, reordered, dense, orders=("hilbert",), others={"other": doubled})
+    records = run_sides(pairs, device=CPU)
+    assert ratio_table(records, "neighbourhood").query("b == 'other'").a.tolist() == ["raster"]
+    sides = side_table(records, "neighbourhood").set_index("name")
+    assert sides.error.other > 0.5 > 100 * sides.error.raster
+    assert sides.touched.isna()[["other", "dense"]].all()
+
+
 @pytest.mark.parametrize("window", [5, 12])
 def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
     near = Neighbourhood((12, 12), window)
