@@ -8,6 +8,7 @@ attention   dilated_attention, explain_backend, DilatedAttention, MultiheadDilat
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
+            ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
 limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
 with [suite] select_attention_backend, SafeBenchmarkRunner; the command `hilbert`
 
@@ -39,8 +40,11 @@ PUBLIC = {
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.pattern": ("DilatedPattern",),
     "hilbert_lib.ring.attention": ("ring_dilated_attention",),
-    "hilbert_lib.ring.module": ("RingDilatedAttention", "gather", "shard"),
+    "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
+    "hilbert_lib.ring.neighbourhood": ("ring_neighbourhood_attention",),
+    "hilbert_lib.ring.plan.halo": ("plan_halo",),
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
+    "hilbert_lib.ring.plan.shards": ("Rectangles", "Runs"),
 }
 _get, __dir__ = lazily(__name__, PUBLIC)
 
@@ -85,6 +89,11 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     from hilbert_lib.pattern import DilatedPattern as DilatedPattern
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
     from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention
+    from hilbert_lib.ring.module import RingNeighbourhoodAttention as RingNeighbourhoodAttention
     from hilbert_lib.ring.module import gather as gather
     from hilbert_lib.ring.module import shard as shard
+    from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention as ring_neighbourhood_attention
+    from hilbert_lib.ring.plan.halo import plan_halo as plan_halo
     from hilbert_lib.ring.plan.plan import plan_ring as plan_ring
+    from hilbert_lib.ring.plan.shards import Rectangles as Rectangles
+    from hilbert_lib.ring.plan.shards import Runs as Runs

@@ -59,14 +59,9 @@ class Axis:
         seen = (ahead >= 0) & (ahead < self.window) & (query % self.dilation == key % self.dilation)
         return seen & (key_rank <= rank) if self.is_causal else seen
 
-    def pairs(self) -> int:
-        """Pairs of a query and a key that attend."""
-        if not self.is_causal and self.edge != "clip":
-            return self.cells * self.window
-        cell = torch.arange(self.cells, device="cpu")
-        (rank, count), start = self.ranks(cell), self.start(cell)
-        end = rank + 1 if self.is_causal else torch.minimum(start + self.window, count)
-        return int((end - start.clamp(min=0)).sum())
+    def pairs(self, queries: slice = slice(None)) -> int:
+        """Pairs of a query, of all or of some neighbouring ones, and a key that attend."""
+        return int(windows(self)[1][queries].sum())
 
 
 @dataclass(frozen=True)
@@ -210,17 +205,18 @@ class AxisTiles(NamedTuple):
     seen: Tensor  # (tiles, queries, keys) bool
 
 
-def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu") -> AxisTiles:
-    """The queries of an axis, up to `size` of one residue in a tile, with the keys of each tile.
+def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells: range | None = None) -> AxisTiles:
+    """The queries of an axis, or only `cells` of it, up to `size` of one residue in a tile; and the keys of each tile.
 
     >>> axis_tiles(Axis(4, 3, 1, 1, False, "clip"), 2).keys.tolist()
     [[-1, 0, 1, 2], [1, 2, 3, -1]]
     """
-    residue = torch.arange(axis.dilation, device=device)[:, None, None]
-    most = -(-axis.cells // axis.dilation)
+    cells = range(axis.cells) if cells is None else cells
+    offset = torch.arange(cells.start, cells.start + axis.dilation, device=device)[:, None, None]
+    most = -(-len(cells) // axis.dilation)
     first = torch.arange(0, most, size, device=device)[None, :, None]
-    queries = ((first + torch.arange(min(size, most), device=device)) * axis.dilation + residue).flatten(0, 1)
-    there = queries < axis.cells
+    queries = ((first + torch.arange(min(size, most), device=device)) * axis.dilation + offset).flatten(0, 1)
+    there = queries < cells.stop
     queries, there = queries[there[:, 0]], there[there[:, 0]]
     own = queries.clamp(max=axis.cells - 1)
     rank, count = axis.ranks(own)
@@ -228,7 +224,7 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu") -> Axi
     end = rank + 1 if axis.is_causal else start + axis.window
     begin = start.where(there, axis.cells).amin(1)
     span = int((end.where(there, -axis.cells).amax(1) - begin).amax())
-    span = min(span, most) if axis.edge == "wrap" else span
+    span = min(span, axis.cells // axis.dilation) if axis.edge == "wrap" else span
     ranks = begin[:, None] + torch.arange(span, device=device)
     count = count[:, :1]
     inside = (ranks >= 0) & (ranks < count)
@@ -236,7 +232,19 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu") -> Axi
         ranks, inside = ranks % count, torch.ones_like(inside)
     keys = (ranks * axis.dilation + queries[:, :1] % axis.dilation).where(inside, -1)
     seen = axis.attends(own[:, :, None], keys.clamp(min=0)[:, None]) & there[:, :, None] & inside[:, None]
-    return AxisTiles(queries.where(there, -1), keys, seen)
+    return AxisTiles(queries.where(there, -1), keys.where(seen.any(1), -1), seen)
+
+
+def windows(axis: Axis) -> tuple[Tensor, Tensor]:
+    """The first key of each cell's window, and how many it has; where they go round, past the end stands for from 0."""
+    cell = torch.arange(axis.cells, device="cpu")
+    (rank, count), first = axis.ranks(cell), axis.start(cell)
+    if axis.edge == "wrap":
+        first, end = first % count, first % count + axis.window
+    else:
+        end = rank + 1 if axis.is_causal else torch.minimum(first + axis.window, count)
+        first = first.clamp(min=0)
+    return first * axis.dilation + cell % axis.dilation, end - first
 
 
 class Blocks(NamedTuple):

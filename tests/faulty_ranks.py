@@ -39,6 +39,11 @@ def last_rank_breaks(arguments: dict) -> object:
     if dist.get_rank() == dist.get_world_size() - 1:
         print(f"this rank {arguments['fault']}", file=sys.stderr, flush=True)
         return FAULTS[arguments["fault"]]()
+    if arguments.get("on_grid"):
+        from hilbert_lib import Neighbourhood, ring_neighbourhood_attention
+
+        x = torch.ones(1, 8, 1, 4)
+        ring_neighbourhood_attention(x, x, x, Neighbourhood((8 * dist.get_world_size(),), 3))
     dist.barrier()
 
 

@@ -2,12 +2,16 @@
 
 from functools import cache, lru_cache
 from itertools import product
+from math import prod
 
 import torch
 from allpairspy import AllPairs
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
+from hilbert_lib.attention.grids import operators
+from hilbert_lib.attention.grids.request import Part, Request, Tensors
 from hilbert_lib.grid import EDGES
 
 # shape, window, dilation, stride, is_causal, edge
@@ -21,6 +25,7 @@ RULES = {
     "whole": ((5, 6), (5, 6), 1, 1, False, "wrap"),
     "volume": ((4, 5, 6), (2, 3, 5), (1, 1, 1), (1, 2, 1), False, ("shift", "clip", "wrap")),
     "volume, dilated": ((6, 5, 7), (3, 1, 3), (2, 1, 2), 1, (True, False, False), "clip"),
+    "alone": ((6, 4), (1, 4), 1, 1, False, "shift"),
     "volume, small": ((1, 1, 3), (1, 1, 2), 1, 1, False, "shift"),
 }
 # The options of a neighbourhood by themselves: axes, edge, is_causal, stride, dilation.
@@ -106,6 +111,24 @@ def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: b
     return seen
 
 
+@st.composite
+def grids(draw):
+    """Random neighbourhoods of up to 300 cells."""
+    axes = draw(st.integers(1, 3))
+    most = (40, 14, 6)[axes - 1]
+    fields = []
+    for _ in range(axes):
+        dilation, is_causal = draw(st.integers(1, 3)), draw(st.booleans())
+        edge = draw(st.sampled_from(EDGES[:2] if is_causal else EDGES))
+        window = draw(st.integers(1, max(1, most // dilation)))
+        stride = draw(st.integers(1, min(window, 4)))
+        least = window * dilation
+        step = stride * dilation if edge == "wrap" else 1
+        cells = -(-draw(st.integers(least, max(least, most))) // step) * step
+        fields.append((cells, window, dilation, stride, is_causal, edge))
+    return Neighbourhood(*map(tuple, zip(*fields, strict=True)))
+
+
 @cache
 def mask_of(near: Neighbourhood) -> Tensor:
     """Who sees whom: (queries, keys) bool, row by row."""
@@ -189,3 +212,108 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
     for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
         right = stored(theirs) if n < 3 else theirs
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
+
+
+def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
+    """A part of a grid as `check_part` takes it: the shortest boxes of keys that hold what the queries see."""
+    keys = []
+    for n, (side, own) in enumerate(zip(near.shape, queries, strict=True)):
+        rules = (near.window, near.dilation, near.stride, near.is_causal, near.edge)
+        seen = set().union(*seen_along(side, *(rule[n] for rule in rules))[own.start : own.stop])
+        keys.append(shortest(side, seen, near.edge[n] == "wrap"))
+    part = Part(rows, queries, tuple(keys), in_float=rows == queries)
+    at_rows, at_queries, at_keys = (_positions(box, near.shape) for box in part[:3])
+    return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
+
+
+def shortest(side: int, cells: set[int], goes_round: bool) -> range:
+    """The shortest run of cells of an axis that holds some."""
+    firsts = ((x, size) for size in range(1, side + 1) for x in range(side if goes_round else side - size + 1))
+    lines = (range(x, x + size) for x, size in firsts)
+    return next(line for line in lines if cells <= {x % side for x in line})
+
+
+def listed(near: Neighbourhood, count: int, seed: int) -> tuple:
+    """A part of any cells, which are found through a table, and of all that they see."""
+    own, rest = torch.randperm(near.length, generator=torch.Generator().manual_seed(seed)).tensor_split([count])
+    keys = torch.cat([own, rest[mask_of(near)[own][:, rest].any(0)]])
+    whole = tuple(map(range, near.shape))
+    return near, Part(whole, whole, whole, True), own, torch.ones(count, dtype=torch.bool), keys, True
+
+
+@st.composite
+def parts(draw):
+    """A neighbourhood, a part of its grid, the cells in its rows of q, which of these are computed, and those of k; and
+    whether they are found through a table."""
+    near = draw(grids())
+    if draw(st.booleans()):
+        return listed(near, draw(st.integers(1, near.length)), draw(st.integers(0, 9)))
+    rows, queries = [], []
+    for side in near.shape:
+        first = draw(st.integers(0, side - 1))
+        last = draw(st.integers(first + 1, side))
+        queries.append(range(first, last))
+        rows.append(range(draw(st.integers(0, first)), draw(st.integers(last, side))))
+    return boxed(near, tuple(rows), tuple(queries))
+
+
+def ranges(*ends: int) -> tuple[range, ...]:
+    return tuple(range(*ends[n : n + 2]) for n in range(0, len(ends), 2))
+
+
+# Of some rules the rows that are held, and those of them that are computed; or how many cells are listed.
+PARTS = {
+    "plane, wrapped": (ranges(0, 4, 8, 12), ranges(0, 3, 9, 12)),
+    "plane, dilated": (ranges(4, 9, 3, 13), ranges(5, 8, 3, 11)),
+    "line, causal": (ranges(4, 19), ranges(5, 15)),
+    "volume": (ranges(1, 3, 0, 5, 4, 6), ranges(1, 3, 1, 4, 4, 6)),
+    "plane, causal": 20,
+}
+
+
+def part_of(rules: str) -> tuple:
+    """One of these parts, as `check_part` takes it."""
+    near, cells = neighbourhoods(rules, "one"), PARTS[rules]
+    return listed(near, cells, 0) if isinstance(cells, int) else boxed(near, *cells)
+
+
+def _positions(box, shape: tuple[int, ...]) -> Tensor:
+    # Row by row; what is past a side goes on from 0.
+    cells = product(*([cell % side for cell in line] for line, side in zip(box, shape, strict=True)))
+    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells])
+
+
+def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> None:
+    """Run attention of a part of a grid and compare it with that of the whole: output, lse and gradients."""
+    near, part, rows, computed, keys, gathered = case
+    generator, scale = torch.Generator().manual_seed(0), 0.7
+    sizes = [(near.length, 2), (near.length, 1), (near.length, 1), (2, 1), (2, 1), (near.length, 2)]
+    *whole, dout = (torch.randn(1, n, h, head_dim, generator=generator).to(dtype) for n, h in sizes)
+    hidden = torch.rand(1, near.length, generator=generator) < 0.2
+    queries = rows[computed]
+    dout[:, [n for n in range(near.length) if n not in set(queries.tolist())]] = 0
+    leaves = [x.double().requires_grad_() for x in whole]
+    out, lse = dense(*leaves, near, scale, hidden)
+    expected = torch.autograd.grad(out, leaves, dout.double())
+    slots = None
+    if gathered:
+        slots = torch.full((near.length,), -1, dtype=torch.int32)
+        slots[keys] = torch.arange(len(keys), dtype=torch.int32)
+        slots = slots.to(device)
+    mine = [x[:, at].to(device) for x, at in zip(whole, (rows, keys, keys, slice(None), slice(None)), strict=True)]
+    request = Request((near,), scale, None, hidden[:, keys].to(device), None, part, slots)
+    got, got_lse = operators.forward(Tensors(*mine), request, backend)
+    close, close_lse, close_grad = TOLERANCE[dtype]
+    torch.testing.assert_close(got[:, computed].cpu().double(), out[:, queries].detach(), atol=close, rtol=0)
+    torch.testing.assert_close(
+        got_lse[:, :, computed].cpu().double(), lse[:, :, queries].detach(), atol=close_lse, rtol=0
+    )
+    # What lies in rows that are not computed changes nothing.
+    given_in, lse_in = computed.to(device)[:, None, None], torch.where(computed.to(device), got_lse, torch.nan)
+    got, douts = torch.where(given_in, got, 7.0), torch.where(given_in, dout[:, rows].to(device), 7.0)
+    grads = operators.backward(douts, Tensors(*mine), got, lse_in, request, backend)
+    assert grads.k.dtype == grads.v.dtype == (got_lse.dtype if part.in_float else dtype)
+    for n, (found, right) in enumerate(zip(grads, expected, strict=True)):
+        found, right = found.cpu().double(), right[:, rows if n == 0 else keys if n < 3 else slice(None)]
+        found, right = (x[:, computed] if n == 0 else x for x in (found, right))
+        torch.testing.assert_close(found, right, atol=close_grad, rtol=close_grad / 10)

@@ -132,7 +132,7 @@ def in_a_group_of_every_backend() -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class _NoGradient(torch.autograd.Function):
+class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -146,7 +146,7 @@ def one_rank_has_no_gradient() -> bool:
     """Whether a rank whose result reaches no loss still gives the others theirs, as one whose gradient is 0."""
     first, call = dist.get_rank() == 0, partial(ring_dilated_attention, pattern=DilatedPattern(*BRANCHES["longer"]))
     found = []
-    for leave in (_NoGradient.apply, lambda out: out * 0.0):
+    for leave in (NoGradient.apply, lambda out: out * 0.0):
         leaves = [x.requires_grad_() for x in inputs(8)[:3]]
         out = call(*leaves)
         found.append(torch.autograd.grad((leave(out) if first else out).sum(), leaves))

@@ -25,15 +25,16 @@ FLOORS = {
         *("call", "dropout", "grids.request", "triton", "merge", "backends", "rules", "measured_rules", "choice"),
         *("flop_count", "registration", "operators", "api", "modules", "grids", "explain"),
     ],
-    "ring": ["plan", "rank", "agreement", "attention", "module"],
+    "ring": ["plan", "rank", "agreement", "attention", "neighbourhood", "module"],
 }
 FOLDERS = {
     "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention "
     "NeighbourhoodAttention",
     "attention.grids": "neighbourhood_attention NeighbourhoodAttention",
     "curves": "curve_coordinates curve_index",
-    "ring": "RingDilatedAttention gather plan_ring ring_dilated_attention run_ranks shard",
-    "ring.plan": "plan_ring",
+    "ring": "Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
+    "ring_dilated_attention ring_neighbourhood_attention run_ranks shard",
+    "ring.plan": "plan_halo plan_ring",
     "launch": "run_ranks run_isolated ProgressiveTester",
     "limits": "SafetyConfig MemorySafetyChecker Watcher estimate_memory",
 }

@@ -1,8 +1,15 @@
-"""`hilbert plan`: what a ring of ranks would send, hold and compute, without a GPU or a process group."""
+"""`hilbert plan`: what ranks would send, hold and compute, without a GPU or a process group."""
+
+from itertools import product
+from math import prod
 
 import click
+from click.core import ParameterSource
 
 from hilbert_lib.cli.options import DTYPES, number, option, usage_errors, work_options
+
+# The options that say something of a grid.
+OF_GRIDS = {"grid", "window", "ranks", "heads", "head_dim", "causal", "batch", "kv_heads", "dtype"}
 
 
 def speeds(text: str) -> list[float]:
@@ -13,9 +20,16 @@ def speeds(text: str) -> list[float]:
         raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1") from None
 
 
+def sides(text: str) -> tuple[int, ...]:
+    """Numbers with an x between them."""
+    return tuple(map(number, text.split("x")))
+
+
 @click.command()
-@click.option("--tokens", type=number, required=True, help="In the whole sequence: 3000, 64k, 16m, 1g.")
-@click.option("--ranks", type=click.IntRange(min=1), required=True, help="That share the sequence.")
+@click.option("--tokens", type=number, help="In the whole sequence: 3000, 64k, 16m, 1g.")
+@click.option("--grid", type=sides, help="Instead of --tokens: sides of a grid, as 512x512.")
+@click.option("--window", type=sides, help="Of the grid: 17, or one for each axis as 17x9.")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="That share the tokens.")
 @work_options(segments="2k:32k", rates="1:16", heads=16)
 @option("--batch", type=click.IntRange(min=1), default=1)
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Of k and v.  [default: as q]")
@@ -23,8 +37,12 @@ def speeds(text: str) -> list[float]:
 @option("--transport", default="auto", help="auto, ring, all_gather or all_to_all.")
 @click.option("--memory-gb", type=click.FloatRange(0, 1e9, min_open=True), help="What the call may take on one rank.")
 @click.option("--weights", type=speeds, help="Relative speeds of the ranks, as 2,1,1.  [default: equal]")
-def plan(tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal, weights, memory_gb, **how) -> None:
-    """Show what dilated attention over several ranks will send, hold and compute, before anything runs.
+@click.pass_context
+def plan(
+    context, tokens, grid, window, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal, weights, memory_gb,
+    **how,
+) -> None:  # fmt: skip
+    """Show what attention over several ranks will send, hold and compute, before anything runs.
 
     A line a branch: how many ranks share one of its segments, the most that one rank sends or receives for it in a
     forward, the transport and why. Then a line a rank: bytes on the wire, forward and backward; memory at the
@@ -34,10 +52,14 @@ def plan(tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal
     such lengths that no rank waits for another. ring_dilated_attention runs this plan where its shards have these
     lengths and it is given the same transport, weights and memory_limit (in bytes).
 
+    With --grid and --window: neighbourhood attention. A line each for strips, for the best rectangles and for runs of a
+    Hilbert curve: the most that one rank receives, computes at its border and holds.
+
     \b
     Example: hilbert plan --tokens 1g --ranks 8 --heads 1 --segment-lengths 2k:1g --dilation-rates 1:512k
     A slow rank:      hilbert plan --tokens 1m --ranks 3 --weights 2,2,1 --causal
     Least memory:     hilbert plan --tokens 1m --ranks 4 --segment-lengths 1m --dilation-rates 4 --transport ring
+    A grid:           hilbert plan --grid 512x512 --window 17 --ranks 8
     """
     import torch
 
@@ -45,11 +67,57 @@ def plan(tokens, ranks, segment_lengths, dilation_rates, kv_heads, dtype, causal
     from hilbert_lib.ring.plan.balance import shard_lengths_for
     from hilbert_lib.ring.plan.plan import plan_ring
 
+    if (tokens is None) == (grid is None) or (grid is None) != (window is None):
+        raise click.UsageError("give --tokens, or --grid and --window")
+    how |= {"kv_heads": kv_heads or how["heads"], "dtype": getattr(torch, dtype)}
+    if grid:
+        given = (each for each in context.params if context.get_parameter_source(each) == ParameterSource.COMMANDLINE)
+        if others := [f"--{each.replace('_', '-')}" for each in given if each not in OF_GRIDS]:
+            raise click.UsageError(f"{', '.join(others)}: not of a grid")
+        how.pop("transport")
+        with usage_errors():
+            click.echo(_compared(grid, window, causal, ranks, how))
+        return
     with usage_errors():
         pattern = DilatedPattern(segment_lengths, dilation_rates)
-        how |= {"kv_heads": kv_heads or how["heads"], "is_causal": causal}
+        how["is_causal"] = causal
         work = {"pattern": pattern, "kv_heads": how["kv_heads"], "is_causal": causal} if weights else {}
         shards = shard_lengths_for(tokens, ranks, weights=weights, **work)
         memory = None if memory_gb is None else int(memory_gb * 1e9)
-        how |= {"dtype": getattr(torch, dtype), "weights": weights, "memory_limit": memory}
+        how |= {"weights": weights, "memory_limit": memory}
         click.echo(str(plan_ring(pattern, shards, **how)))
+
+
+def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, ranks: int, how: dict) -> str:
+    # A line for strips, for the rectangles by which least is received, and for runs of a curve.
+    from hilbert_lib.grid import Neighbourhood
+    from hilbert_lib.ordering import Ordering
+    from hilbert_lib.ring.plan.balance import shard_lengths_for
+    from hilbert_lib.ring.plan.cost import aligned, amount
+    from hilbert_lib.ring.plan.halo import HaloPlan, plan_halo
+    from hilbert_lib.ring.plan.shards import Rectangles, Runs
+
+    near = Neighbourhood(grid, window if len(window) > 1 else window[0], is_causal=causal)
+
+    def most(plan: HaloPlan, field: str) -> int:
+        return max(getattr(cost, field) for cost in plan.ranks)
+
+    counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    parts = [each for each in product(counts, repeat=len(grid)) if prod(each) == ranks]
+    cut = {each: plan_halo(near, Rectangles(each), **how) for each in parts}
+    best = min(parts, key=lambda each: most(cut[each], "received_forward"))
+    curve = Ordering.from_curve("hilbert", near.length, grid=grid if len(grid) > 1 else None)
+    strips = (ranks, *(1,) * (len(grid) - 1))
+    plans = {
+        f"strips {' x '.join(map(str, strips))}": cut[strips],
+        f"rectangles {' x '.join(map(str, best))}": cut[best],
+    }
+    plans["Hilbert runs"] = plan_halo(near, Runs(curve, shard_lengths_for(near.length, ranks)), **how)
+    titles = ("shards", "MB received", "backward", "border", "GB of memory", "backward", "how")
+    rows = []
+    for name, each in plans.items():
+        received = [amount(most(each, f"received_{way}") / 1e6) for way in ("forward", "backward")]
+        held = [amount(most(each, f"memory_{way}") / 1e9) for way in ("forward", "backward")]
+        border = max(cost.border / max(1, cost.cells) for cost in each.ranks)
+        rows.append((name, *received, f"{border:.0%}", *held, each.how))
+    return f"{plans['Hilbert runs'].title}\n\n{aligned(titles, rows, words=1)}"

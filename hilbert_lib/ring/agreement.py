@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +41,17 @@ def check_group(group: object) -> ProcessGroup | DeviceMesh | None:
     if group is not None and not is_group:
         raise TypeError(f"group must be a process group, a 1-D DeviceMesh or None, got {type(group).__name__}")
     return group
+
+
+def in_words(q: Tensor, k: Tensor, options: dict[str, object]) -> dict[str, str]:
+    """What a rank asks for, of which `Agreement` compares every word; of other tensors only whether they are there."""
+
+    def described(x: Tensor) -> str:
+        batch, _, heads, head_dim = x.shape
+        return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
+
+    words = {name: "a tensor" if isinstance(value, Tensor) else repr(value) for name, value in options.items()}
+    return {"q": described(q), "k": described(k)} | words
 
 
 class Agreement:

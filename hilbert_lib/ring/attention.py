@@ -21,14 +21,14 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean, suggesting
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring.agreement import Agreement, resolved
+from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.plan.plan import check_planning, plan_ring
 from hilbert_lib.ring.rank import passes
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.layout import Layout, layout_of
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
-_untraced: Callable | None = None  # `_attend`, which torch.compile leaves alone
+_untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 
 
 @suggesting
@@ -90,7 +90,7 @@ def ring_dilated_attention(
     torch.Size([1, 8, 2, 4])
     >>> dist.destroy_process_group()
     """
-    attend = _uncompiled() if "torch._dynamo" in sys.modules else _attend
+    attend = uncompiled(_attend)
     options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "return_lse": return_lse}
     options |= {"key_padding_mask": key_padding_mask, "kv_ordering": kv_ordering, "backend": backend}
     return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit), validate)
@@ -100,13 +100,15 @@ def ring_dilated_attention(
 ring_dilated_attention._torchdynamo_disable = True
 
 
-def _uncompiled() -> Callable:
-    # After that break torch.compile would go on inside the call, and trace streams. Only where it is loaded: this
-    # imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns of functools' caches).
-    global _untraced
-    if _untraced is None:
-        _untraced = torch.compiler.disable(_attend)
-    return _untraced
+def uncompiled(function: Callable) -> Callable:
+    """The function, inside which torch.compile does not go on after a break of the graph: it would trace streams."""
+    # Only where it is loaded: this imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns
+    # of functools' caches).
+    if "torch._dynamo" not in sys.modules:
+        return function
+    if function not in _untraced:
+        _untraced[function] = torch.compiler.disable(function)
+    return _untraced[function]
 
 
 class _Asked(NamedTuple):
@@ -276,11 +278,6 @@ def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
 
 def _request(asked: _Asked) -> dict[str, str]:
     # What all ranks must agree on, in words.
-    def described(x: Tensor) -> str:
-        batch, _, heads, head_dim = x.shape
-        return f"{x.dtype} of batch {batch}, heads {heads}, head_dim {head_dim} on {x.device.type}"
-
     options = vars(asked.call) | asked.planning
     options |= {"kv_ordering": asked.kv_ordering, "backend": asked.backend, "requires_grad": asked.gradient}
-    words = {name: "a tensor" if isinstance(value, Tensor) else repr(value) for name, value in options.items()}
-    return {"q": described(asked.q), "k": described(asked.k)} | words
+    return in_words(asked.q, asked.k, options)

@@ -1,4 +1,4 @@
-"""Dilated attention over ranks as a module; and a sequence split into shards in rank order, and put together again."""
+"""Attention over ranks as modules; and a sequence split into shards in rank order, and put together again."""
 
 import copy
 from collections.abc import Sequence
@@ -11,19 +11,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention.api import check_backend, check_dropout, check_scale
-from hilbert_lib.checks import boolean, integer
-from hilbert_lib.ordering import OrderingSpec
+from hilbert_lib.attention.grids.registry import BACKENDS as GRID_BACKENDS
+from hilbert_lib.checks import boolean, integer, one_of
+from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 from hilbert_lib.ring.agreement import check_group, resolved
 from hilbert_lib.ring.attention import checked_spec, ring_dilated_attention
+from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention, spread
 from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.plan.plan import check_planning
 
 PLANNING = ("transport", "weights", "memory_limit")
 OPTIONS = ("scale", "kv_ordering", "backend", "validate")
 
 
-class RingDilatedAttention(nn.Module):
+class _OnRanks(nn.Module):
+    def __deepcopy__(self, memo: dict) -> Self:
+        # The copy shares the group, which cannot be copied.
+        memo |= {id(self.group): self.group}
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+
+class RingDilatedAttention(_OnRanks):
     """`ring_dilated_attention` as a module, without parameters. Train and eval differ only by dropout.
 
     Args:
@@ -77,15 +90,56 @@ class RingDilatedAttention(nn.Module):
         options |= {name: getattr(self, name) for name in ("group", *PLANNING, *OPTIONS)}
         return ring_dilated_attention(q, k, v, self.pattern, **options)
 
-    def __deepcopy__(self, memo: dict) -> Self:
-        # The copy shares the group, which cannot be copied.
-        memo |= {id(self.group): self.group}
-        other = memo[id(self)] = self.__class__.__new__(self.__class__)
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return other
-
     def extra_repr(self) -> str:
         names = ("pattern", *PLANNING, "dropout", *OPTIONS)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class RingNeighbourhoodAttention(_OnRanks):
+    """`ring_neighbourhood_attention` as a module, without parameters.
+
+    Args:
+        neighbourhood: which cells a query sees, on the whole grid; or a tuple of one for each KV head.
+        shards, ordering, group, scale, backend, validate: as in `ring_neighbourhood_attention`.
+
+    Raises:
+        TypeError, ValueError: for arguments that `ring_neighbourhood_attention` refuses on all ranks.
+
+    >>> RingNeighbourhoodAttention(Neighbourhood((4, 6), 3), backend="eager").backend
+    'eager'
+    """
+
+    def __init__(
+        self,
+        neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
+        *,
+        shards: Shards | None = None,
+        ordering: Ordering | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
+        scale: float | None = None,
+        backend: str = "auto",
+        validate: bool = True,
+    ):
+        super().__init__()
+        self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
+        spread(shards, ordering, neighbourhood, 1 if shards is None else None)
+        self.group = check_group(group)
+        self.scale = None if scale is None else check_scale(scale)
+        self.backend = one_of("backend", backend, ("auto", *GRID_BACKENDS))
+        self.validate = boolean("validate", validate)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        """The output (batch, rows, heads, head_dim) of `ring_neighbourhood_attention`, which raises what is refused.
+
+        Args:
+            q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
+            options: key_padding_mask, extra_k, extra_v, extra_padding_mask and return_lse, as there.
+        """
+        own = {name: getattr(self, name) for name in ("shards", "ordering", "group", "scale", "backend", "validate")}
+        return ring_neighbourhood_attention(q, k, v, self.neighbourhood, **own, **options)
+
+    def extra_repr(self) -> str:
+        names = ("neighbourhood", "shards", "ordering", "scale", "backend", "validate")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 

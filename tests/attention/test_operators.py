@@ -26,6 +26,7 @@ from hilbert_lib import (
 )
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.grids import operators as grid_operators
+from hilbert_lib.attention.grids.request import Request
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 
@@ -161,8 +162,8 @@ CALLS = {  # backend: what the operators are given beside q, k and v
 @pytest.mark.parametrize(("backend", "extra"), [("eager", 0), ("reference", 3), *((b, 3) for b in BACKENDS[4:])])
 def test_the_operators_on_grids_pass_opcheck(backend, extra):
     leaves = [*qkv(), *(x[:, :extra].detach().requires_grad_() for x in qkv()[1:])]
-    rules = NEAR.shape, NEAR.window, NEAR.dilation, NEAR.stride, NEAR.is_causal, ",".join(NEAR.edge)
-    call = *rules, 0.5, grid_operators._numbers(HILBERT), PADDING, None, backend
+    request = Request((NEAR,) * leaves[1].shape[2], 0.5, HILBERT, PADDING)
+    call = *grid_operators._fields(request), backend
     torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention, (*leaves, *call))
     with torch.no_grad():
         out, lse = torch.ops.hilbert_lib.neighbourhood_attention(*leaves, *call)

@@ -57,11 +57,12 @@ def count_bytes(
 
 @contextmanager
 def counted():
-    """Counts the bytes that torch's collectives carry between ranks, but for the header's."""
-    total = {"sent": 0, "received": 0}
+    """Counts the bytes that torch's collectives carry between ranks, but for the header's, and their calls."""
+    total = {"sent": 0, "received": 0, "calls": 0}
     all_to_all, batched = dist.all_to_all_single, dist.batch_isend_irecv
 
     def counting_all_to_all(output, input, output_split_sizes, input_split_sizes, **options):
+        total["calls"] += 1
         for name, x, sizes in (("sent", input, input_split_sizes), ("received", output, output_split_sizes)):
             row = math.prod(x.shape[1:]) * x.element_size()
             total[name] += row * (sum(sizes) - sizes[dist.get_rank()])
@@ -103,8 +104,8 @@ def peak_memory(
     call.keywords["kv_ordering"] = SPECS[ordering]
     with nullcontext() if device().type == "cuda" else _stand_ins(), _layouts() as layouts:
         torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
-        out, forward = _with_peak(partial(call, *leaves))
-        _, backward = _with_peak(partial(torch.autograd.grad, out, leaves, dout))
+        out, forward = with_peak(partial(call, *leaves))
+        _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
     held = sum(x.nbytes for x in leaves) + _bytes_of(layouts[0])
     held += 0 if ordering == "none" else length * (8 + 8 + 4)  # perm and inverse, int64; slots, int32
     forward, backward = forward + held, backward + held + 2 * dout.nbytes + 4 * length * 8  # dout, out and lse
@@ -166,7 +167,7 @@ def _stand_ins():
         yield
 
 
-def _with_peak(run) -> tuple:
+def with_peak(run) -> tuple:
     """What a call returns, and how many bytes more than before were allocated at its highest point."""
     if device().type == "cuda":
         before = begin_peak(device())

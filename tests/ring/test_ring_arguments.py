@@ -1,11 +1,14 @@
 """What a ring refuses, by the argument's name, before anything is sent: no ranks are needed."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
@@ -26,6 +29,18 @@ def call(**options):
     ring_dilated_attention(X, X, X, DilatedPattern((4,), (1,)), **options)
 
 
+NEAR = Neighbourhood((8, 2), 2)
+
+
+def on_grid(neighbourhood=NEAR, **options):
+    """Without a message, for which there are no ranks."""
+    ring_neighbourhood_attention(X, X, X, neighbourhood, validate=False, **options)
+
+
+def grid_module(neighbourhood=NEAR, **options):
+    RingNeighbourhoodAttention(neighbourhood, **options)
+
+
 def on_one(**options):
     call(group=dist.new_group([0]), **options)
 
@@ -42,6 +57,15 @@ TYPES = [
     (lambda: module(kv_ordering="hilbert"), "kv_ordering must be an OrderingSpec or None, got str"),
     (lambda: module(group="all"), "group must be a process group, a 1-D DeviceMesh or None, got str"),
     (lambda: module(validate="no"), "validate must be True or False, got 'no'"),
+    (
+        lambda: on_grid("window"),
+        "neighbourhood must be a Neighbourhood, or a tuple of one for each KV head; got 'window'",
+    ),
+    (lambda: on_grid(shards=(2, 2)), r"shards must be Rectangles or Runs of an ordering, got \(2, 2\)"),
+    (lambda: on_grid(ordering="hilbert"), "ordering must be an Ordering, got 'hilbert'"),
+    (lambda: on_grid(order=None), "ring_neighbourhood_attention has no argument 'order'; did you mean 'ordering'"),
+    (lambda: grid_module(("window",)), "neighbourhood must be a Neighbourhood"),
+    (lambda: grid_module(backend=1), "backend must be a string"),
     (lambda: shard("x"), "x must be a tensor, got str"),
     (lambda: gather("x"), "x must be a tensor, got str"),
 ]
@@ -54,6 +78,18 @@ VALUES = [
     (lambda: module(transport="rign"), "transport must be one of auto, ring, all_gather, all_to_all; got 'rign'"),
     (lambda: module(backend="fast"), "backend must be .*got 'fast'"),
     (lambda: module(scale=0), "scale must be .*got 0"),
+    (lambda: on_grid(Neighbourhood((8, 3), 2)), r"q must have the 6 cells of rank 0 in Rectangles\(parts=\(4, 1\)"),
+    (lambda: on_grid(shards=Rectangles((2, 1))), "shards must be those of 4 ranks, got Rectangles"),
+    (lambda: on_grid(shards=Rectangles((4,))), r"parts must have one for each of the 2 axes of \(8, 2\), got \(4,\)"),
+    (lambda: on_grid(ordering=Ordering.linear(4)), r"ordering must have the 16 cells of the grid \(8, 2\)"),
+    (
+        lambda: on_grid(ordering=Ordering.linear(16), shards=Rectangles((4, 1))),
+        "ordering must be None where shards are",
+    ),
+    (lambda: on_grid(backend="flex"), "backend='flex' .*computes no part of a grid"),
+    (lambda: on_grid(extra_padding_mask=torch.ones(1, 2).bool()), "extra_padding_mask must be None where there is no"),
+    (lambda: grid_module(shards=Rectangles((4,))), "parts must have one for each of the 2 axes"),
+    (lambda: grid_module(backend="fast"), "backend must be one of auto, .*got 'fast'"),
 ]
 
 
@@ -71,3 +107,4 @@ def test_without_a_process_group_it_says_what_to_call():
 def test_a_rank_outside_a_group_may_hold_its_module(four_ranks):
     others = dist.new_group([2, 3])
     assert RingDilatedAttention(DilatedPattern((4,), (1,)), group=others).group is others
+    assert copy.deepcopy(RingNeighbourhoodAttention(NEAR, group=others)).group is others

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
+from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, ON_GRIDS
 
+from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.attention import _layout
-from hilbert_lib.ring.rank import exchange
+from hilbert_lib.ring.rank import exchange, halo
 from hilbert_lib.ring.rank.layout import Mail
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
@@ -203,6 +205,13 @@ for ranks, cases in COUNTED.items():
 for ranks, cases in MEMORY.items():
     CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
+for ranks, cases in HALOS.items():
+    CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
+for ranks, cases in COUNTED_HALOS.items():
+    CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
+CALLS[4] += [["halo_ranks:peak_memory", {"shards": shards}] for shards in HELD_HALOS]
+CALLS[2] += [["halo_ranks:disagree", {"asked": asked}] for asked, _ in ON_GRIDS.values()]
+CALLS[2] += [["halo_ranks:promises", {}]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 
 
@@ -247,13 +256,52 @@ def check_errors(ranks: int, backend: str) -> None:
 
 
 def check_error(case: dict, found: list[dict]) -> None:
-    for name in NAMES:
+    for name in found[0]:
         mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
         assert mine <= max(2 * one, ROUNDING), f"{name} of {case}: {mine}, and {one} on one process"
 
 
 def name_of(case: dict) -> str:
     return "-".join(str(value) for value in case.values()).replace(", ", "+")
+
+
+def check_halos(ranks: int, backend: str = "gloo") -> None:
+    for case in HALOS[ranks]:
+        check_error(case, answers(ranks, "halo_ranks:compare", case, backend))
+    for case in COUNTED_HALOS.get(ranks, ()):
+        found = answers(ranks, "halo_ranks:count_bytes", case, backend)
+        travels = any(any(counted) for counted, *_ in found)
+        assert travels == (case["rules"] != "alone")
+        calls = [1 + case.get("padded", False), 1] if travels else [0, 0]  # also of a rank that nothing reaches
+        for counted, planned, called in found:
+            assert (counted, called) == (planned, calls), case
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_on_a_grid_too(ranks):
+    check_halos(ranks)
+
+
+@pytest.mark.parametrize("shards", HELD_HALOS, ids=name_of)
+def test_memory_on_a_grid_is_the_plans(shards):
+    for rank in answers(4, "halo_ranks:peak_memory", {"shards": shards}):
+        for allocated, planned in rank:
+            assert 0.93 * planned <= allocated <= 1.15 * planned  # what was sent is freed a little late
+
+
+@pytest.mark.parametrize("what", ON_GRIDS)
+def test_ranks_that_disagree_on_a_grid_all_raise(what):
+    asked, said = ON_GRIDS[what]
+    is_refused = not any("on rank" in words for words in said)
+    for rank, one in enumerate(answers(2, "halo_ranks:disagree", {"asked": asked})):
+        assert all(words in one for words in said), one
+        assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
+
+
+def test_promises_on_a_grid_are_kept():
+    for found in answers(2, "halo_ranks:promises", {}):
+        assert [promise for promise, kept in found.items() if not kept] == []
+        assert len(found) == 9
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +328,7 @@ def test_nccl_computes_and_sends_the_same(ranks):
     check_errors(ranks, "nccl")
     for case in COUNTED.get(ranks, ()):
         check_bytes(ranks, case, "nccl")
+    check_halos(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
     for what in DISAGREEMENTS if ranks == 2 else ():
         if what != "backend":  # which serves on a GPU
@@ -411,6 +460,12 @@ def test_a_layout_does_not_depend_on_the_default_device():
     expected = _layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)
     with torch.device("meta"):
         assert repr(_layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)) == repr(expected)
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    near = Neighbourhood((8, 12), (3, 5), edge=("shift", "wrap"))
+    for shards in (Rectangles((2, 2)), Runs(Ordering.linear(96), (40, 56))):
+        expected = halo.layout_of(plan_halo(near, shards, **sizes), 1, torch.device("cpu"))
+        with torch.device("meta"):
+            assert repr(halo.layout_of(plan_halo(near, shards, **sizes), 1, torch.device("cpu"))) == repr(expected)
 
 
 class _Rank:

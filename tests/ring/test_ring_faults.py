@@ -72,6 +72,16 @@ def test_the_rank_that_broke_is_named_with_its_cause(fault):
     assert fault != "stalls" or any("in stall" in line for line in error.output), "it must show where"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["is killed", "stalls", "raises"])
+def test_ranks_that_wait_in_attention_on_a_grid_end_too(fault):
+    status, cause = BROKEN[fault]
+    options = STALLED if status == "stalled" else {}
+    error = fault_of("faulty_ranks:last_rank_breaks", 3, {"fault": fault, "on_grid": True}, **options)
+    assert (error.ranks, error.status) == ((2,), status)
+    assert re.search(cause, error.cause)
+
+
 def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):
     def monotonic():  # the limit passes as soon as both hang, which on a busy machine takes long
         return time.monotonic() + 1000 * (len(os.listdir(os.environ[BEGAN])) == 2)

@@ -54,6 +54,8 @@ class Backend:
         for name, default in _LATER:
             if name not in self.options and getattr(call, name, default) != default:
                 return f"no {name}"
+        if "part" not in self.options and getattr(call, "part", None) is not None:
+            return "computes no part of a grid"
         if self.package and (absent := presence.absence(self.package)):
             return absent
         refused = self.here(q, call) or self.limits(q, call)

@@ -69,13 +69,18 @@ def neighbourhood_attention(
         q, k, v, neighbourhood, ordering=ordering, scale=scale, extra_k=extra_k, extra_v=extra_v, backend=backend,
         key_padding_mask=key_padding_mask, extra_padding_mask=extra_padding_mask,
     )  # fmt: skip
+    out, lse = operators.forward(given, request, choose(given, request, backend))
+    return (out, lse) if return_lse else out
+
+
+def choose(given: Tensors, request: Request, backend: str) -> str:
+    """The backend that serves a call: the one asked for or the first by rule; ValueError if it cannot."""
     chosen = first_that_serves(given.q, request, _order(given.q, request, backend), BACKENDS)
     if not chosen:
         reasons = explain(given, request, backend).reasons
         told = reasons.get(backend) or ", ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise ValueError(f"backend={backend!r} {told}; see explain_backend")
-    out, lse = operators.forward(given, request, chosen)
-    return (out, lse) if return_lse else out
+    return chosen
 
 
 def explain(given: Tensors, request: Request, backend: str) -> Explanation:
@@ -97,16 +102,19 @@ def _order(q: Tensor, request: Request, backend: str) -> tuple[str, ...]:
 
 def validated(
     q, k, v, neighbourhood, *, ordering=None, scale=None, extra_k=None, extra_v=None, key_padding_mask=None,
-    extra_padding_mask=None, backend="auto", return_lse=False,
+    extra_padding_mask=None, backend="auto", return_lse=False, held: tuple[int, str] | None = None,
 ) -> tuple[Tensors, Request]:  # fmt: skip
-    """The arguments of `neighbourhood_attention`, checked: tensors as autocast casts them, and the rest."""
+    """The arguments of `neighbourhood_attention`, checked: tensors as autocast casts them, and the rest.
+
+    held: if they are not of the whole grid, of how many cells, and in words of which.
+    """
     boolean("return_lse", return_lse)
     q, k, v = check_tensors(q, k, v)
     near = by_kv_head(neighbourhood, k.shape[2])
-    seq = near[0].length
+    seq, whose = held or (near[0].length, f"the grid {near[0].shape}")
     if q.shape[1] != seq or k.shape[1] != seq:
         name, x = ("q", q) if q.shape[1] != seq else ("k", k)
-        raise ValueError(f"{name} must have the {seq} cells of the grid {near[0].shape}, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have the {seq} cells of {whose}, got shape {tuple(x.shape)}")
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     extra_k, extra_v = _checked_extra(k, extra_k, extra_v)
     check_mask("key_padding_mask", key_padding_mask, k)
@@ -124,7 +132,7 @@ def validated(
 
 
 def by_kv_head(given: Neighbourhood | tuple[Neighbourhood, ...], kv_heads: int) -> tuple[Neighbourhood, ...]:
-    """The neighbourhood of each KV head; they differ in window alone."""
+    """The neighbourhood of each KV head, which may differ in window alone."""
     each = tuple(given) if isinstance(given, tuple | list) else (given,) * kv_heads
     for one in each:
         if not isinstance(one, Neighbourhood):

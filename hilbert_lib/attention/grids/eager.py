@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import SPREADS, Backend
 from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids.request import Request, Tensors, slots_of
+from hilbert_lib.attention.grids.request import Part, Request, Tensors, as_returned, joined, slots_of
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import AxisTiles, Neighbourhood, axis_tiles
 
@@ -70,7 +70,7 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
                 sums[n + 2][:, : given.extra_k.shape[1]] += both[..., keys:, :].sum(1).transpose(1, 2)
         for n, (whole, part) in enumerate(zip(rows, sums, strict=True)):
             whole[:, :, which if n == 0 else own] = part
-    return Tensors(*(x[:, : y.shape[1]].to(y.dtype) for x, y in zip(rows, given, strict=True)))
+    return as_returned(Tensors(*(x[:, : y.shape[1]] for x, y in zip(rows, given, strict=True))), given, request)
 
 
 def _of_heads(given: Tensors, kv_heads: list[int]) -> tuple[Tensors, slice | Tensor]:
@@ -105,11 +105,12 @@ def _by_row(x: Tensor, like: Tensor) -> Tensor:
 
 def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_Tile]:
     q, k, v, extra_k, extra_v = (x.to(working_dtype(x.dtype)) for x in given)
-    axes = _axes(near, q.device)
+    gathered = request.slots is not None
+    axes, q_sides, k_sides = _axes(near, request.part, gathered, q.device)
     rows, keys = (prod(axis[side].shape[1] for axis in axes) for side in (0, 1))
     tiles = prod(len(axis.queries) for axis in axes)
     size = max(1, CHUNK // (q.shape[0] * q.shape[2] * rows * (keys + extra_k.shape[1])))
-    past = torch.full((), near.length, device=q.device)
+    past_q, past_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
     firsts = range(0, tiles, size)
     for first in firsts[:3] if q.is_meta else firsts:  # where memory is counted: the others take no more
         number = torch.arange(first, min(first + size, tiles), device=q.device)
@@ -117,11 +118,13 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
         for axis in reversed(axes):  # torch's unravel_index copies from the host, which a CUDA graph cannot capture
             own.insert(0, number % len(axis.queries))
             number = number // len(axis.queries)
-        queries, seen_by = _joined(near, [axis.queries[n] for axis, n in zip(axes, own, strict=True)])
-        cells, there = _joined(near, [axis.keys[n] for axis, n in zip(axes, own, strict=True)])
+        queries, is_query = joined(q_sides, [axis.queries[n] for axis, n in zip(axes, own, strict=True)])
+        cells, there = joined(k_sides, [axis.keys[n] for axis, n in zip(axes, own, strict=True)])
         seen = _seen([axis.seen[n] for axis, n in zip(axes, own, strict=True)])
-        queries = slots_of(request, queries).where(seen_by, past).flatten()
-        slots = slots_of(request, cells).where(there, past).flatten()
+        queries, cells = slots_of(request, queries), slots_of(request, cells)
+        if gathered:  # a box holds cells of others too
+            is_query, there = is_query & (queries >= 0) & (queries < past_q), there & (cells >= 0)
+        queries, slots = queries.where(is_query, past_q).flatten(), cells.where(there, past_k).flatten()
         qs = _gathered(q, queries, q.new_empty(q.shape[0], len(number), k.shape[2], 0, 0))
         ks, vs = (_gathered(x, slots, qs) for x in (k, v))
         hidden = ~seen[None]
@@ -144,18 +147,20 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
 
 
 @cached_for_graphs(maxsize=64)
-def _axes(near: Neighbourhood, device: torch.device) -> tuple[AxisTiles, ...]:
-    tiles = (axis_tiles(axis, size) for axis, size in zip(near.axes, TILE[len(near.axes)], strict=True))
-    return tuple(AxisTiles(*(x.to(device) for x in each)) for each in tiles)
-
-
-def _joined(near: Neighbourhood, lines: list[Tensor]) -> tuple[Tensor, Tensor]:
-    # Positions of the cells (tiles, n) of a product of lines, and which exist.
-    cell, there = lines[0], lines[0] >= 0
-    for side, line in zip(near.shape[1:], lines[1:], strict=True):
-        cell = (cell[:, :, None] * side + line[:, None]).flatten(1)
-        there = (there[:, :, None] & (line >= 0)[:, None]).flatten(1)
-    return cell, there
+def _axes(
+    near: Neighbourhood, part: Part | None, gathered: bool, device: torch.device
+) -> tuple[list[AxisTiles], tuple[int, ...], tuple[int, ...]]:
+    # Tiles along each axis, and the sides of the boxes in which their queries and keys are counted.
+    tiles, cells = TILE[len(near.axes)], part.queries if part else [None] * len(near.axes)
+    made = (axis_tiles(axis, size, "cpu", own) for axis, size, own in zip(near.axes, tiles, cells, strict=True))
+    axes = [AxisTiles(*(x.to(device) for x in each)) for each in made]  # "meta", where memory is counted, has no values
+    if part is None or gathered:
+        return axes, near.shape, near.shape
+    for n, ((queries, keys, seen), side) in enumerate(zip(axes, near.shape, strict=True)):
+        queries = (queries - part.rows[n].start).where(queries >= 0, -1)
+        keys = ((keys - part.keys[n].start) % side).where(keys >= 0, -1)
+        axes[n] = AxisTiles(queries, keys, seen)
+    return axes, tuple(map(len, part.rows)), tuple(map(len, part.keys))
 
 
 def _seen(lines: list[Tensor]) -> Tensor:
@@ -173,4 +178,5 @@ BACKEND = Backend(
     functions=lambda device: (forward, backward),
     reads_orderings=True,
     caveat=SPREADS,
+    options=("part",),
 )

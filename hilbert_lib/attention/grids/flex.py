@@ -24,7 +24,7 @@ from hilbert_lib.attention.backends.flex import (
     compiled_flex_attention,
 )
 from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids.request import Request, Tensors, cells_of, padding_of
+from hilbert_lib.attention.grids.request import Request, Tensors, padding_of
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Axis, Neighbourhood, mask_blocks
 from hilbert_lib.machine import kernel_mode
@@ -89,7 +89,8 @@ def block_mask(
     way.
     """
     seq = windows[0].length
-    cells = torch.unravel_index(cells_of(Request(windows, ordering=ordering), device), windows[0].shape)
+    cells = torch.arange(seq, device=device) if ordering is None else ordering.to(device).perm
+    cells = torch.unravel_index(cells, windows[0].shape)
     rules = [_rule([near.axes[n] for near in windows], cell) for n, cell in enumerate(cells)]
 
     def attends(b, h, query, key):

@@ -27,4 +27,5 @@ BACKEND = Backend(
     here=lambda q, request: absence(q.device),
     reads_orderings=True,
     workspace=_workspace,
+    options=("part",),
 )

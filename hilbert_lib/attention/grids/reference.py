@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids.request import Request, Tensors, cells_of, padding_of
+from hilbert_lib.attention.grids.request import Request, Tensors, as_returned, cells_of, padding_of
 
 
 def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     """Gradients of q, k, v and of the extra keys: dS = P * (dP - delta), delta = rowsum(dout * out)."""
     dtype = working_dtype(dout.dtype)
     grads = Tensors(*(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in given))
-    seq = given.q.shape[1]
+    keys = given.k.shape[1]
     for g, heads in enumerate(_groups(given)):
         qh, kh, vh, mask = _head(given, request, heads, g)
         dh = dout[:, :, heads].to(dtype)
@@ -40,8 +40,8 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
         dk = torch.einsum("bhqk,bqhd->bkd", dscores, qh) * request.scale
         grads.q[:, :, heads] = torch.einsum("bhqk,bkd->bqhd", dscores, kh) * request.scale
         for whole, extra, both in ((grads.k, grads.extra_k, dk), (grads.v, grads.extra_v, dv)):
-            whole[:, :, g], extra[:, :, g] = both[:, :seq], both[:, seq:]
-    return Tensors(*(x.to(dout.dtype) for x in grads))
+            whole[:, :, g], extra[:, :, g] = both[:, :keys], both[:, keys:]
+    return as_returned(grads, given, request)
 
 
 def _groups(given: Tensors) -> list[slice]:
@@ -51,13 +51,14 @@ def _groups(given: Tensors) -> list[slice]:
 
 
 def _head(given: Tensors, request: Request, heads: slice, g: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # q of the heads, all keys and values of their KV head, and who sees whom (batch, 1, seq, seq + extra).
+    # q of the heads, all keys and values of their KV head, and who sees whom (batch, 1, seq, keys + extra).
     dtype = working_dtype(given.q.dtype)
     k, v = torch.cat([given.k, given.extra_k], 1)[:, :, g], torch.cat([given.v, given.extra_v], 1)[:, :, g]
-    cells = cells_of(request, k.device)
+    queries, keys = cells_of(given, request)
     batch, extra = given.extra_k.shape[:2]
-    mask = request.neighbourhoods[g].attends(cells[:, None], cells)
-    mask = torch.nn.functional.pad(mask, (0, extra), value=True).expand(batch, 1, -1, -1)
+    mask = request.neighbourhoods[g].attends(queries[:, None].clamp(min=0), keys)
+    mask = torch.nn.functional.pad(mask, (0, extra), value=True) & (queries >= 0)[:, None]
+    mask = mask.expand(batch, 1, -1, -1)
     return given.q[:, :, heads].to(dtype), k.to(dtype), v.to(dtype), mask & ~padding_of(given, request)[:, None, None]
 
 
@@ -77,4 +78,5 @@ BACKEND = Backend(
     colour="#AA4499",
     functions=lambda device: (forward, backward),
     reads_orderings=True,
+    options=("part",),
 )

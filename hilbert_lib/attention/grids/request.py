@@ -11,6 +11,18 @@ from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 
 
+class Part(NamedTuple):
+    """Some queries of a grid and what they see: boxes of cells, a range for each axis, stored row by row.
+
+    Where an axis wraps, past its end stands for from 0. With `Request.slots` a box only says where cells may be.
+    """
+
+    rows: tuple[range, ...]  # the cells of q, out and lse
+    queries: tuple[range, ...]  # those of them that are computed
+    keys: tuple[range, ...]  # the cells of k and v: all that these see, each once
+    in_float: bool = False  # whether gradients of k and v are returned as they are summed, in float32 or float64
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One validated call of neighbourhood attention."""
@@ -20,6 +32,8 @@ class Request:
     ordering: Ordering | None = None  # in which tokens are stored; None row by row
     key_padding_mask: Tensor | None = None  # (batch, seq) bool, True = no weight, by slots
     extra_padding_mask: Tensor | None = None  # (batch, extra) bool
+    part: Part | None = None  # of the grid
+    slots: Tensor | None = None  # (cells of the grid,) int32, each one's row in k, -1 for none: q has the first ones
 
     @cached_property
     def heads_by_window(self) -> dict[Neighbourhood, list[int]]:
@@ -40,15 +54,38 @@ class Tensors(NamedTuple):
     extra_v: Tensor
 
 
-def cells_of(request: Request, device: torch.device) -> Tensor:
-    """The cell in each slot."""
-    if request.ordering is None:
-        return torch.arange(request.neighbourhoods[0].length, device=device)
-    return request.ordering.to(device).perm
+def cells_of(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """The cell in each row of q, -1 where it is not computed, and in each row of k."""
+    device, part, near = given.q.device, request.part, request.neighbourhoods[0]
+    if request.slots is not None:
+        there = (request.slots >= 0).nonzero()[:, 0]
+        cells = there[request.slots[there].argsort()]
+        return cells[: given.q.shape[1]], cells
+    if part is None:
+        cells = torch.arange(near.length, device=device)
+        cells = cells if request.ordering is None else request.ordering.to(device).perm
+        return cells, cells
+    lines = [torch.arange(near.shape[n], device=device)[None] for n in range(len(near.shape))]
+    queries = [x.where((x >= own.start) & (x < own.stop), -1) for x, own in zip(lines, part.queries, strict=True)]
+    queries = [x[:, own.start : own.stop] for x, own in zip(queries, part.rows, strict=True)]
+    keys = [x.repeat(1, 2)[:, own.start : own.stop] for x, own in zip(lines, part.keys, strict=True)]
+    (queries, there), (keys, _) = joined(near.shape, queries), joined(near.shape, keys)
+    return queries.where(there, -1)[0], keys[0]
+
+
+def joined(shape: tuple[int, ...], lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Positions in a box of the cells (tiles, n) of a product of lines, and which exist: on no line below 0."""
+    cell, there = lines[0], lines[0] >= 0
+    for side, line in zip(shape[1:], lines[1:], strict=True):
+        cell = (cell[:, :, None] * side + line[:, None]).flatten(1)
+        there = (there[:, :, None] & (line >= 0)[:, None]).flatten(1)
+    return cell, there
 
 
 def slots_of(request: Request, cells: Tensor) -> Tensor:
-    """The slot of each cell."""
+    """The row of each cell in storage."""
+    if request.slots is not None:
+        return request.slots[cells].long()
     return cells if request.ordering is None else request.ordering.to(cells.device).inverse[cells]
 
 
@@ -56,3 +93,9 @@ def padding_of(given: Tensors, request: Request) -> Tensor:
     """Which keys have no weight: (batch, seq + extra) bool."""
     masks = (request.key_padding_mask, given.k), (request.extra_padding_mask, given.extra_k)
     return torch.cat([x.new_zeros(x.shape[:2], dtype=torch.bool) if one is None else one for one, x in masks], 1)
+
+
+def as_returned(sums: Tensors, given: Tensors, request: Request) -> Tensors:
+    """Gradients in the dtypes in which they are returned."""
+    kept = range(1, 3) if request.part and request.part.in_float else ()
+    return Tensors(*(x if n in kept else x.to(y.dtype) for n, (x, y) in enumerate(zip(sums, given, strict=True))))

@@ -2,7 +2,8 @@
 
 A program takes a rectangle of queries and walks over the rectangle of keys that they see, axis by axis in ranks of one
 residue (`hilbert_lib.grid.Axis` has the rules); dk and dv come from rectangles of keys, which walk over the queries
-that see them. Extra keys come last. No atomics: the same bits every time.
+that see them. Extra keys come last. No atomics: the same bits every time. Of a part of a grid `boxes` has, for each
+axis, the first of the cells of q and how many, the first and last + 1 of those computed, and the same of k.
 """
 
 import triton
@@ -12,21 +13,32 @@ from hilbert_lib.attention.triton.geometry import LOG2_E
 
 SHIFT, WRAP = tl.constexpr(0), tl.constexpr(2)  # of hilbert_lib.grid.EDGES
 NOT_SPECIALIZED = [
-    "heads", "group", "extra", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
+    "heads", "group", "extra", "q_rows", "k_rows", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
 ]  # fmt: skip
 
 
 @triton.jit
-def _tile_of(tile, n, d, T: tl.constexpr):
-    """The first rank, the residue and the number of ranks of a tile along an axis."""
-    per = (((n + d - 1) // d) + T - 1) // T
-    residue = tile // per
-    return tile % per * T, residue, (n - residue + d - 1) // d
+def _box(boxes, n, AXIS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr):
+    """Of an axis of q or k: the first cell and how many there are, and the first and last + 1 that are computed."""
+    first, cells, begin, stop = n * 0, n, n * 0, n
+    if PART:
+        at = boxes + 8 * AXIS + 4 * KEYS
+        first, cells, begin, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return first, cells, begin, stop
 
 
 @triton.jit
-def _tiles(n, d, T: tl.constexpr):
-    return d * ((((n + d - 1) // d) + T - 1) // T)
+def _tile_of(tile, begin, stop, n, d, T: tl.constexpr):
+    """Of a tile of the cells from begin to stop: its first rank, the last + 1 of its residue, that, and all ranks."""
+    cell = begin + tile // ((((stop - begin + d - 1) // d) + T - 1) // T)
+    first = cell // d + tile % ((((stop - begin + d - 1) // d) + T - 1) // T) * T
+    residue = cell % d
+    return first, (stop - residue + d - 1) // d, residue, (n - residue + d - 1) // d
+
+
+@triton.jit
+def _tiles(begin, stop, d, T: tl.constexpr):
+    return d * ((((stop - begin + d - 1) // d) + T - 1) // T)
 
 
 @triton.jit
@@ -45,10 +57,10 @@ def _window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """Where the keys of a tile of queries begin, and how many there are."""
     start, _ = _window(first, m, w, s, CAUSAL, EDGE)
-    _, end = _window(tl.minimum(first + T, m) - 1, m, w, s, CAUSAL, EDGE)
+    _, end = _window(tl.minimum(first + T, last) - 1, m, w, s, CAUSAL, EDGE)
     if EDGE == WRAP:
         return start, tl.minimum(end - start, m)
     start = tl.maximum(start, 0)
@@ -56,9 +68,12 @@ def _keys_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.con
 
 
 @triton.jit
-def _queries_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Where the queries begin that see a tile of keys, and how many there are; a few more where the stride is not 1."""
-    last = tl.minimum(first + T, m) - 1
+def _queries_of(first, last, q_first, q_last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Where the queries begin that see a tile of keys, and how many there are; a few more where the stride is not 1.
+
+    Of those from q_first to q_last - 1 or, where the axis wraps, of all.
+    """
+    last = tl.minimum(first + T, last) - 1
     if CAUSAL:
         start = first
         end = last + w
@@ -74,8 +89,8 @@ def _queries_of(first, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.
         return start, tl.minimum(end - start, m)
     if CAUSAL:
         start = first
-    start = tl.maximum(start, 0)
-    return start, tl.minimum(end, m) - start
+    start = tl.maximum(start, q_first)
+    return start, tl.maximum(tl.minimum(end, q_last) - start, 0)
 
 
 @triton.jit
@@ -92,12 +107,20 @@ def _sees(start, end, key, m, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists,
-    GATHER: tl.constexpr,
-):  # fmt: skip
-    """The rows in storage of cells by their ranks."""
-    cell = ((r0 * d0 + residue0) * n1 + (r1 * d1 + residue1)) * n2 + (r2 * d2 + residue2)
+def _line(rank, residue, d, n, first, EDGE: tl.constexpr, PART: tl.constexpr):
+    """The place of a cell among those that are held along an axis."""
+    cell = rank * d + residue
+    if PART:
+        if EDGE == WRAP:
+            cell = tl.where(cell < first, cell + n, cell)
+        cell -= first
+    return cell
+
+
+@triton.jit
+def _rows(c0, c1, c2, n1, n2, inverse, exists, GATHER: tl.constexpr):
+    """The rows in storage of cells; -1 in a part of a grid that does not hold them."""
+    cell = (c0 * n1 + c1) * n2 + c2
     if GATHER:
         cell = tl.load(inverse + cell, mask=exists, other=0)
     return cell.to(tl.int64)
@@ -137,18 +160,24 @@ def _gradients(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
-    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, inverse, padding, extra_padding, scale,
+    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, boxes, inverse, padding, extra_padding, scale,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh, stride_db, stride_dn, stride_dh,
-    heads, group, extra, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     BLOCK_N: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr,
-    BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One rectangle of queries of one head: out and lse or, with BACKWARD, dq."""
     BLOCK_M: tl.constexpr = T0 * T1 * T2
-    tiles1, tiles2 = _tiles(n1, d1, T1), _tiles(n2, d2, T2)
+    q0, _, begin0, stop0 = _box(boxes, n0, 0, 0, PART)
+    q1, side1, begin1, stop1 = _box(boxes, n1, 1, 0, PART)
+    q2, side2, begin2, stop2 = _box(boxes, n2, 2, 0, PART)
+    f0, _, _, _ = _box(boxes, n0, 0, 1, PART)
+    f1, k_side1, _, _ = _box(boxes, n1, 1, 1, PART)
+    f2, k_side2, _, _ = _box(boxes, n2, 2, 1, PART)
+    tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
     program = tl.program_id(0)
     tile2 = program % tiles2
     tile1 = program // tiles2 % tiles1
@@ -157,23 +186,26 @@ def query_kernel(
     b = (tl.program_id(1) // heads).to(tl.int64)
     g = h // group
     w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
-    first0, residue0, m0 = _tile_of(tile0, n0, d0, T0)
-    first1, residue1, m1 = _tile_of(tile1, n1, d1, T1)
-    first2, residue2, m2 = _tile_of(tile2, n2, d2, T2)
+    first0, last0, residue0, m0 = _tile_of(tile0, begin0, stop0, n0, d0, T0)
+    first1, last1, residue1, m1 = _tile_of(tile1, begin1, stop1, n1, d1, T1)
+    first2, last2, residue2, m2 = _tile_of(tile2, begin2, stop2, n2, d2, T2)
 
     rows = tl.arange(0, BLOCK_M)
     r0, r1, r2 = first0 + rows // (T1 * T2), first1 + rows // T2 % T1, first2 + rows % T2
-    exists = (r0 < m0) & (r1 < m1) & (r2 < m2)
+    exists = (r0 < last0) & (r1 < last1) & (r2 < last2)
     start0, end0 = _window(r0, m0, w0, s0, C0, E0)
     start1, end1 = _window(r1, m1, w1, s1, C1, E1)
     start2, end2 = _window(r2, m2, w2, s2, C2, E2)
-    row = _rows(r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists, GATHER)
+    c0 = _line(r0, residue0, d0, n0, q0, E0, PART)
+    c1, c2 = _line(r1, residue1, d1, n1, q1, E1, PART), _line(r2, residue2, d2, n2, q2, E2, PART)
+    row = _rows(c0, c1, c2, side1, side2, inverse, exists, GATHER)
+    if PART and GATHER:
+        exists &= (row >= 0) & (row < q_rows)
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
-    seq = n0 * n1 * n2
     q_tile = tl.load(q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :], mask=here, other=0.0)
-    scalars = (b * heads + h) * seq + row
+    scalars = (b * heads + h) * q_rows + row
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -185,9 +217,11 @@ def query_kernel(
         lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
         delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
 
-    begin0, span0 = _keys_of(first0, m0, w0, s0, T0, C0, E0)
-    begin1, span1 = _keys_of(first1, m1, w1, s1, T1, C1, E1)
-    begin2, span2 = _keys_of(first2, m2, w2, s2, T2, C2, E2)
+    begin0, span0 = _keys_of(first0, last0, m0, w0, s0, T0, C0, E0)
+    begin1, span1 = _keys_of(first1, last1, m1, w1, s1, T1, C1, E1)
+    begin2, span2 = _keys_of(first2, last2, m2, w2, s2, T2, C2, E2)
+    if PART:  # a tile may hold no query
+        span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
     k_head, v_head = k + b * stride_kb + g * stride_kh, v + b * stride_vb + g * stride_vh
     cols = tl.arange(0, BLOCK_N)
     for j in range(0, span0 * span1 * span2, BLOCK_N):
@@ -196,9 +230,13 @@ def query_kernel(
         k0 = _around(begin0 + key // (span1 * span2), m0, E0)
         k1 = _around(begin1 + key // span2 % span1, m1, E1)
         k2 = _around(begin2 + key % span2, m2, E2)
-        slot = _rows(k0, k1, k2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, there, GATHER)
+        x0 = _line(k0, residue0, d0, n0, f0, E0, PART)
+        x1, x2 = _line(k1, residue1, d1, n1, f1, E1, PART), _line(k2, residue2, d2, n2, f2, E2, PART)
+        slot = _rows(x0, x1, x2, k_side1, k_side2, inverse, there, GATHER)
+        if PART and GATHER:
+            there &= slot >= 0
         if PADDING:
-            there &= tl.load(padding + b * seq + slot, mask=there, other=1) == 0
+            there &= tl.load(padding + b * k_rows + slot, mask=there, other=1) == 0
         allowed = there[None, :] & exists[:, None]
         allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
         allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)
@@ -225,7 +263,7 @@ def query_kernel(
             else:
                 acc, total, m = _joined(acc, total, m, q_tile, k_tile, v_tile, allowed, scale, PRECISION)
 
-    out_rows = ((b * seq + row) * heads + h) * HEAD_DIM
+    out_rows = ((b * q_rows + row) * heads + h) * HEAD_DIM
     if BACKWARD:
         tl.store(dq + out_rows[:, None] + dims[None, :], (acc * scale).to(dq.dtype.element_ty), mask=here)
     else:
@@ -238,38 +276,53 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def key_kernel(
-    q, k, v, dout, lse, delta, dk, dv, windows, inverse, padding, scale,
+    q, k, v, dout, lse, delta, dk, dv, windows, boxes, inverse, padding, scale,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
-    heads, group, extra, n0, n1, n2, d0, d1, d2, s0, s1, s2,
+    heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     BLOCK_M: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PRECISION: tl.constexpr,
+    E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one rectangle of keys of a KV head; with EXTRA of a run of extra keys, which every query sees."""
     BLOCK_N: tl.constexpr = T0 * T1 * T2
     kv_heads = heads // group
     g = tl.program_id(1) % kv_heads
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
-    seq = n0 * n1 * n2
+    q0, _, q_begin0, q_stop0 = _box(boxes, n0, 0, 0, PART)
+    q1, side1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
+    q2, side2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)
     cols = tl.arange(0, BLOCK_N)
     if EXTRA:
         slot = (tl.program_id(0) * BLOCK_N + cols).to(tl.int64)
-        exists, keys, span0, span1, span2 = slot < extra, extra, 1, 1, seq
+        exists, keys, span0, span1, span2 = slot < extra, extra, 1, 1, q_rows
     else:
-        keys = seq
-        tiles1, tiles2 = _tiles(n1, d1, T1), _tiles(n2, d2, T2)
+        keys = k_rows
+        f0, _, begin0, stop0 = _box(boxes, n0, 0, 1, PART)
+        f1, k_side1, begin1, stop1 = _box(boxes, n1, 1, 1, PART)
+        f2, k_side2, begin2, stop2 = _box(boxes, n2, 2, 1, PART)
+        tiles1, tiles2 = _tiles(begin1, stop1, d1, T1), _tiles(begin2, stop2, d2, T2)
         program = tl.program_id(0)
         w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
-        first0, residue0, m0 = _tile_of(program // (tiles2 * tiles1), n0, d0, T0)
-        first1, residue1, m1 = _tile_of(program // tiles2 % tiles1, n1, d1, T1)
-        first2, residue2, m2 = _tile_of(program % tiles2, n2, d2, T2)
+        first0, last0, residue0, m0 = _tile_of(program // (tiles2 * tiles1), begin0, stop0, n0, d0, T0)
+        first1, last1, residue1, m1 = _tile_of(program // tiles2 % tiles1, begin1, stop1, n1, d1, T1)
+        first2, last2, residue2, m2 = _tile_of(program % tiles2, begin2, stop2, n2, d2, T2)
         k0, k1, k2 = first0 + cols // (T1 * T2), first1 + cols // T2 % T1, first2 + cols % T2
-        exists = (k0 < m0) & (k1 < m1) & (k2 < m2)
-        slot = _rows(k0, k1, k2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, exists, GATHER)
-        begin0, span0 = _queries_of(first0, m0, w0, s0, T0, C0, E0)
-        begin1, span1 = _queries_of(first1, m1, w1, s1, T1, C1, E1)
-        begin2, span2 = _queries_of(first2, m2, w2, s2, T2, C2, E2)
+        exists = (k0 < last0) & (k1 < last1) & (k2 < last2)
+        c0 = _line(k0, residue0, d0, n0, f0, E0, PART)
+        c1, c2 = _line(k1, residue1, d1, n1, f1, E1, PART), _line(k2, residue2, d2, n2, f2, E2, PART)
+        slot = _rows(c0, c1, c2, k_side1, k_side2, inverse, exists, GATHER)
+        if PART and GATHER:
+            exists &= slot >= 0
+        from0, to0 = (q_begin0 - residue0 + d0 - 1) // d0, (q_stop0 - residue0 + d0 - 1) // d0
+        from1, to1 = (q_begin1 - residue1 + d1 - 1) // d1, (q_stop1 - residue1 + d1 - 1) // d1
+        from2, to2 = (q_begin2 - residue2 + d2 - 1) // d2, (q_stop2 - residue2 + d2 - 1) // d2
+        begin0, span0 = _queries_of(first0, last0, from0, to0, m0, w0, s0, T0, C0, E0)
+        begin1, span1 = _queries_of(first1, last1, from1, to1, m1, w1, s1, T1, C1, E1)
+        begin2, span2 = _queries_of(first2, last2, from2, to2, m2, w2, s2, T2, C2, E2)
+        if PART:  # a tile may hold no key
+            span0 = tl.where(tl.max(exists.to(tl.int32), 0) > 0, span0, 0)
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
@@ -288,15 +341,26 @@ def key_kernel(
             there = query < span0 * span1 * span2
             if EXTRA:
                 row = query.to(tl.int64)
+                if PART and not GATHER:  # those that are computed
+                    x0, x1, x2 = q0 + query // (side1 * side2), q1 + query // side2 % side1, q2 + query % side2
+                    there &= (x0 >= q_begin0) & (x0 < q_stop0) & (x1 >= q_begin1) & (x1 < q_stop1)
+                    there &= (x2 >= q_begin2) & (x2 < q_stop2)
                 allowed = there[:, None] & weighed[None, :]
             else:
                 r0 = _around(begin0 + query // (span1 * span2), m0, E0)
                 r1 = _around(begin1 + query // span2 % span1, m1, E1)
                 r2 = _around(begin2 + query % span2, m2, E2)
-                row = _rows(
-                    r0, r1, r2, residue0, residue1, residue2, n1, n2, d0, d1, d2, inverse, there,
-                    GATHER,
-                )  # fmt: skip
+                if PART and E0 == WRAP:  # others are among them
+                    there &= (r0 >= from0) & (r0 < to0)
+                if PART and E1 == WRAP:
+                    there &= (r1 >= from1) & (r1 < to1)
+                if PART and E2 == WRAP:
+                    there &= (r2 >= from2) & (r2 < to2)
+                x0 = _line(r0, residue0, d0, n0, q0, E0, PART)
+                x1, x2 = _line(r1, residue1, d1, n1, q1, E1, PART), _line(r2, residue2, d2, n2, q2, E2, PART)
+                row = _rows(x0, x1, x2, side1, side2, inverse, there, GATHER)
+                if PART and GATHER:
+                    there &= (row >= 0) & (row < q_rows)
                 start0, end0 = _window(r0, m0, w0, s0, C0, E0)
                 start1, end1 = _window(r1, m1, w1, s1, C1, E1)
                 start2, end2 = _window(r2, m2, w2, s2, C2, E2)
@@ -308,7 +372,7 @@ def key_kernel(
             q_ptrs = q + b * stride_qb + h * stride_qh + row[:, None] * stride_qn + dims[None, :]
             d_ptrs = dout + b * stride_db + h * stride_dh + row[:, None] * stride_dn + dims[None, :]
             q_tile, d_tile = tl.load(q_ptrs, mask=load, other=0.0), tl.load(d_ptrs, mask=load, other=0.0)
-            scalars = (b * heads + h) * seq + row
+            scalars = (b * heads + h) * q_rows + row
             lse_row = tl.load(lse + scalars, mask=there, other=float("-inf"))
             lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)
             delta_row = tl.load(delta + scalars, mask=there, other=0.0)

@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.grids.request import Part, Request, Tensors
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
@@ -29,7 +29,9 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from the merged out and lse; the same bits every time."""
-    grads = Tensors(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given))
+    in_float = request.part is not None and request.part.in_float
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
     dout, out, *computed = as_computed(dout, out, *given)
     given = Tensors(*computed)
     lse, delta = lse.contiguous(), torch.empty(*_by_row(given.q), dtype=torch.float32, device=lse.device)
@@ -56,7 +58,8 @@ def _by_row(q: Tensor) -> tuple[int, int, int]:
 def _of_queries(given: Tensors, request: Request, *, out: Tensor, lse: Tensor, dout=None, delta=None, dq=None) -> Start:
     # Forward or, with dout, dq. q stands in for what is not used.
     q, extra = given.q, given.extra_k.shape[1]
-    named, tiles = _shared(given, request)
+    named = _shared(given, request)
+    tiles = _tiles(request, keys=False)
     names = {f"T{n}": side for n, side in zip(AXES, _sides(request), strict=True)}
     strides = _strides("qkvef", given) | _strides("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
@@ -74,7 +77,7 @@ def _of_keys(
 ) -> Start:  # fmt: skip
     # dk and dv of the grid's keys, or of the extra ones.
     (k, v), (dk, dv) = (x[3:] if extra else x[1:3] for x in (given, grads))
-    named, tiles = _shared(given, request)
+    named = _shared(given, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
     sides = (1, 1, prod(_sides(request))) if extra else _sides(request)
     named |= {f"T{n}": side for n, side in zip(AXES, sides, strict=True)}
@@ -82,7 +85,7 @@ def _of_keys(
     named |= {"k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "dk": dk, "dv": dv, "EXTRA": extra}
     named |= {"PADDING": padding is not None, "padding": given.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
-    tiles = -(-k.shape[1] // prod(sides)) if extra else tiles
+    tiles = -(-k.shape[1] // prod(sides)) if extra else _tiles(request, keys=True)
     return Start(key_kernel, (tiles, k.shape[0] * k.shape[2]), (given.q,), named)
 
 
@@ -95,29 +98,52 @@ def _sides(request: Request) -> tuple[int, int, int]:
     return TILES[16 if is_interpreted() else 64][len(request.neighbourhoods[0].shape)]
 
 
-def _shared(given: Tensors, request: Request) -> tuple[dict, int]:
-    # What every kernel takes, and how many rectangles there are.
-    q, near = given.q, request.neighbourhoods[0]
+def _tiles(request: Request, *, keys: bool) -> int:
+    # How many rectangles of queries or of keys there are.
+    axes, part, found = request.neighbourhoods[0].axes, request.part, 1
+    for n, (axis, side) in enumerate(zip(axes, _sides(request)[3 - len(axes) :], strict=True)):
+        cells = len((part.keys if keys else part.queries)[n]) if part else axis.cells
+        ranks = -(-cells // axis.dilation)
+        found *= axis.dilation * -(-ranks // side)
+    return found
+
+
+def _shared(given: Tensors, request: Request) -> dict:
+    # What every kernel takes.
+    q, near, part = given.q, request.neighbourhoods[0], request.part
     none = Axis(1, 1, 1, 1, False, "shift")
     axes = (none,) * (3 - len(near.axes)) + near.axes
-    sides = _sides(request)
-    ranks = [(-(-axis.cells // axis.dilation), axis.dilation) for axis in axes]
-    tiles = prod(d * -(-m // side) for (m, d), side in zip(ranks, sides, strict=True))
     windows = tuple((1,) * (3 - len(near.axes)) + each.window for each in request.neighbourhoods)
+    inverse = request.slots
+    if request.ordering is not None:
+        inverse = request.ordering.slots(q.device)
     named = {
         "windows": _windows(windows, q.device),
-        "inverse": q if request.ordering is None else request.ordering.slots(q.device),
+        "boxes": q if part is None else _boxes(part, near.shape if request.slots is not None else None, q.device),
+        "inverse": q if inverse is None else inverse,
         "padding": q if request.key_padding_mask is None else request.key_padding_mask.contiguous(),
         "scale": request.scale, "heads": q.shape[2], "group": q.shape[2] // given.k.shape[2],
-        "extra": given.extra_k.shape[1], "HEAD_DIM": q.shape[3], "BLOCK_D": block_d(q.shape[3]),
-        "GATHER": request.ordering is not None, "PRECISION": products_of_float32(), "num_warps": 4,
+        "extra": given.extra_k.shape[1], "q_rows": q.shape[1], "k_rows": given.k.shape[1], "HEAD_DIM": q.shape[3],
+        "BLOCK_D": block_d(q.shape[3]), "GATHER": inverse is not None, "PART": part is not None,
+        "PRECISION": products_of_float32(), "num_warps": 4,
     }  # fmt: skip
     for n, axis in zip(AXES, axes, strict=True):
         named |= {f"n{n}": axis.cells, f"d{n}": axis.dilation, f"s{n}": axis.stride}
         named |= {f"C{n}": axis.is_causal, f"E{n}": EDGES.index("clip" if axis.is_causal else axis.edge)}
-    return named, tiles
+    return named
 
 
 @cached_for_graphs(maxsize=256)
 def _windows(windows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(windows, dtype=torch.int32, device=device)
+
+
+@cached_for_graphs(maxsize=256)
+def _boxes(part: Part, gathered: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    # As the kernels read them; where rows are found through a table, by cells of the whole grid.
+    lines = [(0, 1, 0, 1) * 2] * (3 - len(part.rows))
+    for n, (rows, queries, keys) in enumerate(zip(part.rows, part.queries, part.keys, strict=True)):
+        held = [range(gathered[n])] * 2 if gathered else [rows, keys]
+        pairs = zip(held, (queries, keys), strict=True)
+        lines.append([end for own, some in pairs for end in (own.start, len(own), some.start, some.stop)])
+    return torch.tensor(lines, dtype=torch.int32, device=device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from hilbert_lib import checks
 from hilbert_lib.grid import Neighbourhood, check_length, mask_blocks
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.ring.plan.shards import Runs
 
 CURVES = ("raster", "snake", "tile", "morton", "hilbert")
 
@@ -118,7 +119,8 @@ def count_exchange(neighbourhood: Neighbourhood, *, ranks: Sequence[int], row_by
         if cells % count:
             raise ValueError(f"ranks must divide the {cells} cells, got {count}")
         for name, ordering in neighbourhood_orderings(neighbourhood.shape).items():
-            needed = (block_pairs(neighbourhood, ordering, q_block=cells // count, kv_block=1) > 0).sum(1)
-            received = 2 * row_bytes * (needed - cells // count)  # every cell of a run is in the window of one of them
-            rows.append((name, count, int(received.sum()), int(received.max())))
+            runs = Runs(ordering, (cells // count,) * count)
+            needed = [len(runs.reached(neighbourhood, rank)) for rank in range(count)]
+            received = [2 * row_bytes * (each - cells // count) for each in needed]  # a cell is in its own window
+            rows.append((name, count, sum(received), max(received)))
     return pd.DataFrame(rows, columns=["order", "ranks", "total_bytes", "most_bytes"])

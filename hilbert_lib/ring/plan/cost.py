@@ -331,11 +331,11 @@ def _branch_table(plan: RingPlan) -> str:
         megabytes = amount(branch.bytes_forward / 1e6)
         shape = f"{branch.segment_length:,}", f"{branch.dilation_rate:,}"
         rows.append((str(number), *shape, str(most), megabytes, branch.transport, branch.reason))
-    return _aligned(titles, rows, words=2)
+    return aligned(titles, rows, words=2)
 
 
 def _rank_table(plan: RingPlan) -> str:
-    titles = ("rank", "tokens", "MB sent", "received", "backward: sent", "received")
+    titles = ("tokens", "MB sent", "received", "backward: sent", "received")
     titles += ("GB of memory", "backward", "TFLOP", "backward")
     units = (1e6,) * 4 + (1e9,) * 2 + (1e12,) * 2  # of the fields of a `RankCost`
     if plan.speeds:
@@ -347,11 +347,16 @@ def _rank_table(plan: RingPlan) -> str:
         if plan.speeds:
             line.append(f"{cost.flop_forward / plan.speeds[rank] / flop_at_speed_1:.0%}")
         lines.append(line)
+    return by_rank(titles, lines)
+
+
+def by_rank(titles: tuple[str, ...], lines: list[list[str]]) -> str:
+    """A table with a line for each rank, or for several whose lines are alike."""
     rows = []
     for line, alike in groupby(range(len(lines)), key=lines.__getitem__):
         first, *others = alike
         rows.append((f"{first}-{others[-1]}" if others else str(first), *line))
-    return _aligned(titles, rows)
+    return aligned(("rank", *titles), rows)
 
 
 def amount(value: float) -> str:
@@ -359,8 +364,8 @@ def amount(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _aligned(titles: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 0) -> str:
-    # Numbers to the right; the last columns are words.
+def aligned(titles: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 0) -> str:
+    """A table, numbers to the right; so many of the last columns are words."""
     sides = ">" * (len(titles) - words) + "<" * words
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []

@@ -15,6 +15,7 @@ from hilbert_lib.attention.dropout import NAME, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.rank.exchange import alive
 from hilbert_lib.ring.rank.layout import Block, Layout
 from hilbert_lib.ring.rank.local import Merged
 
@@ -28,16 +29,12 @@ class Job:
     backend: str  # its name, or "auto"
     gradient: bool  # whether the backward will run
     ordering: Ordering | None  # in which the shards of k and v are stored
-    # A result that outlives its group does not keep it: the group's threads would end with the interpreter, and abort.
     known_group: "ref[ProcessGroup]"
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks; RuntimeError if the group was destroyed since."""
-        group = self.known_group()
-        if group is None:
-            raise RuntimeError("group was destroyed between the forward and the backward")
-        return group
+        """The ranks."""
+        return alive(self.known_group)
 
 
 def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:

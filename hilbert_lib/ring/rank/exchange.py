@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,17 @@ from torch.distributed import ProcessGroup, Work
 from hilbert_lib.ring.rank.layout import Mail
 
 Packing = Callable[[Tensor], Tensor]  # from places of rows to the rows, as they are sent
+
+
+def alive(known: "ref[ProcessGroup]") -> ProcessGroup:
+    """The group that a backward knows from its forward; RuntimeError if it was destroyed since.
+
+    A result that outlives its group does not keep it: the group's threads would end with the interpreter, and abort.
+    """
+    group = known()
+    if group is None:
+        raise RuntimeError("group was destroyed between the forward and the backward")
+    return group
 
 
 class Beside:

@@ -12,13 +12,19 @@ from grid_cases import (
     LARGE,
     MORE,
     ORDERS,
+    PARTS,
     RULES,
     SMALL,
     TOLERANCE,
+    boxed,
     check,
+    check_part,
     every_rule,
+    grids,
     mask_of,
     pairs_of_options,
+    part_of,
+    parts,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
-from hilbert_lib.attention.grids import eager, flex
+from hilbert_lib.attention.grids import eager, flex, operators
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors
-from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
+from hilbert_lib.grid import axis_tiles, mask_blocks
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 
@@ -75,24 +81,6 @@ def test_on_a_gpu_every_backend_is_the_oracles(case):
     check(*case, device="cuda")
 
 
-@st.composite
-def grids(draw):
-    """Random neighbourhoods of up to 300 cells."""
-    axes = draw(st.integers(1, 3))
-    most = (40, 14, 6)[axes - 1]
-    fields = []
-    for _ in range(axes):
-        dilation, is_causal = draw(st.integers(1, 3)), draw(st.booleans())
-        edge = draw(st.sampled_from(EDGES[:2] if is_causal else EDGES))
-        window = draw(st.integers(1, max(1, most // dilation)))
-        stride = draw(st.integers(1, min(window, 4)))
-        least = window * dilation
-        step = stride * dilation if edge == "wrap" else 1
-        cells = -(-draw(st.integers(least, max(least, most))) // step) * step
-        fields.append((cells, window, dilation, stride, is_causal, edge))
-    return Neighbourhood(*map(tuple, zip(*fields, strict=True)))
-
-
 @settings(max_examples=60, deadline=None)
 @given(grids(), st.integers(1, 9), st.integers(1, 9))
 def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_block):
@@ -118,6 +106,18 @@ def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_
     assert (blocks.partial | blocks.full).equal(some)
     assert not (blocks.full & ~whole).any()
     assert "wrap" in near.edge or blocks.full.equal(whole)
+
+
+@settings(max_examples=60)
+@given(parts(), st.sampled_from(["reference", "eager"]), st.sampled_from([torch.float64, torch.bfloat16]))
+def test_a_part_of_a_grid_is_what_it_is_in_the_whole(case, backend, dtype):
+    check_part(case, backend, dtype=dtype)
+
+
+@pytest.mark.parametrize("rules", [*PARTS, "several tiles"])
+def test_some_parts_of_grids_are(rules):
+    several = boxed(Neighbourhood((100,), 5), (range(80),), (range(70),))
+    check_part(part_of(rules) if rules in PARTS else several, "eager", dtype=torch.bfloat16)
 
 
 @in_pairs((4,))
@@ -181,6 +181,12 @@ def test_its_useful_flop_are_counted():
         out.sum().backward()
     pairs = int(mask_of(NEAR).sum()) + 24 * 3  # of two heads and two sequences, head_dim 4
     assert (forward, counted.get_total_flops()) == (4 * pairs * 2 * 2 * 4, 14 * pairs * 2 * 2 * 4)
+    near, part, rows, computed, keys, _ = part_of("line, causal")
+    x = torch.ones(1, near.length, 1, 4)
+    given_ = Tensors(x[:, rows], x[:, keys], x[:, keys], x[:, :3], x[:, :3])
+    with FlopCounterMode(display=False) as counted:
+        operators.forward(given_, Request((near,), part=part), "eager")
+    assert counted.get_total_flops() == 4 * int(mask_of(near)[rows[computed]].sum() + 3 * computed.sum()) * 4
 
 
 def test_autocast_casts_all_tensors():

@@ -6,7 +6,20 @@ from math import prod
 import pytest
 import torch
 from allpairspy import AllPairs
-from grid_cases import HEADS, MORE, ORDERS, RULES, SMALL, check, every_rule, mask_of, pairs_of_options
+from grid_cases import (
+    HEADS,
+    MORE,
+    ORDERS,
+    PARTS,
+    RULES,
+    SMALL,
+    check,
+    check_part,
+    every_rule,
+    mask_of,
+    pairs_of_options,
+    part_of,
+)
 
 from hilbert_lib import Neighbourhood, neighbourhood_attention
 
@@ -49,3 +62,8 @@ def test_what_is_no_number_reaches_only_those_who_see_it():
         out = neighbourhood_attention(*given, near, backend="triton")
         seen = mask_of(near)[:, 13] if at else torch.arange(24) == 13
         assert out.isnan().any(-1).flatten().cpu().equal(seen)
+
+
+@pytest.mark.parametrize("rules", PARTS)
+def test_a_part_of_a_grid_is_what_it_is_in_the_whole(rules):
+    check_part(part_of(rules), "triton", DEVICE, torch.bfloat16)

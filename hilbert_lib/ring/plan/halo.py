@@ -1,0 +1,261 @@
+"""Which rows of k and v travel between ranks that share a grid, and what that costs: pure, without a process group."""
+
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.grids.api import by_kv_head
+from hilbert_lib.checks import boolean, grouped, integer
+from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.ring.plan.cost import Sizes, amount, by_rank
+from hilbert_lib.ring.plan.plan import DTYPES
+from hilbert_lib.ring.plan.shards import Box, Rectangles, Runs, hull, interior, line_reached
+
+Shards = Rectangles | Runs
+
+
+@dataclass(frozen=True)
+class HaloCost:
+    """What a plan costs one rank."""
+
+    cells: int  # that it holds
+    # Bytes of rows of k and v that cross between ranks, and of their gradients; without a call's header.
+    sent_forward: int
+    received_forward: int
+    sent_backward: int
+    received_backward: int
+    interior: int  # queries that are computed while rows travel
+    border: int  # the others
+    # Bytes at the highest point: the call's tensors, what is sent and received, and what the border is computed from.
+    # Index tensors are not counted.
+    memory_forward: int
+    memory_backward: int
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A rectangle of queries, and the rectangle of keys that holds all they see."""
+
+    queries: Box
+    keys: Box
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many queries and keys."""
+        return prod(map(len, self.queries)), prod(map(len, self.keys))
+
+
+@dataclass(frozen=True, eq=False)
+class HaloPlan:
+    """What `plan_halo` found; `print` shows it as a table. The first fields are what it was asked."""
+
+    neighbourhoods: tuple[Neighbourhood, ...]  # by KV head; they differ in window alone
+    shards: Shards
+    sizes: Sizes
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sides of the grid."""
+        return self.neighbourhoods[0].shape
+
+    @cached_property
+    def arriving(self) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+        """The rows that each rank needs of others, source after source: their cells, KV heads and sources, int64."""
+        return tuple(map(self._arriving, range(self.shards.ranks)))
+
+    def _arriving(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = []
+        for near in dict.fromkeys(self.neighbourhoods):
+            heads = [head for head, each in enumerate(self.neighbourhoods) if each == near]
+            heads = torch.tensor(heads, device="cpu")
+            cells = self.shards.reached(near, rank)
+            source = self.shards.owner(self.shape, cells)
+            cells, source = cells[source != rank], source[source != rank]
+            rows = cells[:, None], heads, source[:, None]
+            found.append([x.expand(len(cells), len(heads)).flatten() for x in rows])
+        cells, heads, source = map(torch.cat, zip(*found, strict=True))
+        order = source.argsort(stable=True)
+        return cells[order], heads[order], source[order]
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, int], int]:
+        """How many (cell, KV head) rows travel, by (source, destination); none where there is no entry."""
+        ranks = range(self.shards.ranks)
+        counts = [source.bincount(minlength=len(ranks)).tolist() for *_, source in self.arriving]
+        return {(source, rank): counts[rank][source] for source, rank in product(ranks, ranks) if counts[rank][source]}
+
+    @cached_property
+    def ranks(self) -> tuple[HaloCost, ...]:
+        """What the plan costs each rank."""
+        return tuple(map(self._cost, range(self.shards.ranks)))
+
+    def interior(self, rank: int) -> Box | None:
+        """The rank's queries that see only its own keys; None if there are none, and for `Runs`, which wait."""
+        if isinstance(self.shards, Runs):
+            return None
+        own = self.shards.box(self.shape, rank)
+        lines = []
+        for n, cells in enumerate(own):
+            inside = [interior(near.axes[n], cells) for near in set(self.neighbourhoods)]
+            lines.append(range(max(x.start for x in inside), min(x.stop for x in inside)))
+        return tuple(lines) if all(lines) else None
+
+    def border(self, rank: int) -> tuple[Slab, ...]:
+        """The rank's other queries, as up to two slabs for each axis; one of all queries where none is interior."""
+        own = self.own(rank)
+        if not all(own):
+            return ()
+        inside, slabs = self.interior(rank), []
+        if inside is None:
+            slabs.append(own)
+        else:
+            for n, (cells, within) in enumerate(zip(own, inside, strict=True)):
+                for side in (range(cells.start, within.start), range(within.stop, cells.stop)):
+                    if side:
+                        slabs.append((*inside[:n], side, *own[n + 1 :]))
+        return tuple(Slab(queries, self._keys(queries)) for queries in slabs)
+
+    def own(self, rank: int) -> Box:
+        """The smallest box that holds a rank's cells."""
+        if isinstance(self.shards, Rectangles):
+            return self.shards.box(self.shape, rank)
+        lines = torch.unravel_index(self.shards.cells(self.shape, rank), self.shape)
+        return tuple(range(int(x.min()), int(x.max()) + 1) if len(x) else range(0) for x in lines)
+
+    def _keys(self, queries: Box) -> Box:
+        box = []
+        for n, cells in enumerate(queries):
+            reached = [line_reached(near.axes[n], cells) for near in set(self.neighbourhoods)]
+            box.append(hull(self.neighbourhoods[0].axes[n], torch.stack(reached).any(0)))
+        return tuple(box)
+
+    def _cost(self, rank: int) -> HaloCost:
+        sizes = self.sizes
+        into = sum(count for (_, to), count in self.rows.items() if to == rank)
+        out = sum(count for (source, _), count in self.rows.items() if source == rank)
+        cells = self.shards.count(self.shape, rank)
+        inside = self.interior(rank)
+        inner = prod(map(len, inside)) if inside else 0
+        there = sizes.batch * (2 * sizes.row + sizes.padding)  # k, v and whether they are padded
+        back = sizes.batch * 2 * sizes.summed_row  # dk and dv
+        traffic = out * there, into * there, into * back, out * back
+        return HaloCost(cells, *traffic, inner, cells - inner, *self._memory(rank, cells, out, into))
+
+    def _memory(self, rank: int, cells: int, out: int, into: int) -> tuple[int, int]:
+        sizes, heads, kv_heads = self.sizes, self.sizes.heads, self.sizes.kv_heads
+        if isinstance(self.shards, Runs):  # one call, whose keys are the own ones and what arrives, by cells
+            borders = [(cells, cells + into // kv_heads)]
+        else:
+            borders = [slab.sizes for slab in self.border(rank)]
+        q, lse, kv, sums = (
+            heads * sizes.row,
+            heads * sizes.sum,
+            2 * kv_heads * sizes.row,
+            2 * kv_heads * sizes.summed_row,
+        )
+        arrived, sent, is_all = 2 * sizes.row * into, 2 * sizes.row * out, not self.interior(rank)
+        copies = 0 if is_all else 1  # of what belongs to the queries of a border
+        # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
+        kept = copies * sum((q + lse) * queries for queries, _ in borders)
+        one = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)
+        forward = cells * (2 * q + kv + lse) + max(2 * sent, sent + arrived, arrived + kept + one)
+        # q, k, v, out, dout, dq, dk, dv, lse and delta; of a border the same, with sums of dk and dv in a frame
+        backward = cells * (4 * q + (1 + copies) * kv + 2 * lse) + arrived
+        answers, arriving = 2 * sizes.summed_row * into, 2 * sizes.summed_row * out
+        kept = sum(copies * q * queries + sums * keys for queries, keys in borders)
+        one = max((copies * (3 * q + 2 * lse) * queries + kv * keys for queries, keys in borders), default=0)
+        # In the end sums of dk and dv, and these rounded, of all rows that do not come from the interior alone.
+        touched = min(cells, max(0, sum(keys for _, keys in borders) - into // kv_heads))
+        backward += kept + max(answers + max(one, arriving), arriving + touched * (kv + sums))
+        return sizes.batch * forward, sizes.batch * backward
+
+    @property
+    def how(self) -> str:
+        """How it is computed, in words."""
+        if isinstance(self.shards, Rectangles):
+            return "rectangles of queries within rectangles of keys"
+        return "a table of cells, when all rows have come"
+
+    @property
+    def title(self) -> str:
+        """What is computed, in words."""
+        sizes, grid = self.sizes, " x ".join(map(str, self.shape))
+        windows = " and ".join(" x ".join(map(str, each.window)) for each in dict.fromkeys(self.neighbourhoods))
+        return (
+            f"{grid} cells on {self.shards.ranks} ranks, window {windows}, batch {sizes.batch}, {sizes.heads} heads, "
+            f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.title}\n{self.shards!r}: {self.how}\n\n{_rank_table(self)}"
+
+
+def plan_halo(
+    neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
+    shards: Shards,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    padded: bool = False,
+) -> HaloPlan:
+    """The plan of which rank sends which rows of k and v to whom, so that every query finds its keys.
+
+    A row is a cell's k and v of one KV head. Each that another rank's windows reach travels there once. In the backward
+    its gradients come back in float32; k and v are kept from the forward.
+
+    Args:
+        neighbourhood: which cells a query sees; or a tuple of one for each KV head, which differ in window alone.
+        shards: which cells a rank holds: `Rectangles`, or `Runs` of an ordering.
+        batch, heads, kv_heads, head_dim: sizes of q, k and v.
+        dtype: of q, k and v.
+        padded: whether the call has a key_padding_mask: one byte of it travels with each row.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed.
+
+    >>> plan = plan_halo(
+    ...     Neighbourhood((8, 8), 3), Rectangles((2, 1)), batch=1, heads=2, kv_heads=1, head_dim=4, dtype=torch.float16
+    ... )
+    >>> plan.rows, plan.ranks[0].sent_forward, plan.ranks[0].interior
+    ({(0, 1): 8, (1, 0): 8}, 128, 24)
+    """
+    heads, kv_heads = grouped(heads, kv_heads)
+    near = by_kv_head(neighbourhood, kv_heads)
+    check_shards(shards).check(near[0].shape)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+    sizes = Sizes(
+        batch=integer("batch", batch, least=1),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=integer("head_dim", head_dim, least=1, most=256),
+        element=dtype.itemsize,
+        sum=max(4, dtype.itemsize),
+        padding=int(boolean("padded", padded)),
+    )
+    return HaloPlan(near, shards, sizes, dtype)
+
+
+def check_shards(shards: object) -> Shards:
+    """The argument, if it says how cells are spread."""
+    if not isinstance(shards, Rectangles | Runs):
+        raise TypeError(f"shards must be Rectangles or Runs of an ordering, got {shards!r}")
+    return shards
+
+
+def _rank_table(plan: HaloPlan) -> str:
+    titles = ("cells", "MB sent", "received", "backward: sent", "received", "interior", "border")
+    lines = []
+    for cost in plan.ranks:
+        cells, *traffic, inner, outer, forward, backward = astuple(cost)
+        line = [f"{cells:,}", *(amount(each / 1e6) for each in traffic), f"{inner:,}", f"{outer:,}"]
+        lines.append([*line, amount(forward / 1e9), amount(backward / 1e9)])
+    return by_rank((*titles, "GB of memory", "backward"), lines)

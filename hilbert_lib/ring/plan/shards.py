@@ -1,0 +1,217 @@
+"""How the cells of a grid are spread over ranks, and which cells the windows of a rank's queries reach."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hilbert_lib import checks
+from hilbert_lib.grid import Axis, Neighbourhood, windows
+from hilbert_lib.ordering import Ordering
+
+Box = tuple[range, ...]  # cells along each axis; where an axis wraps, past its end stands for from 0
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """Each rank holds a rectangle of the grid, stored row by row; the parts are counted row by row too.
+
+    Args:
+        parts: into how many each axis is cut, as (p_y, p_x): rank = row of parts * p_x + column. (p, 1) are strips.
+        cuts: where, for each axis: parts - 1 cells at which a part begins, ascending; None, also for one axis, cuts a
+            side of n cells at n * i // parts. Parts may be empty.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> Rectangles((2, 2)).box((5, 6), rank=3)
+    (range(2, 5), range(3, 6))
+    """
+
+    parts: tuple[int, ...]
+    cuts: tuple[tuple[int, ...] | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        parts = checks.integers("parts", self.parts, least=1)
+        object.__setattr__(self, "parts", parts)
+        if self.cuts is None:
+            return
+        if not checks.is_listed(self.cuts) or len(self.cuts) != len(parts):
+            raise ValueError(f"cuts must be None or have one for each of the {len(parts)} axes, got {self.cuts!r}")
+        cuts = []
+        for n, (cut, count) in enumerate(zip(self.cuts, parts, strict=True)):
+            cuts.append(None if cut is None else checks.integers(f"cuts[{n}]", cut, least=0, empty=True))
+            if cut is not None and (len(cut) != count - 1 or list(cuts[n]) != sorted(cuts[n])):
+                raise ValueError(f"cuts[{n}] must hold {count - 1} cells, ascending, got {cut!r}")
+        object.__setattr__(self, "cuts", tuple(cuts))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return prod(self.parts)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless a grid can be cut so."""
+        if len(self.parts) != len(shape):
+            raise ValueError(f"parts must have one for each of the {len(shape)} axes of {shape}, got {self.parts}")
+        for n, cut in enumerate(self.cuts or ()):
+            if cut and cut[-1] > shape[n]:
+                raise ValueError(f"cuts[{n}] must be at most the side of {shape[n]} cells, got {cut}")
+
+    def box(self, shape: tuple[int, ...], rank: int) -> Box:
+        """The cells of a rank along each axis of a grid."""
+        place = [rank // prod(self.parts[n + 1 :]) % count for n, count in enumerate(self.parts)]
+        return tuple(range(*self._ends(shape, n)[at : at + 2]) for n, at in enumerate(place))
+
+    def count(self, shape: tuple[int, ...], rank: int) -> int:
+        """How many cells a rank holds."""
+        return prod(map(len, self.box(shape, rank)))
+
+    def cells(self, shape: tuple[int, ...], rank: int) -> Tensor:
+        """The positions of a rank's cells, as it stores them."""
+        return positions([torch.tensor(line, dtype=torch.int64, device="cpu") for line in self.box(shape, rank)], shape)
+
+    def owner(self, shape: tuple[int, ...], cells: Tensor) -> Tensor:
+        """The rank of each cell."""
+        rank = torch.zeros_like(cells)
+        for n, line in enumerate(torch.unravel_index(cells, shape)):
+            inner = torch.tensor(self._ends(shape, n)[1:-1], dtype=torch.int64, device="cpu")
+            rank = rank * self.parts[n] + torch.bucketize(line.contiguous(), inner, right=True)
+        return rank
+
+    def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
+        """Where a rank stores each of some cells of its own."""
+        box = self.box(shape, rank)
+        inside = [line - own.start for line, own in zip(torch.unravel_index(cells, shape), box, strict=True)]
+        return positions_of(inside, [len(own) for own in box])
+
+    def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
+        """The positions that the windows of a rank's queries reach, ascending."""
+        box = self.box(neighbourhood.shape, rank)
+        lines = [line_reached(axis, own).nonzero()[:, 0] for axis, own in zip(neighbourhood.axes, box, strict=True)]
+        return positions(lines, neighbourhood.shape)
+
+    def _ends(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+        cut, count = self.cuts and self.cuts[n], self.parts[n]
+        return (0, *cut, shape[n]) if cut is not None else tuple(shape[n] * i // count for i in range(count + 1))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Each rank holds a run of consecutive slots of an ordering of the cells, in rank order.
+
+    Args:
+        ordering: of the cells of the grid.
+        lengths: cells of each rank, in sum all; some may be 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+
+    >>> Runs(Ordering.from_curve("snake", 6, grid=(2, 3)), (2, 4)).cells((2, 3), rank=1).tolist()
+    [2, 5, 4, 3]
+    """
+
+    ordering: Ordering
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ordering, Ordering):
+            raise TypeError(f"ordering must be an Ordering, got {self.ordering!r}")
+        lengths = checks.integers("lengths", self.lengths, least=0)
+        if sum(lengths) != self.ordering.length:
+            raise ValueError(f"lengths must be {self.ordering.length} cells in sum, got {lengths}")
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.lengths)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the ordering has a grid's cells."""
+        if self.ordering.length != prod(shape):
+            raise ValueError(f"ordering must have the {prod(shape)} cells of the grid {shape}, got {self.ordering!r}")
+
+    def count(self, shape: tuple[int, ...], rank: int) -> int:
+        """How many cells a rank holds."""
+        return self.lengths[rank]
+
+    def cells(self, shape: tuple[int, ...], rank: int) -> Tensor:
+        """The positions of a rank's cells, as it stores them."""
+        return self.ordering.to("cpu").perm[slice(*self._ends[rank : rank + 2])]
+
+    def owner(self, shape: tuple[int, ...], cells: Tensor) -> Tensor:
+        """The rank of each cell."""
+        inner = torch.tensor(self._ends[1:-1], dtype=torch.int64, device="cpu")
+        return torch.bucketize(self.ordering.to("cpu").inverse[cells], inner, right=True)
+
+    def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
+        """Where a rank stores each of some cells of its own."""
+        return self.ordering.to("cpu").inverse[cells] - self._ends[rank]
+
+    def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
+        """The positions that the windows of a rank's queries reach, ascending."""
+        queries = torch.zeros(neighbourhood.length, dtype=torch.bool, device="cpu")
+        queries[self.cells(neighbourhood.shape, rank)] = True
+        queries = queries.view(neighbourhood.shape)
+        for n, axis in enumerate(neighbourhood.axes):  # a window is a product of axes, and so one goes on from the last
+            queries = _reached(axis, queries.movedim(n, 0)).movedim(0, n)
+        return queries.flatten().nonzero()[:, 0]
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.lengths))
+
+
+def line_reached(axis: Axis, queries: range) -> Tensor:
+    """Which cells of an axis the windows of some neighbouring queries reach: (cells,) bool."""
+    own = torch.zeros(axis.cells, dtype=torch.bool, device="cpu")
+    own[queries.start : queries.stop] = True
+    return _reached(axis, own)
+
+
+def _reached(axis: Axis, queries: Tensor) -> Tensor:
+    # Of queries (cells, ...); a window adds 1 where it begins and takes it away past its end, in steps of dilation.
+    first, seen = windows(axis)
+    steps = -(-(2 * axis.cells + axis.dilation) // axis.dilation)
+    change = torch.zeros(steps * axis.dilation, *queries.shape[1:], dtype=torch.int32, device="cpu")
+    change.index_add_(0, first, queries.int())
+    change.index_add_(0, first + seen * axis.dilation, -queries.int())
+    reached = change.unflatten(0, (steps, axis.dilation)).cumsum(0).flatten(0, 1) > 0
+    return reached[: axis.cells] | reached[axis.cells : 2 * axis.cells]
+
+
+def positions(lines: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The cells of a product of lines, one for each axis, row by row, as positions in a box of this shape."""
+    return positions_of(torch.meshgrid(*lines, indexing="ij"), shape).flatten()
+
+
+def positions_of(cells: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The positions of cells in a box of this shape, row by row."""
+    found = cells[0]
+    for line, side in zip(cells[1:], shape[1:], strict=True):
+        found = found * side + line
+    return found
+
+
+def interior(axis: Axis, own: range) -> range:
+    """The longest run of an axis' own queries whose windows stay among the own cells."""
+    first, seen = windows(axis)
+    is_inside = torch.zeros(axis.cells, dtype=torch.bool, device="cpu")
+    last = first + (seen - 1) * axis.dilation
+    is_inside[own.start : own.stop] = ((first >= own.start) & (last < own.stop))[own.start : own.stop]
+    if len(own) == axis.cells:  # where windows go round
+        return own
+    ends = is_inside.logical_not().nonzero()[:, 0].tolist()
+    return max((range(a + 1, b) for a, b in pairwise([-1, *ends, axis.cells])), key=len)
+
+
+def hull(axis: Axis, reached: Tensor) -> range:
+    """The shortest run of cells that holds all reached ones; where the axis wraps it may go round."""
+    cells = reached.nonzero()[:, 0].tolist()
+    if axis.edge != "wrap":
+        return range(cells[0], cells[-1] + 1)
+    gap, after = max((b - a, b) for a, b in pairwise([*cells, cells[0] + axis.cells]))
+    return range(after % axis.cells, after % axis.cells + axis.cells - gap + 1)

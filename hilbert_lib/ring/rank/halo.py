@@ -1,0 +1,233 @@
+"""One rank's part of attention on a grid: the interior, rows of k and v on their way beside it, then the border."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hilbert_lib.attention.call import working_dtype
+from hilbert_lib.attention.grids import operators
+from hilbert_lib.attention.grids.request import Part, Request, Tensors
+from hilbert_lib.ring.plan.halo import HaloPlan, Slab
+from hilbert_lib.ring.plan.shards import Box, Runs, positions
+from hilbert_lib.ring.rank.exchange import Beside, alive, exchange
+
+
+@dataclass(frozen=True, eq=False)
+class Border:
+    """Queries of a rank whose keys, own ones and others', are put together in a frame."""
+
+    part: Part
+    slots: Tensor | None  # as in `Request`
+    queries: Tensor | None  # their rows in the shard; None for all
+    keys: int  # rows of the frame
+    own: tuple[Tensor, Tensor, Tensor]  # rows in the frame, in the shard, and which they are of those touched
+    theirs: tuple[Tensor, Tensor, Tensor]  # rows in the frame, KV heads, and which they are of those received
+
+
+@dataclass(frozen=True, eq=False)
+class HaloLayout:
+    """What one rank computes and exchanges, as index tensors."""
+
+    interior: Part | None
+    borders: tuple[Border, ...]
+    touched: Tensor  # own rows of k and v whose gradients come from more than the interior
+    rows: Tensor  # (3, rows sent), rows in the shard, KV heads and which of those touched, destination by destination
+    sent: tuple[int, ...]  # how many to each rank
+    received: tuple[int, ...]  # how many from each rank
+    travels: bool  # whether any rank sends anything
+
+
+@dataclass(frozen=True, eq=False)
+class HaloJob:
+    """What a rank computes, but for its tensors."""
+
+    layout: HaloLayout
+    request: Request  # with the shard's padding mask
+    backend: str
+    known_group: "ref[ProcessGroup]"
+
+
+def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
+    """A rank's part of a plan, on a device."""
+    rows, sent = [], []
+    for cells, heads, source in plan.arriving:
+        cells, heads = cells[source == rank], heads[source == rank]
+        rows.append(torch.stack([plan.shards.slot(plan.shape, cells, rank), heads]))
+        sent.append(len(cells))
+    rows, received = torch.cat(rows, 1), plan.arriving[rank][2].bincount(minlength=plan.shards.ranks)
+    inside, own, slabs = plan.interior(rank), plan.own(rank), plan.border(rank)
+    frames = [_frame(plan, rank, slab) for slab in slabs]
+    stored = [_own_rows(plan, rank, frame) for frame in frames]
+    touched = torch.arange(plan.shards.count(plan.shape, rank), device="cpu")
+    if inside:
+        touched = torch.cat([rows[0], *(at for _, at in stored)]).unique()
+    borders = []
+    for slab, frame, (places, at) in zip(slabs, frames, stored, strict=True):
+        queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
+        own_rows = places, at, torch.searchsorted(touched, at)
+        index = _slots(plan, frame), queries, own_rows, _their_rows(plan, rank, frame)
+        slots, queries, own_rows, theirs = _on(index, device)
+        part = Part(slab.queries, slab.queries, slab.keys, in_float=True)
+        borders.append(Border(part, slots, queries, len(frame), own_rows, theirs))
+    return HaloLayout(
+        Part(own, inside, own) if inside else None,
+        tuple(borders),
+        touched.to(device),
+        torch.cat([rows, torch.searchsorted(touched, rows[:1])]).to(device),
+        tuple(sent),
+        tuple(received.tolist()),
+        bool(plan.rows),
+    )
+
+
+def _frame(plan: HaloPlan, rank: int, slab: Slab) -> Tensor:
+    # The cells whose k and v are put together, in that order; those that a query sees are own ones or arrive.
+    if isinstance(plan.shards, Runs):
+        return torch.cat([plan.shards.cells(plan.shape, rank), plan.arriving[rank][0].unique()])
+    return _cells(slab.keys, plan.shape)
+
+
+def _cells(box: Box, shape: tuple[int, ...]) -> Tensor:
+    lines = [torch.tensor(line, device="cpu") % side for line, side in zip(box, shape, strict=True)]
+    return positions(lines, shape)
+
+
+def _own_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
+    # Of the own cells in a frame: rows in the frame, and in the shard.
+    places = (plan.shards.owner(plan.shape, frame) == rank).nonzero()[:, 0]
+    return places, plan.shards.slot(plan.shape, frame[places], rank)
+
+
+def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Of the rows received that lie in a frame: rows in the frame, KV heads, and which they are.
+    cells, heads, _ = plan.arriving[rank]
+    ordered, place = frame.sort()
+    at = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
+    found = (ordered[at] == cells).nonzero()[:, 0]
+    return place[at[found]], heads[found], found
+
+
+def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:
+    if not isinstance(plan.shards, Runs):
+        return None
+    slots = torch.full((plan.neighbourhoods[0].length,), -1, dtype=torch.int32, device="cpu")
+    slots[frame] = torch.arange(len(frame), dtype=torch.int32, device="cpu")
+    return slots
+
+
+def _on(index: tuple, device: torch.device) -> tuple:
+    return tuple(_on(x, device) if isinstance(x, tuple) else x if x is None else x.to(device) for x in index)
+
+
+def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Output like q and lse (batch, heads, rows) of a rank's queries, and the rows received and their padding.
+
+    `confirm` is called when the interior is under way, before anything is sent.
+    """
+    layout, q, out = job.layout, given.q, None
+    beside = Beside(q.device)
+    if layout.interior:
+        out, lse = operators.forward(given, replace(job.request, part=layout.interior), job.backend)
+    confirm()
+    with beside:
+        received, padding = _received(given.k, given.v, job)
+        found = [_border_forward(given, border, job, received, padding) for border in layout.borders]
+    if out is None:  # the border is all, or there are no cells
+        none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
+        return *(found[0] if found else none), received, padding
+    for border, (some_out, some_lse) in zip(layout.borders, found, strict=True):
+        out[:, border.queries], lse[:, :, border.queries] = some_out, some_lse
+    return out, lse, received, padding
+
+
+def backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: HaloJob, received: Tensor, padding: Tensor | None
+) -> Tensors:
+    """Gradients of a rank's tensors, from the gradient of its out and what `forward` returned; the same bits always.
+
+    Those of k and v are added in float32 (float64 for float64): the own ones, then those of other ranks, in rank order.
+    """
+    layout, dq = job.layout, None
+    beside = Beside(dout.device)
+    if layout.interior:
+        dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)
+    with beside:
+        answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
+        for border in layout.borders:
+            found.append(_border_backward(dout, given, out, lse, border, job, received, padding))
+            places, heads, rows = border.theirs
+            for n in (0, 1):
+                answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
+        if layout.travels:
+            answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
+    shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
+    sums = [lse.new_zeros(shape) for shape in shapes]
+    for n in (0, 1):
+        if layout.interior:
+            sums[n] += grads[n].index_select(1, layout.touched)
+            sums[n + 2] += grads[n + 2]
+        for border, more in zip(layout.borders, found, strict=True):
+            places, _, touched = border.own
+            sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))  # each once: no sum depends on chance
+            sums[n + 2] += more[n + 3]
+        for (_, heads, touched), more in zip(layout.rows.split(layout.sent, 1), answer.split(layout.sent), strict=True):
+            sums[n][:, touched, heads] += more[:, n].transpose(0, 1)
+    sums = [total.to(x.dtype) for total, x in zip(sums, given[1:], strict=True)]
+    if not layout.interior:
+        return Tensors(found[0].q if found else torch.empty_like(given.q), *sums)
+    for border, more in zip(layout.borders, found, strict=True):
+        dq.index_copy_(1, border.queries, more.q)
+    for n in (0, 1):
+        grads[n].index_copy_(1, layout.touched, sums[n])
+    return Tensors(dq, *grads[:2], *sums[2:])
+
+
+def _border_forward(given: Tensors, border: Border, job: HaloJob, *received: Tensor | None) -> tuple[Tensor, Tensor]:
+    framed, asked = _framed(given, border, job.request, *received)
+    return operators.forward(framed, asked, job.backend)
+
+
+def _border_backward(
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, border: Border, job: HaloJob, *received: Tensor | None
+) -> Tensors:
+    framed, asked = _framed(given, border, job.request, *received)
+    if border.queries is not None:
+        dout, out, lse = dout[:, border.queries], out[:, border.queries], lse[:, :, border.queries]
+    return operators.backward(dout, framed, out, lse, asked, job.backend)
+
+
+def _received(k: Tensor, v: Tensor, job: HaloJob) -> tuple[Tensor, Tensor | None]:
+    # k and v (rows, 2, batch, head_dim) of other ranks, and whether they are padded (rows, batch); all ranks call it.
+    layout, mask = job.layout, job.request.key_padding_mask
+    rows, heads, _ = layout.rows
+    sent = [torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)]
+    sent += [] if mask is None else [mask.byte().T[rows]]
+    if layout.travels:
+        group = alive(job.known_group)
+        arriving = [exchange(x, layout.sent, layout.received, group) for x in sent]
+        sent = [each.wait() for each in arriving]
+    return sent[0], None if mask is None else sent[1]
+
+
+def _framed(
+    given: Tensors, border: Border, request: Request, received: Tensor, padding: Tensor | None
+) -> tuple[Tensors, Request]:
+    # The queries of a border, with its frame for k and v.
+    q, k, v, *extra = given
+    (places, own, _), (their_places, heads, rows) = border.own, border.theirs
+    frames = [x.new_zeros(x.shape[0], border.keys, *x.shape[2:]) for x in (k, v)]
+    for n, (frame, x) in enumerate(zip(frames, (k, v), strict=True)):
+        frame.index_copy_(1, places, x.index_select(1, own))
+        frame[:, their_places, heads] = received[rows, n].transpose(0, 1)
+    mask = request.key_padding_mask
+    if mask is not None:
+        mask = mask.new_zeros(len(mask), border.keys)
+        mask[:, places] = request.key_padding_mask[:, own]
+        mask[:, their_places] = padding[rows].bool().T
+    q = q if border.queries is None else q[:, border.queries]
+    asked = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
+    return Tensors(q, *frames, *extra), asked

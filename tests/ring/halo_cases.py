@@ -1,0 +1,76 @@
+"""Cases of attention on a grid that is spread over ranks: what ranks run, as test_ring_attention starts them."""
+
+from allpairspy import AllPairs
+from grid_cases import HEADS, MORE, RULES
+
+# By the number of ranks and of axes: uneven, empty and thin parts, whose windows reach past their neighbours.
+CUT = {
+    (2, 1): {"parts": [2], "cuts": [[4]]},
+    (2, 2): {"parts": [1, 2], "cuts": [None, [3]]},
+    (2, 3): {"parts": [1, 1, 2]},
+    (3, 1): {"parts": [3], "cuts": [[9, 9]]},
+    (3, 2): {"parts": [3, 1], "cuts": [[1, 2], None]},
+    (3, 3): {"parts": [1, 3, 1], "cuts": [None, [1, 1], None]},
+    (4, 1): {"parts": [4], "cuts": [[2, 3, 12]]},
+    (4, 2): {"parts": [2, 2], "cuts": [[3], [5]]},
+    (4, 3): {"parts": [2, 1, 2]},
+    (8, 1): {"parts": [8], "cuts": [[1, 2, 3, 3, 9, 12, 14]]},
+    (8, 2): {"parts": [2, 4]},
+    (8, 3): {"parts": [2, 2, 2]},
+}
+SPREAD = ("strips", "cut", "hilbert", "random")
+
+
+def spread(kind: str, shape: tuple[int, ...], ranks: int) -> dict:
+    if kind == "strips":
+        return {"parts": [ranks, *[1] * (len(shape) - 1)]}
+    if kind == "cut":
+        return CUT[ranks, len(shape)]
+    cells = 1
+    for side in shape:
+        cells *= side
+    lengths = [cells // ranks + (-1) ** n * (cells // ranks // 2) for n in range(ranks - 1)]
+    return {"order": kind, "lengths": [*lengths, cells - sum(lengths)]}
+
+
+def compared(ranks: int) -> list[dict]:
+    """Every two of the options meet for some number of ranks; for 8 ranks each two."""
+    dtypes = ("float64", "float32", "bfloat16")
+    cases = list(AllPairs([list(RULES), list(SPREAD), list(HEADS), list(MORE), list(dtypes)]))
+    own = cases if ranks == 8 else cases[ranks - 2 :: 3]
+    return [
+        {"rules": rules, "heads": heads, "shards": spread(kind, RULES[rules][0], ranks), "more": more, "dtype": dtype}
+        | {"backend": "reference" if dtype == "float64" else "auto"}
+        for rules, kind, heads, more, dtype in own
+    ]
+
+
+HALOS = {ranks: compared(ranks) for ranks in (2, 3, 4, 8)}
+# An edge that goes round, where two ranks are neighbours on both sides; windows that reach past thin neighbours.
+PLAIN = {"heads": "one", "more": "nothing", "dtype": "float32"}
+HALOS[2] += [{"rules": "plane, wrapped", "shards": {"parts": [2, 1]}, **PLAIN}]
+HALOS[4] += [{"rules": "line", "shards": CUT[4, 1], **PLAIN}]
+# Interpreted where there is no GPU, which takes long.
+HALOS[8] += [
+    {"rules": "line", "heads": "windows", "shards": CUT[8, 1], "more": "extra and padding", "backend": "triton"}
+]
+COUNTED_HALOS = {
+    3: [
+        {"rules": "plane", "heads": "grouped", "shards": {"parts": [3, 1]}, "padded": True},
+        {"rules": "line", "heads": "windows", "shards": {"parts": [3], "cuts": [[0, 10]]}},  # an empty rank
+        {"rules": "plane, wrapped", "heads": "one", "shards": {"order": "hilbert", "lengths": [30, 40, 26]}},
+        {"rules": "alone", "heads": "one", "shards": {"parts": [3, 1]}},
+    ],
+}
+HELD_HALOS = [{"parts": [4, 1]}, {"parts": [2, 2]}, {"order": "hilbert", "lengths": [1000, 2048, 1096, 4048]}]
+# What the last rank asks for, and what all say.
+ON_GRIDS = {
+    "window": ({"neighbourhood": 5}, ("neighbourhood", "window=(3, 5)", "on rank 0", "window=(5, 5)", "on rank 1")),
+    "shards": ({"shards": [1, 2]}, ("shards", "parts=(2, 1)", "on rank 0", "parts=(1, 2)", "on rank 1")),
+    "ranks": ({"shards": [3, 1]}, ("shards must be those of 2 ranks, got Rectangles(parts=(3, 1)",)),
+    "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
+    "mask": ({"key_padding_mask": True}, ("key_padding_mask", "None on rank 0", "a tensor on rank 1")),
+    "scale": ({"scale": 0.25}, ("scale", "0.5 on rank 0", "0.25 on rank 1")),
+    "backend": ({"backend": "flex"}, ("backend='flex'", "computes no part of a grid")),
+    "validate": ({"validate": "no"}, ("validate must be True or False, got 'no'",)),
+}

@@ -1,0 +1,177 @@
+"""What travels between the ranks of a grid, against who sees whom, one by one."""
+
+import re
+from dataclasses import astuple, replace
+from itertools import pairwise, product
+from math import prod
+
+import pytest
+import torch
+from click.testing import CliRunner
+from grid_cases import grids, mask_of, shortest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import Neighbourhood, Ordering
+from hilbert_lib.cli.main import main
+from hilbert_lib.ring import Rectangles, Runs, plan_halo
+
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
+
+
+@st.composite
+def cases(draw):
+    """A neighbourhood, or one for each of two heads, and shards of up to 8 ranks that may be uneven or empty."""
+    near = draw(grids())
+    smaller = tuple(
+        max(1, step, side - draw(st.integers(0, 2))) for side, step in zip(near.window, near.stride, strict=True)
+    )
+    each = draw(st.sampled_from([(near, near), (near, replace(near, window=smaller))]))
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from(["hilbert", "random"]))
+        grid = near.shape if len(near.shape) > 1 else None
+        order = (
+            Ordering.random(near.length, 3) if kind == "random" else Ordering.from_curve(kind, near.length, grid=grid)
+        )
+        inner = sorted(draw(st.lists(st.integers(0, near.length), max_size=5)))
+        return each, Runs(order, tuple(b - a for a, b in pairwise([0, *inner, near.length])))
+    parts = tuple(draw(st.integers(1, (8, 3, 2)[len(near.shape) - 1])) for _ in near.shape)
+    cuts = []
+    for side, count in zip(near.shape, parts, strict=True):
+        cut = draw(st.lists(st.integers(0, side), min_size=count - 1, max_size=count - 1))
+        cuts.append(draw(st.sampled_from([None, tuple(sorted(cut))])))
+    return each, Rectangles(parts, draw(st.sampled_from([None, tuple(cuts)])))
+
+
+def held(near, shards):
+    """The positions of each rank in the order in which it stores them, from the definition."""
+    if isinstance(shards, Runs):
+        return shards.ordering.perm.split(shards.lengths)
+    ends = []
+    for n, (side, count) in enumerate(zip(near.shape, shards.parts, strict=True)):
+        cut = shards.cuts and shards.cuts[n]
+        ends.append([0, *cut, side] if cut is not None else [side * i // count for i in range(count + 1)])
+    ranks = []
+    for place in product(*map(range, shards.parts)):
+        lines = [range(end[at], end[at + 1]) for end, at in zip(ends, place, strict=True)]
+        cells = list(product(*lines))
+        ranks.append(torch.tensor([sum(c * prod(near.shape[n + 1 :]) for n, c in enumerate(x)) for x in cells]).long())
+    return ranks
+
+
+def cells_of(box, shape):
+    """The positions of a box, which may go round."""
+    lines = [[c % side for c in line] for line, side in zip(box, shape, strict=True)]
+    return {sum(c * prod(shape[n + 1 :]) for n, c in enumerate(cell)) for cell in product(*lines)}
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_rows_that_travel_are_those_that_windows_of_other_ranks_reach(case):
+    each, shards = case
+    plan, own = plan_halo(each, shards, **SIZES), held(each[0], shards)
+    expected = {}
+    for rank, mine in enumerate(own):
+        rows = set()
+        for source, theirs in enumerate(own):
+            wanted = {
+                (c, head)
+                for head, near in enumerate(each)
+                for c in theirs[mask_of(near)[mine][:, theirs].any(0)].tolist()
+            }
+            if wanted and source != rank:
+                expected[source, rank] = len(wanted)
+                rows |= {(source, *row) for row in wanted}
+        cells, heads, source = (x.tolist() for x in plan.arriving[rank])
+        assert source == sorted(source)
+        assert len(source) == len(rows)
+        assert set(zip(source, cells, heads, strict=True)) == rows
+        assert shards.cells(each[0].shape, rank).equal(mine)
+        assert shards.slot(each[0].shape, mine, rank).equal(torch.arange(len(mine)))
+    assert plan.rows == expected
+    there, back = 2 * 2 * 8 * 2, 2 * 2 * 8 * 4  # of k and v in bfloat16, of their gradients in float32; two sequences
+    for rank, cost in enumerate(plan.ranks):
+        out, into = (sum(n for pair, n in expected.items() if pair[end] == rank) for end in (0, 1))
+        assert astuple(cost)[:5] == (len(own[rank]), out * there, into * there, into * back, out * back)
+        assert cost.interior + cost.border == len(own[rank])
+
+
+@settings(max_examples=60)
+@given(cases())
+@example(((Neighbourhood((16,), 3, edge="wrap"),) * 2, Rectangles((4,))))
+def test_interior_and_slabs_are_a_ranks_queries_once_with_all_that_they_see(case):
+    each, shards = case
+    plan, shape = plan_halo(each, shards, **SIZES), each[0].shape
+    seen = torch.stack([mask_of(near) for near in each]).any(0)
+    for rank, mine in enumerate(held(each[0], shards)):
+        inside = plan.interior(rank)
+        inner = cells_of(inside, shape) if inside else set()
+        alone = {q for q in mine.tolist() if set(seen[q].nonzero()[:, 0].tolist()) <= set(mine.tolist())}
+        assert inner <= alone
+        if isinstance(shards, Rectangles) and max(each[0].dilation) == 1:
+            assert inner == alone
+        slabs = plan.border(rank)
+        assert len(slabs) <= 2 * len(shape)
+        queries = [cells_of(slab.queries, shape) for slab in slabs]
+        if isinstance(shards, Rectangles):
+            assert sorted([*inner, *(q for each in queries for q in each)]) == sorted(mine.tolist())
+        for slab, some in zip(slabs, queries, strict=True):
+            keys = cells_of(slab.keys, shape)
+            assert len(keys) == slab.sizes[1]
+            if isinstance(shards, Rectangles):
+                for n, (line, side) in enumerate(zip(slab.keys, shape, strict=True)):
+                    reached = {k // prod(shape[n + 1 :]) % side for q in some for k in seen[q].nonzero()[:, 0].tolist()}
+                    assert len(line) == len(shortest(side, reached, each[0].edge[n] == "wrap"))
+            assert {int(k) for q in some & set(mine.tolist()) for k in seen[q].nonzero()[:, 0]} <= keys
+
+
+def test_rectangles_receive_least_and_tables_say_so():
+    words = "plan --grid 512x512 --window 17 --ranks 8 --heads 8 --head-dim 128"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 0, done.output
+    received = dict(re.findall(r"^ *(strips 8 x 1|rectangles 2 x 4|Hilbert runs) +([\d.]+)", done.output, re.M))
+    rows = {"strips 8 x 1": 16 * 512, "rectangles 2 x 4": 8 * (2 * (256 + 8) + 128), "Hilbert runs": 8 * 656}
+    megabytes = {name: count * 8 * 2 * 128 * 2 / 1e6 for name, count in rows.items()}
+    assert {name: float(x) for name, x in received.items()} == pytest.approx(megabytes, rel=0.01)
+    how = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    table = str(plan_halo(Neighbourhood((512, 512), 17), Rectangles((8, 1)), **how))
+    assert re.search(r"^ 1-6 +32,768 +33.6 +33.6 +67.1 +67.1 +24,576 +8,192 ", table, re.M), table
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 2", "give --tokens, or --grid and --window"),
+        ("--ranks 2 --grid 8x8", "give --tokens, or --grid and --window"),
+        ("--ranks 2 --grid 8x8 --window 3 --weights 1,2", "--weights: not of a grid"),
+        ("--ranks 2 --grid 8x8 --window 9", "window * dilation must be at most the side of axis 0"),
+    ],
+)
+def test_the_command_refuses_what_is_no_grid(words, message):
+    done = CliRunner().invoke(main, ["plan", *words.split()])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+NEAR = Neighbourhood((4, 6), 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (lambda: Rectangles((0, 2)), "parts\\[0\\] must be an integer of at least 1, got 0"),
+        (lambda: Rectangles((2, 2), cuts=((1,),)), "cuts must be None or have one for each of the 2 axes"),
+        (lambda: Rectangles((3, 1), cuts=((2, 1), None)), r"cuts\[0\] must hold 2 cells, ascending, got \(2, 1\)"),
+        (lambda: Runs(Ordering.linear(4), (1, 2)), "lengths must be 4 cells in sum"),
+        (lambda: Runs("hilbert", (1, 2)), "ordering must be an Ordering"),
+        (lambda: plan_halo(NEAR, Rectangles((2,)), **SIZES), "parts must have one for each of the 2 axes"),
+        (lambda: plan_halo(NEAR, Rectangles((2, 1), ((5,), None)), **SIZES), r"cuts\[0\] must be at most the side"),
+        (lambda: plan_halo(NEAR, Runs(Ordering.linear(4), (4,)), **SIZES), "ordering must have the 24 cells"),
+        (lambda: plan_halo(NEAR, (2, 2), **SIZES), "shards must be Rectangles or Runs"),
+        (lambda: plan_halo(NEAR, Rectangles((2, 1)), **SIZES | {"kv_heads": 3}), "kv_heads must divide heads"),
+        (lambda: plan_halo(NEAR, Rectangles((2, 1)), **SIZES | {"dtype": torch.int8}), "dtype must be one of"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(asked, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        asked()
