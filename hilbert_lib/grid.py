@@ -18,7 +18,7 @@ from hilbert_lib.ordering import Ordering
 
 EDGES = ("shift", "clip", "wrap")
 WORD_BITS = 64
-CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**24  # that hold sets of blocks at a time: within a cache, and in few launches
+CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**22  # that hold sets of blocks at a time: within a cache, and within 130 MB
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from itertools import product
 from math import prod
 
@@ -133,12 +133,8 @@ def grids(draw):
 def mask_of(near: Neighbourhood) -> Tensor:
     """Who sees whom: (queries, keys) bool, row by row."""
     rules = zip(near.shape, near.window, near.dilation, near.stride, near.is_causal, near.edge, strict=True)
-    axes = [seen_along(*axis) for axis in rules]
-    cells = list(product(*map(range, near.shape)))
-    rows = [
-        [all(k in axis[q] for axis, q, k in zip(axes, query, key, strict=True)) for key in cells] for query in cells
-    ]
-    return torch.tensor(rows)
+    axes = [torch.tensor([[key in seen for key in range(axis[0])] for seen in seen_along(*axis)]) for axis in rules]
+    return reduce(torch.kron, axes)  # whoever sees along every axis; the last one's cells follow each other
 
 
 def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ operators  forward and backward as torch operators
 reference  the oracle: dense masks, any dtype
 eager      matrix products of tiles, in chunks, on any device
 flex       compiled FlexAttention, with a mask of blocks made from geometry
-fused      the plain kernels of `attention/triton` as a backend
+fused      the kernels of `attention/triton` as backends
 registry   all of them by name
 module     the function as a layer
 """

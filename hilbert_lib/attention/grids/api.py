@@ -13,9 +13,11 @@ from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 
 MEASURED = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
+BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H200, 256 x 256 cells, forward; others {MEASURED}")
 ON_GPU, COMPACT = Rule(("triton", "flex", "eager"), MEASURED), Rule(("flex", "triton", "eager"), MEASURED)
 ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
 CURVES = ("hilbert", "morton", "tile")  # orders whose blocks are compact
+ROWS = ("linear", "raster")  # orders that leave tokens row by row
 
 
 @suggesting
@@ -37,7 +39,8 @@ def neighbourhood_attention(
     """Exact attention of each cell of a grid of 1 to 3 axes over a window around it (Hassani et al., arXiv 2204.07143).
 
     Differentiable once in q, k, v and the extra keys, by autograd and not by torch.func. A query without keys has
-    output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees.
+    output 0 and lse -inf. An ordering changes where tokens lie, and never which keys a query sees. What a backend
+    cannot read as it lies in memory is copied once.
 
     Args:
         q: (batch, seq, heads, head_dim), head_dim 1 to 256, one row for each cell of the grid.
@@ -92,8 +95,11 @@ def explain(given: Tensors, request: Request, backend: str) -> Explanation:
 def _rule(q: Tensor, request: Request) -> Rule:
     if not q.is_cuda:
         return ON_CPU
-    is_compact = request.ordering is not None and request.ordering.kind in CURVES
-    return COMPACT if is_compact and q.element_size() == 2 else ON_GPU
+    if q.element_size() != 2:
+        return ON_GPU
+    if request.ordering is None:
+        return BY_ROW
+    return COMPACT if request.ordering.kind in CURVES else ON_GPU
 
 
 def _order(q: Tensor, request: Request, backend: str) -> tuple[str, ...]:
@@ -128,6 +134,7 @@ def validated(
             raise TypeError(f"ordering must be an Ordering, or None for row by row; got {ordering!r}")
         if ordering.length != seq:
             raise ValueError(f"ordering must have the {seq} cells of the grid, got {ordering!r}")
+        ordering = None if ordering.kind in ROWS else ordering
     return Tensors(q, k, v, extra_k, extra_v), Request(near, scale, ordering, key_padding_mask, extra_padding_mask)
 
 

@@ -1,31 +1,65 @@
-"""The plain kernels for grids as a backend; triton is imported when one runs."""
+"""The fused kernels for grids as backends; triton is imported when one runs."""
 
 import torch
+from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.grids.request import Request
+from hilbert_lib.machine import kernel_mode
 
 
-def _functions(device: torch.device) -> tuple[Forward, Backward]:
+def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
     from hilbert_lib.attention.triton import grid_launch  # triton is imported only where a kernel is used
 
     return grid_launch.forward, grid_launch.backward
 
 
 def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
-    # As `grid_launch.py` makes it; interpreted kernels are taken for compiled ones.
+    # As both `grid_launch.py` make it; interpreted kernels are taken for compiled ones.
     return {} if direction == "forward" else {"delta": given[-1].nbytes}
 
 
-BACKEND = Backend(
-    name="triton",
-    note="kernels that walk over rectangles of keys",
-    colour="#D55E00",
-    functions=_functions,
-    limits=lambda q, request: kernel_limits(q, q.shape[1], request.scale),
-    here=lambda q, request: absence(q.device),
-    reads_orderings=True,
-    workspace=_workspace,
-    options=("part",),
+def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
+    from hilbert_lib.attention.triton.hopper import grid_launch
+
+    return grid_launch.forward, grid_launch.backward
+
+
+def _hopper_here(q: Tensor, request: Request) -> str:
+    refused = gpu_refusal(q, range(9, 10))
+    return refused or ("" if kernel_mode() == "compiled" else "needs compiled kernels, and not triton's interpreter")
+
+
+def _limits(q: Tensor, request: Request) -> str:
+    return kernel_limits(q, q.shape[1], request.scale)
+
+
+def _hopper_limits(q: Tensor, request: Request) -> str:
+    from hilbert_lib.attention.triton.hopper import grid_launch
+
+    return grid_launch.refusal(q, request) or _limits(q, request)
+
+
+BACKENDS = (
+    Backend(
+        name="hopper",
+        note="warp-specialised kernels that read keys in boxes; a tensor that they cannot read so is copied once",
+        colour="#0072B2",
+        functions=_hopper_functions,
+        limits=_hopper_limits,
+        here=_hopper_here,
+        workspace=_workspace,
+    ),
+    Backend(
+        name="triton",
+        note="kernels that walk over rectangles of keys",
+        colour="#D55E00",
+        functions=_plain_functions,
+        limits=_limits,
+        here=lambda q, request: absence(q.device),
+        reads_orderings=True,
+        workspace=_workspace,
+        options=("part",),
+    ),
 )

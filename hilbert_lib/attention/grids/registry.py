@@ -2,4 +2,4 @@
 
 from hilbert_lib.attention.grids import eager, flex, fused, reference
 
-BACKENDS = {each.BACKEND.name: each.BACKEND for each in (fused, flex, eager, reference)}
+BACKENDS = {each.name: each for each in (*fused.BACKENDS, flex.BACKEND, eager.BACKEND, reference.BACKEND)}

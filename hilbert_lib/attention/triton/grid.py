@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 
-SHIFT, WRAP = tl.constexpr(0), tl.constexpr(2)  # of hilbert_lib.grid.EDGES
+SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of hilbert_lib.grid.EDGES
 NOT_SPECIALIZED = [
     "heads", "group", "extra", "q_rows", "k_rows", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ def _tiles(begin, stop, d, T: tl.constexpr):
 
 
 @triton.jit
-def _window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+def window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """The ranks that a query sees: from the first, which may be below 0, to the last and one."""
     group = rank // s * s
     if CAUSAL:
@@ -53,14 +53,16 @@ def _window(rank, m, w, s, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
         if EDGE == SHIFT:
             start = tl.minimum(tl.maximum(start, 0), m - w)
         end = start + w
+        if EDGE == CLIP:
+            end = tl.minimum(end, m)
     return start, end
 
 
 @triton.jit
 def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
     """Where the keys of a tile of queries begin, and how many there are."""
-    start, _ = _window(first, m, w, s, CAUSAL, EDGE)
-    _, end = _window(tl.minimum(first + T, last) - 1, m, w, s, CAUSAL, EDGE)
+    start, _ = window(first, m, w, s, CAUSAL, EDGE)
+    _, end = window(tl.minimum(first + T, last) - 1, m, w, s, CAUSAL, EDGE)
     if EDGE == WRAP:
         return start, tl.minimum(end - start, m)
     start = tl.maximum(start, 0)
@@ -68,27 +70,28 @@ def _keys_of(first, last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: 
 
 
 @triton.jit
-def _queries_of(first, last, q_first, q_last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Where the queries begin that see a tile of keys, and how many there are; a few more where the stride is not 1.
+def queries_of(first, stop, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """From where to where queries see one of T keys before `stop`, past the axis too; a few more with a stride."""
+    last = tl.minimum(first + T, stop) - 1
+    if CAUSAL:
+        return first, last + w + s - 1
+    start = first - w + 1 + w // 2
+    end = last + w // 2 + 1
+    if EDGE == SHIFT:  # windows are moved inside
+        start = tl.where(first < w, 0, start)
+        end = tl.where(last >= m - w, m, end)
+    return start - (s - 1), end + s - 1
+
+
+@triton.jit
+def _queries_of(first, stop, q_first, q_last, m, w, s, T: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Where the queries begin that see a tile of keys, and how many there are.
 
     Of those from q_first to q_last - 1 or, where the axis wraps, of all.
     """
-    last = tl.minimum(first + T, last) - 1
-    if CAUSAL:
-        start = first
-        end = last + w
-    else:
-        start = first - w + 1 + w // 2
-        end = last + w // 2 + 1
-        if EDGE == SHIFT:  # windows are moved inside
-            start = tl.where(first < w, 0, start)
-            end = tl.where(last >= m - w, m, end)
-    start = start - (s - 1)
-    end = end + s - 1
+    start, end = queries_of(first, stop, m, w, s, T, CAUSAL, EDGE)
     if EDGE == WRAP:
         return start, tl.minimum(end - start, m)
-    if CAUSAL:
-        start = first
     start = tl.maximum(start, q_first)
     return start, tl.maximum(tl.minimum(end, q_last) - start, 0)
 
@@ -160,16 +163,19 @@ def _gradients(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def query_kernel(
-    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, boxes, inverse, padding, extra_padding, scale,
+    q, k, v, extra_k, extra_v, out, lse, dout, delta, dq, windows, boxes, inverse, padding, extra_padding, flag, scale,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_eb, stride_en, stride_eh, stride_fb, stride_fn, stride_fh, stride_db, stride_dn, stride_dh,
     heads, group, extra, q_rows, k_rows, n0, n1, n2, d0, d1, d2, s0, s1, s2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     BLOCK_N: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     E2: tl.constexpr, GATHER: tl.constexpr, PADDING: tl.constexpr, EXTRA: tl.constexpr, EXTRA_PADDING: tl.constexpr,
-    PART: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, BACKWARD: tl.constexpr, IF_FLAG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One rectangle of queries of one head: out and lse or, with BACKWARD, dq."""
+    """One rectangle of queries of one head: out and lse or, with BACKWARD, dq; with IF_FLAG only where flag is set."""
+    if IF_FLAG:  # noqa: SIM102 (a constant is not joined with a tensor)
+        if tl.load(flag) == 0:
+            return
     BLOCK_M: tl.constexpr = T0 * T1 * T2
     q0, _, begin0, stop0 = _box(boxes, n0, 0, 0, PART)
     q1, side1, begin1, stop1 = _box(boxes, n1, 1, 0, PART)
@@ -193,9 +199,9 @@ def query_kernel(
     rows = tl.arange(0, BLOCK_M)
     r0, r1, r2 = first0 + rows // (T1 * T2), first1 + rows // T2 % T1, first2 + rows % T2
     exists = (r0 < last0) & (r1 < last1) & (r2 < last2)
-    start0, end0 = _window(r0, m0, w0, s0, C0, E0)
-    start1, end1 = _window(r1, m1, w1, s1, C1, E1)
-    start2, end2 = _window(r2, m2, w2, s2, C2, E2)
+    start0, end0 = window(r0, m0, w0, s0, C0, E0)
+    start1, end1 = window(r1, m1, w1, s1, C1, E1)
+    start2, end2 = window(r2, m2, w2, s2, C2, E2)
     c0 = _line(r0, residue0, d0, n0, q0, E0, PART)
     c1, c2 = _line(r1, residue1, d1, n1, q1, E1, PART), _line(r2, residue2, d2, n2, q2, E2, PART)
     row = _rows(c0, c1, c2, side1, side2, inverse, exists, GATHER)
@@ -361,9 +367,9 @@ def key_kernel(
                 row = _rows(x0, x1, x2, side1, side2, inverse, there, GATHER)
                 if PART and GATHER:
                     there &= (row >= 0) & (row < q_rows)
-                start0, end0 = _window(r0, m0, w0, s0, C0, E0)
-                start1, end1 = _window(r1, m1, w1, s1, C1, E1)
-                start2, end2 = _window(r2, m2, w2, s2, C2, E2)
+                start0, end0 = window(r0, m0, w0, s0, C0, E0)
+                start1, end1 = window(r1, m1, w1, s1, C1, E1)
+                start2, end2 = window(r2, m2, w2, s2, C2, E2)
                 allowed = there[:, None] & weighed[None, :]
                 allowed &= _sees(start0[:, None], end0[:, None], k0[None, :], m0, E0)
                 allowed &= _sees(start1[:, None], end1[:, None], k1[None, :], m1, E1)

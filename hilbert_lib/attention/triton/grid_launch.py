@@ -23,7 +23,7 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     out = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)
     lse = torch.empty(*_by_row(given.q), dtype=torch.float32, device=given.q.device)
-    start([_of_queries(Tensors(*as_computed(*given)), request, out=out, lse=lse)])
+    start([of_queries(Tensors(*as_computed(*given)), request, out=out, lse=lse)])
     return out, lse
 
 
@@ -35,18 +35,13 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     dout, out, *computed = as_computed(dout, out, *given)
     given = Tensors(*computed)
     lse, delta = lse.contiguous(), torch.empty(*_by_row(given.q), dtype=torch.float32, device=lse.device)
-    batch, seq, heads, head_dim = given.q.shape
-    rows = batch * seq * heads
-    block = 4096 // block_d(head_dim)
-    sizes = {"rows": rows, "queries": seq, "heads": heads, "HEAD_DIM": head_dim}
-    sizes |= {"BLOCK_D": block_d(head_dim), "BLOCK_M": block}
     starts = [
-        Start(delta_kernel, (-(-rows // block),), (out.contiguous(), dout, delta, *dout.stride()[:3]), sizes),
-        _of_queries(given, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
-        _of_keys(dout, given, lse, delta, request, grads, extra=False),
+        delta_of(dout, out, delta),
+        of_queries(given, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
+        of_keys(dout, given, lse, delta, request, grads, extra=False),
     ]
     if given.extra_k.shape[1]:
-        starts.append(_of_keys(dout, given, lse, delta, request, grads, extra=True))
+        starts.append(of_keys(dout, given, lse, delta, request, grads, extra=True))
     start(starts)
     return grads
 
@@ -55,29 +50,41 @@ def _by_row(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
 
-def _of_queries(given: Tensors, request: Request, *, out: Tensor, lse: Tensor, dout=None, delta=None, dq=None) -> Start:
-    # Forward or, with dout, dq. q stands in for what is not used.
+def delta_of(dout: Tensor, out: Tensor, delta: Tensor) -> Start:
+    """The sums over dout * out, which every gradient needs."""
+    batch, seq, heads, head_dim = out.shape
+    rows, block = batch * seq * heads, 4096 // block_d(head_dim)
+    sizes = {"rows": rows, "queries": seq, "heads": heads, "HEAD_DIM": head_dim}
+    sizes |= {"BLOCK_D": block_d(head_dim), "BLOCK_M": block}
+    return Start(delta_kernel, (-(-rows // block),), (out.contiguous(), dout, delta, *dout.stride()[:3]), sizes)
+
+
+def of_queries(
+    given: Tensors, request: Request, *, out: Tensor, lse: Tensor, dout=None, delta=None, dq=None, flag=None
+) -> Start:  # fmt: skip
+    """The forward or, with dout, dq; with a flag only where that is set. q stands in for what is not used."""
     q, extra = given.q, given.extra_k.shape[1]
-    named = _shared(given, request)
+    named = rules(given, request)
     tiles = _tiles(request, keys=False)
     names = {f"T{n}": side for n, side in zip(AXES, _sides(request), strict=True)}
     strides = _strides("qkvef", given) | _strides("d", (q if dout is None else dout,))
     masks = {"PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None}
     more = {"EXTRA": extra > 0, "BACKWARD": dout is not None, "BLOCK_N": 64 if not is_interpreted() else 16}
-    extra_padding = q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
-    tensors = given._asdict() | {"out": out, "lse": lse}
-    tensors |= {name: q if x is None else x for name, x in (("dout", dout), ("delta", delta), ("dq", dq))}
-    named |= strides | masks | more | names | tensors | {"extra_padding": extra_padding}
+    more |= {"IF_FLAG": flag is not None}
+    tensors = given._asdict() | {"out": out, "lse": lse, "extra_padding": extra_padding(given, request)}
+    optional = {"dout": dout, "delta": delta, "dq": dq, "flag": flag}
+    tensors |= {name: q if x is None else x for name, x in optional.items()}
+    named |= strides | masks | more | names | tensors
     named.pop("q")
     return Start(query_kernel, (tiles, q.shape[0] * q.shape[2]), (q,), named)
 
 
-def _of_keys(
+def of_keys(
     dout: Tensor, given: Tensors, lse: Tensor, delta: Tensor, request: Request, grads: Tensors, *, extra: bool
 ) -> Start:  # fmt: skip
-    # dk and dv of the grid's keys, or of the extra ones.
+    """dk and dv of the grid's keys, or of the extra ones."""
     (k, v), (dk, dv) = (x[3:] if extra else x[1:3] for x in (given, grads))
-    named = _shared(given, request)
+    named = rules(given, request)
     padding = request.extra_padding_mask if extra else request.key_padding_mask
     sides = (1, 1, prod(_sides(request))) if extra else _sides(request)
     named |= {f"T{n}": side for n, side in zip(AXES, sides, strict=True)}
@@ -108,11 +115,20 @@ def _tiles(request: Request, *, keys: bool) -> int:
     return found
 
 
-def _shared(given: Tensors, request: Request) -> dict:
-    # What every kernel takes.
+def axes_of(request: Request) -> tuple[Axis, Axis, Axis]:
+    """The axes of the grid, the last of three."""
+    near = request.neighbourhoods[0]
+    return (Axis(1, 1, 1, 1, False, "shift"),) * (3 - len(near.axes)) + near.axes
+
+
+def extra_padding(given: Tensors, request: Request) -> Tensor:
+    """The mask of extra keys; q stands in for it."""
+    return given.q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
+
+
+def rules(given: Tensors, request: Request) -> dict:
+    """What every kernel is told of a call, the warp-specialised ones too."""
     q, near, part = given.q, request.neighbourhoods[0], request.part
-    none = Axis(1, 1, 1, 1, False, "shift")
-    axes = (none,) * (3 - len(near.axes)) + near.axes
     windows = tuple((1,) * (3 - len(near.axes)) + each.window for each in request.neighbourhoods)
     inverse = request.slots
     if request.ordering is not None:
@@ -127,10 +143,15 @@ def _shared(given: Tensors, request: Request) -> dict:
         "BLOCK_D": block_d(q.shape[3]), "GATHER": inverse is not None, "PART": part is not None,
         "PRECISION": products_of_float32(), "num_warps": 4,
     }  # fmt: skip
-    for n, axis in zip(AXES, axes, strict=True):
+    for n, axis in zip(AXES, axes_of(request), strict=True):
         named |= {f"n{n}": axis.cells, f"d{n}": axis.dilation, f"s{n}": axis.stride}
-        named |= {f"C{n}": axis.is_causal, f"E{n}": EDGES.index("clip" if axis.is_causal else axis.edge)}
+        named |= {f"C{n}": axis.is_causal, f"E{n}": edge_of(axis)}
     return named
+
+
+def edge_of(axis: Axis) -> int:
+    """The number of what happens at the ends of an axis, as kernels know it."""
+    return EDGES.index("clip" if axis.is_causal else axis.edge)
 
 
 @cached_for_graphs(maxsize=256)

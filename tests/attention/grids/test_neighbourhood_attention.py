@@ -33,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
 from hilbert_lib.attention.grids import eager, flex, operators
+from hilbert_lib.attention.grids.api import validated
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.grid import axis_tiles, mask_blocks
@@ -205,6 +206,7 @@ def test_it_says_which_backend_serves():
 
 Q, K, V, EXTRA_K, EXTRA_V = tensors()
 ORDER = Ordering.linear(24)
+WIDE = torch.zeros(1, 24, 2, 32, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -228,14 +230,40 @@ ORDER = Ordering.linear(24)
         ((Q, K, V, NEAR), {"key_padding_mask": torch.zeros(2, 24)}, "key_padding_mask must be a bool tensor"),
         ((Q, K, V, NEAR), {"key_padding_mask": torch.zeros(2, 5).bool()}, r"key_padding_mask must be .*\(2, 24\)"),
         ((Q, K, V, NEAR), {"extra_padding_mask": torch.zeros(2, 3).bool()}, "extra_padding_mask must be None"),
-        ((Q, K, V, NEAR), {"backend": "natten"}, "backend must be one of auto, triton"),
+        ((Q, K, V, NEAR), {"backend": "natten"}, "backend must be one of auto, hopper, triton"),
         ((Q, K, V, NEAR), {"backend": "flex"}, "backend='flex' cannot serve: .*needs a CUDA device"),
+        ((Q, K, V, NEAR), {"backend": "hopper"}, "backend='hopper' cannot serve: needs a CUDA device"),
         ((Q, K, V, NEAR), {"causal": True}, "no argument 'causal'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, options, words):
     with pytest.raises((TypeError, ValueError), match=words):
         neighbourhood_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "near", "ordering", "words"),
+    [
+        (Q, NEAR, None, "serves float16 and bfloat16, got float64"),
+        (Q.bfloat16(), NEAR, None, "serves a head_dim of 16 to 128, a multiple of 8; got 4"),
+        (WIDE[..., :20], NEAR, None, "a multiple of 8; got 20"),
+        (WIDE, NEAR, Ordering.residue(24, 2), "row by row, got Ordering.residue"),
+        (WIDE, NEAR, ORDER, ""),
+        (
+            WIDE[:, :15],
+            Neighbourhood((3, 5), 2, dilation=(1, 2)),
+            None,
+            "multiples of dilation, got 5 and 2 along axis 1",
+        ),
+        (WIDE, NEAR, None, ""),
+    ],
+)
+def test_what_the_kernels_of_boxes_do_not_serve_is_named(given, near, ordering, words):
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    tensors, request = validated(given, given, given, near, ordering=ordering)
+    limits = BACKENDS["hopper"].limits(tensors.q, request)
+    assert words in limits
+    assert bool(words) == bool(limits)
 
 
 @pytest.mark.parametrize(

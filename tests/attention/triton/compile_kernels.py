@@ -12,15 +12,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import product
 
+import torch
 import triton
 from held_operands import held_operands
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
@@ -28,9 +32,11 @@ from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
+from hilbert_lib.attention.triton.hopper import grid_launch
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
+from hilbert_lib.grid import Neighbourhood
 
 ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {
@@ -119,9 +125,8 @@ def row_kernels() -> dict[str, tuple]:
     }
 
 
-def described(rows: int, columns: int, dtype) -> str:
-    """The type of a descriptor of tiles of dilated rows."""
-    block = [1, rows, 1, 1, columns]
+def described(block: list[int], dtype=gl.bfloat16) -> str:
+    """The type of a descriptor of tiles."""
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
@@ -129,7 +134,7 @@ def described(rows: int, columns: int, dtype) -> str:
 def forward_on_hopper(columns: int, causal: bool, goes_on: bool) -> tuple:
     """What `compiled` takes for the warp-specialised forward, before the architecture."""
     config = HOPPER_FORWARD[columns]
-    keys = described(config.block_n, columns, gl.bfloat16)
+    keys = described([1, config.block_n, 1, 1, columns])
     types = ATTENTION_TYPES | {f"{x}{i}": keys for x in "kv" for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "MASKED": causal}
     constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "READ_PARTIAL": goes_on}
@@ -140,14 +145,53 @@ def forward_on_hopper(columns: int, causal: bool, goes_on: bool) -> tuple:
 def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> tuple:
     """What `compiled` takes for the warp-specialised backward, before the architecture."""
     config = HOPPER_BACKWARD[columns]
-    queries = described(config.block_m, columns, gl.bfloat16)
-    part = described(config.block_m, columns // 2, gl.float32)
+    queries = described([1, config.block_m, 1, 1, columns])
+    part = described([1, config.block_m, 1, 1, columns // 2], gl.float32)
     types = ATTENTION_TYPES | {f"{x}{i}": queries for x in "qd" for i in range(BRANCHES)}
     types |= {f"dq{i}": part for i in range(BRANCHES)}
     constants = {"HEAD_DIM": columns, "BLOCK_D": columns, "N_BRANCHES": SOME, "CAUSAL": causal, "CUT": cut}
     constants |= {"READ_PARTIAL": causal, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "WITH_DQ": with_dq}
     constants |= {f"{x}{i}": None for x in ("q", "d", "dq") for i in range(SOME, BRANCHES)}
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
+
+
+def launched(columns: int, near: Neighbourhood, more: bool) -> Iterator[tuple[str, tuple]]:
+    """What `compiled` takes for the kernels by boxes that a call launches; more: with extra keys and all masks."""
+    x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
+    extra = x[:, : 70 if more else 0]
+    masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
+    given, request = Tensors(x, x, x, extra, extra), Request((near, near), 1.0, None, *masks)
+    starts = []
+    grid_launch.start, grid_launch.multiprocessors = starts.extend, lambda device: 132
+    out, lse = grid_launch.forward(given, request)
+    grid_launch.backward(out, given, out, lse, request)
+    for each in starts:
+        if isinstance(each.kernel, GluonJITFunction):
+            arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
+            constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
+            types = {name: type_of(x) for name, x in arguments.items()}
+            options = {name: arguments[name] for name in ("num_warps", "maxnreg") if name in arguments}
+            name = {None: "forward", False: "dq", True: "dkv"}[constants.get("OF_KEYS")]
+            yield name, (each.kernel, types, constants, options)
+
+
+def type_of(x) -> str:
+    """The type of a kernel's argument."""
+    if isinstance(x, TensorDescriptor):
+        return described(x.block_shape)
+    kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
+    return kinds[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
+
+
+def grids_on_hopper() -> dict[str, tuple]:
+    """The kernels by boxes: of a plane, and of a volume with all that a call may ask for."""
+    plane = Neighbourhood((64, 64), 17)
+    volume = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
+    return {
+        f"hopper grid {name} {columns} {more}": call
+        for columns, (near, more) in product((64, 128), ((plane, False), (volume, True)))
+        for name, call in launched(columns, near, more)
+    }
 
 
 def hopper_kernels() -> dict[str, tuple]:
@@ -166,7 +210,7 @@ def hopper_kernels() -> dict[str, tuple]:
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels()
-    return every | hopper_kernels() if architecture == 90 else every
+    return every | hopper_kernels() | grids_on_hopper() if architecture == 90 else every
 
 
 def sass_of(kernel) -> str:
@@ -214,6 +258,7 @@ def facts(name: str, architecture: int) -> dict:
 # A forward and a backward of each file, which take seconds.
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "decode one", "decode merge", "curve decode 2", "curve encode 2")
 SAMPLE += ("rows merge 16", "rows add 16", "hopper forward 64 True False", "hopper backward 64 True True True")
+SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

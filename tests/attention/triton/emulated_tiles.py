@@ -14,6 +14,7 @@ DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.int32: gl.int32,
+    torch.bool: gl.int1,
 }
 
 
@@ -61,6 +62,8 @@ class Value:
     __int__ = __index__
 
     def to(self, dtype, bitcast=False):
+        if bitcast and dtype == gl.uint32:
+            return Value(self.array.astype(np.uint32), dtype)
         if bitcast:
             return Value(self.array.view(np.int32), dtype)
         if dtype.is_floating():
@@ -69,6 +72,9 @@ class Value:
 
     def reshape(self, shape):
         return Value(self.array.reshape(shape), self.dtype)
+
+    def expand_dims(self, axis):
+        return Value(np.expand_dims(self.array, axis), self.dtype)
 
 
 def quotient(a, b):
@@ -146,7 +152,7 @@ class Descriptor:
 
     def __init__(self, host: TensorDescriptor):
         self.memory, self.layout, self.block_shape = Memory(host.base), host.layout, list(host.block_shape)
-        self.shape = host.shape
+        self.shape, self.dtype = host.shape, self.memory.dtype
         start, size = host.base.storage_offset(), self.memory.cells.itemsize
         last = start + sum((n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True))
         if last >= self.memory.cells.size:
@@ -262,7 +268,7 @@ FUNCTIONS = {
     "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
     "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), dtype),
     "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),
-    "zeros_like": on_arrays(np.zeros_like),
+    "zeros_like": lambda x: Value(np.zeros_like(x.array), x.dtype),
     "where": on_arrays(np.where),
     # Of a NaN and a number these give the number, as a GPU does.
     "minimum": on_arrays(np.fmin),

@@ -25,8 +25,15 @@ from hilbert_lib.attention.triton.start import Start
 
 PACKAGE = "hilbert_lib.attention.triton"
 EMULATED = {  # all that a call runs but what is decided without triton
-    *(f"{PACKAGE}.{name}" for name in ("geometry", "arguments", "forward", "backward", "launch")),
+    *(
+        f"{PACKAGE}.{name}"
+        for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_launch")
+    ),
     *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
+    *(
+        f"{PACKAGE}.hopper.{name}"
+        for name in ("boxes", "masks", "box_descriptors", "grid_forward", "grid_backward", "grid_launch")
+    ),
 }
 LAYOUTS = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}  # of a launch, which no kernel is given
@@ -104,6 +111,10 @@ def reduce_from_shared(function, descriptor, coordinates, tile):
     running.wait()
 
 
+def copy_from_shared(descriptor, coordinates, tile):
+    reduce_from_shared(lambda before, box: box, descriptor, coordinates, tile)
+
+
 def store_wait(pendings=0):
     sent = running.group.sent
     running.wait(lambda: len(sent) <= pendings)
@@ -123,6 +134,8 @@ def barrier_in(asm: str) -> tuple[int, int, bool] | None:
 
 def inline_asm(asm, constraints, args, *, dtype, is_pure, pack):
     """What the kernels' assembly does: `tiles.arrive` and its like, and `steps._scaled_if_any`."""
+    if "@never" in asm:  # `tiles.held`: only the compiler sees it
+        return args[0]
     if barrier := barrier_in(asm):
         register, threads, is_waited_for = barrier
         # Registers of the result come first, and each operand has `pack`.
@@ -161,7 +174,7 @@ def no_layout(*_, **__):
 
 LANGUAGE = SimpleNamespace(
     **FUNCTIONS,
-    **{name: getattr(gl, name) for name in ("int1", "int32", "int64", "float16", "bfloat16", "float32")},
+    **{name: getattr(gl, name) for name in ("int1", "int32", "uint32", "int64", "float16", "bfloat16", "float32")},
     **dict.fromkeys(LAYOUTS, no_layout),
     NVMMASharedLayout=gl.NVMMASharedLayout,
     tensor=Value,
@@ -188,7 +201,9 @@ TRITON = SimpleNamespace(
 HOPPER = SimpleNamespace(
     fence_async_shared=fence,
     mbarrier=SimpleNamespace(MBarrierLayout=lambda: Barrier, init=init, expect=expect, arrive=arrive, wait=wait),
-    tma=SimpleNamespace(async_copy_global_to_shared=copy_to_shared, store_wait=store_wait),
+    tma=SimpleNamespace(
+        async_copy_global_to_shared=copy_to_shared, async_copy_shared_to_global=copy_from_shared, store_wait=store_wait
+    ),
     warpgroup_mma=warpgroup_mma,
     warpgroup_mma_wait=warpgroup_mma_wait,
 )
@@ -222,6 +237,8 @@ class Sources:
         served = self.module(f"{PACKAGE}.hopper.launch")
         served.runs = lambda tensors, keys, call: served.serves(tensors[0], keys, call)
         self.launch = self.module(f"{PACKAGE}.launch")
+        self.grids = self.module(f"{PACKAGE}.hopper.grid_launch")
+        self.grids.multiprocessors = lambda device: 3  # so that a program takes several tiles
 
     def module(self, name: str) -> ModuleType:
         """A module by its whole name."""
@@ -276,3 +293,19 @@ def _given(x):
     if isinstance(x, torch.Tensor):
         return Pointer(Memory(x), x.storage_offset())
     return Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+
+def wrong(results: dict[str, torch.Tensor], right: Sequence[torch.Tensor], bound: float) -> str | None:
+    """Which result is not right and how far off it is, if any: by the norm of its errors, and of those in a row."""
+    for (name, found), expected in zip(results.items(), right, strict=True):
+        found = found.double()
+        if name == "lse":
+            same = torch.where(found == expected, 0, found - expected).abs()
+            if not same.max() < 1e-5:
+                return f"lse: {same.max():.1e}"
+        elif found.numel():
+            error = (found - expected).norm(dim=-1)
+            size = expected.norm() / expected.shape[:-1].numel() ** 0.5  # of a row
+            if not (error.norm() <= bound * expected.norm() and error.max() <= 10 * bound * size):
+                return f"{name}: {error.norm() / expected.norm():.1e}, in a row {error.max() / size:.1e}"
+    return None

@@ -86,8 +86,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.steps",
-        "if left > ring.k_tiles.shape[2] // 2:",
-        "if left > ring.k_tiles.shape[2] // 2 + 1:",
+        "if left > tiles.rows_of(ring.k_tiles.shape) // 2:",
+        "if left > tiles.rows_of(ring.k_tiles.shape) // 2 + 1:",
         "a second half of one key is left out",
         11,
     ),
@@ -118,14 +118,14 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.steps",
-        "scores = warpgroup_mma_wait(1, deps=[score_token])",
-        "scores = warpgroup_mma_wait(2, deps=[score_token])",
+        "scores = warpgroup_mma_wait(1, deps=[score_token])\n    if not WHOLE",
+        "scores = warpgroup_mma_wait(2, deps=[score_token])\n    if not WHOLE",
         "scores are used before they are computed",
         14,
     ),
     Mutation(
         "hopper.steps",
-        "    if WHOLE:\n        acc = _scaled_if_any(acc, decay)",
+        "    if WHOLE:\n        acc = scaled_if_any(acc, decay)",
         "    if WHOLE:\n        acc = acc",
         "earlier sums keep their scale",
         14,

@@ -112,6 +112,25 @@ def anew():
     assert out[:, place:].isnan().any()
 
 
+def boxes():
+    """The kernels for grids that read boxes: more of them than there are stages, whole and cut, round an axis too."""
+    grids = (
+        (Neighbourhood((40, 41), 19), 64, 0),
+        (Neighbourhood((24, 50), (9, 23), dilation=(1, 2), edge=("clip", "wrap")), 128, 70),
+        (Neighbourhood((6, 17, 20), (3, 7, 9), stride=(1, 1, 2), is_causal=(True, False, False)), 40, 5),
+    )
+    for near, head_dim, extra in grids:
+        shapes = (near.length, 4), *[(near.length, 2)] * 2, *[(extra, 2)] * 2
+        q, k, v, *more = (
+            torch.randn(2, rows, heads, head_dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+            for rows, heads in shapes
+        )
+        options = dict(zip(("extra_k", "extra_v"), more, strict=True)) if extra else {}
+        options["key_padding_mask"] = padded(near.length).expand(2, -1)
+        out = neighbourhood_attention(q, k, v, near, backend="hopper", **options)
+        out.backward(torch.randn_like(out))
+
+
 def insist_on_hopper():
     """From here on a call that the plain kernels would serve fails."""
     original = launch.hopper.runs
@@ -202,7 +221,7 @@ def race():
     race_kernel[(1,)](torch.ones(128, device=DEVICE, dtype=torch.int32), num_warps=4)
 
 
-CALLS = (plain, hopper, divided, decoding, grids, merging, by_row, curve, past_the_end, race)
+CALLS = (plain, hopper, divided, boxes, decoding, grids, merging, by_row, curve, past_the_end, race)
 FAMILIES = {function.__name__: function for function in CALLS}
 
 if __name__ == "__main__":

@@ -102,6 +102,28 @@ def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper
             assert (facts["programs"], facts["serialized"]) == (programs, 0), name
 
 
+def test_boxes_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
+    for start, sampled, every in (("forward", 2, 4), ("dq", 0, 4), ("dkv", 0, 4)):
+        for name, facts in some(f"hopper grid {start}", sampled, every).items():
+            programs = 2 if "forward 64" in name else 1
+            assert (facts["programs"], facts["serialized"]) == (programs, 0), name
+            assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
+
+
+def test_the_product_with_v_of_a_box_runs_beside_the_softmax_of_the_next(on_hopper, some):
+    for name, facts in some("hopper grid forward 128", 1, 2).items():
+        assert len(facts["exponentials"]) == 2, name
+        assert min(facts["exponentials"]) >= 32, name  # one for each of 32 scores
+
+
+@pytest.mark.parametrize(("start", "sampled", "held"), [("forward 64", 1, 0), ("forward 128", 1, 24), ("dkv", 0, 0)])
+def test_queries_that_boxes_hold_in_registers_are_not_written_over(on_hopper, some, start, sampled, held):
+    """At 128 columns, in each of two groups: eight products a box with k, four with v, of weights made a box before."""
+    for name, facts in some(f"hopper grid {start}", sampled, 4 if start == "dkv" else 2).items():
+        assert facts["held"] == held, name
+        assert [each for each in facts["spoilt"] if ".tnspB" not in each] == [], name
+
+
 def test_what_a_backward_holds_in_registers_is_not_written_over(on_hopper, some):
     """ptxas 12.8 did so where the next scores were asked for without dq: dk was then that of the last queries."""
     for name, facts in some("hopper backward", 1, 16).items():

@@ -143,18 +143,7 @@ def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
     launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
     # Each launch rounds what it adds to.
     bound = (TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
-    for (name, found), right in zip(results.items(), expected(case)[1], strict=True):
-        found = found.double()
-        if name == "lse":
-            same = torch.where(found == right, 0, found - right).abs()
-            if not same.max() < 1e-5:
-                return f"lse: {same.max():.1e}"
-        else:
-            error = (found - right).norm(dim=-1)
-            size = right.norm() / right.shape[:-1].numel() ** 0.5  # of a row
-            if not (error.norm() < bound * right.norm() and error.max() < 10 * bound * size):
-                return f"{name}: {error.norm() / right.norm():.1e}, in a row {error.max() / size:.1e}"
-    return None
+    return emulator.wrong(results, expected(case)[1], bound)
 
 
 @pytest.fixture(scope="module")

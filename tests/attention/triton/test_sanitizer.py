@@ -17,7 +17,7 @@ import hilbert_lib
 
 PROGRAM = Path(__file__).parent / "sanitized.py"
 KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton" / "hopper"  # the warp-specialised ones
-WARP_SPECIALISED = ("hopper", "divided")  # families of calls that need compute capability 9.0
+WARP_SPECIALISED = ("hopper", "divided", "boxes")  # families of calls that need compute capability 9.0
 FOUND = 99  # the sanitizer's exit status where it found something
 TIMEOUT = 900.0  # seconds, for one run
 # What each family of calls has to launch.
@@ -33,6 +33,7 @@ FAMILIES = {
         *("hopper.forward.forward_kernel", "hopper.backward.backward_kernel"),
         *("triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"),
     },
+    "boxes": {"hopper.grid_forward.forward_kernel", "hopper.grid_backward.backward_kernel"},
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
     "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
     "merging": {"triton.merge.merge_kernel", "triton.merge.sum_kernel"},
@@ -192,6 +193,8 @@ def test_the_lines_at_which_races_are_allowed_are_few():
         places = [place.split(":") for place in lines]
         return sorted((KERNELS / name).read_text().splitlines()[int(line) - 1].strip() for name, line in places)
 
-    assert texts(hand_over_lines()) == ["def backward_kernel(", "def forward_kernel(", *["gl.warp_specialize(["] * 2]
+    kernels = ["def backward_kernel("] * 2 + ["def forward_kernel("] * 2  # along a sequence and on grids
+    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 5]
     accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
-    assert sorted(accesses) == list(itertools.product(("delta_rows", "lse_rows"), ("load", "store")))
+    both = itertools.product(("delta_rows", "lse_rows"), ("load", "store"))
+    assert sorted(accesses) == [each for each in both for _ in range(2)]

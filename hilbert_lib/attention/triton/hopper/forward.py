@@ -13,14 +13,15 @@ from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.hopper import tiles
 from hilbert_lib.attention.triton.hopper.steps import (
     as_operand,
-    first_scores,
     halves,
     in_halves,
     k_free,
     keys_at_once,
     masked,
+    normalized,
     nothing,
     pass_over,
+    scores_alone,
     seen_keys,
     softmax,
     step,
@@ -175,9 +176,9 @@ def _attend_whole(
     q_tile.store(q_rows)  # loaded until here
     fence_async_shared()
 
-    acc, total, m = nothing(BLOCK_D, BLOCK_N)
+    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
     if blocks > 0:
-        scores = first_scores(q_tile, ring)
+        scores = scores_alone(q_tile, ring, 0)
         weights, _, m, total = softmax(scores, m, total, scale, True)
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)
         for block in range(1, blocks):
@@ -186,7 +187,7 @@ def _attend_whole(
             )
         value_token = values(weights, acc, ring, blocks - 1)
         acc = warpgroup_mma_wait(0, deps=[value_token])
-    result, result_lse = _normalized(acc, total, m)
+    result, result_lse = normalized(acc, total, m)
     # Handed on once more: the loads' own would take registers all through the steps.
     written = gl.where(exists, position, -1)
     query = gl.convert_layout(written, gl.SliceLayout(1, SCORES))
@@ -240,7 +241,7 @@ def _attend_by_branch(
             q_tile, ring, branches, scale, keys, tile, query, own_lowest, own_highest, queries,
             BLOCK_D, BLOCK_N, N_BRANCHES, CAUSAL,
         )  # fmt: skip
-    result, result_lse = _normalized(acc, total, m)
+    result, result_lse = normalized(acc, total, m)
     exists = (score_rows < tile.size) & (query >= tile.lowest) & (query < tile.end)
     if MASKED:
         bad = gl.convert_layout(gl.max((result != result).to(gl.int32), 1), gl.SliceLayout(1, SCORES))
@@ -266,11 +267,11 @@ def _walk(
         if (first_branch < 0) & inside:
             first_branch = i
 
-    acc, total, m = nothing(BLOCK_D, BLOCK_N)
+    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
     if first_branch >= 0:
         _, start, w, r, o = tiles.segment_of(branches, first_branch, tile.first)
         n = geometry.segment_rows(start, w, r, o, keys)
-        scores = first_scores(q_tile, ring)
+        scores = scores_alone(q_tile, ring, 0)
         scores = masked(scores, seen_keys(n, start + o, r, query, CAUSAL))
         weights, _, m, total = softmax(scores, m, total, scale, False)
         weights = as_operand(weights, q_tile.dtype, BLOCK_D)
@@ -321,7 +322,7 @@ def _walk_in_halves(
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """What `_walk` computes, by `halves`."""
-    acc, total, m = nothing(BLOCK_D, BLOCK_N)
+    acc, total, m = nothing(BLOCK_D, keys_at_once(BLOCK_D, BLOCK_N))
     block = 0
     for i in range(N_BRANCHES):
         inside, start, w, r, o = tiles.segment_of(branches, i, tile.first)
@@ -362,16 +363,6 @@ def _blocks(branches, first, keys, BLOCK_N: gl.constexpr, N_BRANCHES: gl.constex
     inside, start = tiles.is_inside(w, r, o, first)
     n = geometry.segment_rows(start, w, r, o, keys)
     return gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
-
-
-@gluon.jit
-def _normalized(acc, total, m):
-    """Output and lse; 0 and -inf where there are no keys."""
-    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
-    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
-    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)
-    inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
-    return acc * inverse[:, None], lse
 
 
 @gluon.jit

@@ -44,9 +44,8 @@ def keys_at_once(columns, block_n):
 
 
 @gluon.jit
-def nothing(BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Products with v, sums of weights, and the maximum, before the first block of keys."""
-    KEYS: gl.constexpr = keys_at_once(BLOCK_D, BLOCK_N)
+def nothing(BLOCK_D: gl.constexpr, KEYS: gl.constexpr):
+    """Products with v, sums of weights, and the maximum, before the first keys; KEYS have their scores at a time."""
     SCORES: gl.constexpr = tiles.product_layout(KEYS)
     acc = gl.zeros([tiles.GROUP_ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
     total = _partial_sums(gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, SCORES))
@@ -66,7 +65,7 @@ def pass_over(ring, block):
 def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.constexpr):
     """A block of keys by halves. The group sees the first `left` keys; with MASKED a row sees the first `seen`."""
     acc, total, m = _half(0, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
-    if left > ring.k_tiles.shape[2] // 2:
+    if left > tiles.rows_of(ring.k_tiles.shape) // 2:
         acc, total, m = _half(1, acc, total, m, q_tile, ring, block, scale, seen, MASKED)
     tiles.arrive(k_free(ring, block))
     tiles.arrive(v_free(ring, block))
@@ -76,7 +75,7 @@ def halves(acc, total, m, q_tile, ring, block, scale, seen, left, MASKED: gl.con
 @gluon.jit
 def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen, MASKED: gl.constexpr):
     """Scores, softmax and product with v of half a block, each waited for."""
-    HALF: gl.constexpr = ring.k_tiles.shape[2] // 2
+    HALF: gl.constexpr = tiles.rows_of(ring.k_tiles.shape) // 2
     if NUMBER == 0:
         tiles.wait_full(ring.k_full, block)
     k_rows = tiles.tile_of_stage(ring.k_tiles, block).slice(NUMBER * HALF, HALF, 0)
@@ -86,7 +85,7 @@ def _half(NUMBER: gl.constexpr, acc, total, m, q_tile, ring, block, scale, seen,
     if MASKED:
         scores = masked(scores, seen - NUMBER * HALF)
     weights, decay, m, total = softmax(scores, m, total, scale, True)
-    acc = _scaled_if_any(acc, decay)
+    acc = scaled_if_any(acc, decay)
     if NUMBER == 0:
         tiles.wait_full(ring.v_full, block)
     v_rows = tiles.tile_of_stage(ring.v_tiles, block).slice(NUMBER * HALF, HALF, 0)
@@ -102,7 +101,7 @@ def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASK
     less time than where the compiler puts it, and earlier sums are scaled only where a row needs it, 2 to 3 % less;
     where blocks are cut off both take more time (reports/HISTORY.md).
     """
-    score_token = _scores(q_tile, ring, block)
+    score_token = start_scores(q_tile, ring, block)
     value_token = values(weights, acc, ring, block - 1)
     scores = warpgroup_mma_wait(1, deps=[score_token])
     if not WHOLE:
@@ -115,28 +114,29 @@ def step(acc, total, m, weights, q_tile, ring, block, scale, seen, queries, MASK
     acc = warpgroup_mma_wait(0, deps=[value_token])
     tiles.arrive(v_free(ring, block - 1))
     if WHOLE:
-        acc = _scaled_if_any(acc, decay)
+        acc = scaled_if_any(acc, decay)
     else:
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, total, m, as_operand(new_weights, q_tile.dtype, acc.shape[1])
 
 
 @gluon.jit
-def first_scores(q_tile, ring):
-    """Scores of the first block; from then on the product with v of a block runs during the scores of the next."""
-    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, ring, 0)])
-    tiles.arrive(k_free(ring, 0))
-    return scores
-
-
-@gluon.jit
-def _scores(q_tile, ring, block):
-    KEYS: gl.constexpr = ring.k_tiles.shape[2]
+def start_scores(q_tile, ring, block):
+    """Starts the product of queries and a block of keys, once these are there."""
+    KEYS: gl.constexpr = tiles.rows_of(ring.k_tiles.shape)
     tiles.wait_full(ring.k_full, block)
     zeros = gl.zeros([tiles.GROUP_ROWS, KEYS], gl.float32, tiles.product_layout(KEYS))
     return warpgroup_mma(
         q_tile, tiles.tile_of_stage(ring.k_tiles, block).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
+
+
+@gluon.jit
+def scores_alone(q_tile, ring, block):
+    """Scores of a block of keys, beside no other product."""
+    scores = warpgroup_mma_wait(0, deps=[start_scores(q_tile, ring, block)])
+    tiles.arrive(k_free(ring, block))
+    return scores
 
 
 @gluon.jit
@@ -186,6 +186,16 @@ def softmax(scores, m, total, scale, LAZY: gl.constexpr):
 
 
 @gluon.jit
+def normalized(acc, total, m):
+    """Output and lse; 0 and -inf where there are no keys."""
+    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
+    denominator = gl.where(total == 0.0, 1.0, total)  # NaN stays NaN
+    lse = gl.where(total == 0.0, float("-inf"), (m + gl.log2(denominator)) * tiles.LN_2)
+    inverse = gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, acc.type.layout))
+    return acc * inverse[:, None], lse
+
+
+@gluon.jit
 def _partial_sums(weights):
     """[rows, 4]: the sum in each of the four threads of a row, without communication."""
     rows: gl.constexpr = weights.shape[0]
@@ -194,7 +204,7 @@ def _partial_sums(weights):
 
 
 @gluon.jit
-def _scaled_if_any(acc, decay):
+def scaled_if_any(acc, decay):
     """acc times the decay of its rows, skipped by a warp in which all are 1: Gluon's `if` decides for a whole group.
 
     A thread holds two rows, two elements of each in turn.

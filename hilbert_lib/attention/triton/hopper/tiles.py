@@ -65,8 +65,12 @@ def _described(
 
 @lru_cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    name = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, 1, columns], name)
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, 1, columns], element(dtype))
+
+
+def element(dtype: torch.dtype) -> object:
+    """Gluon's name of a dtype."""
+    return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
 
 
 @gluon.constexpr_function
@@ -87,11 +91,18 @@ def shared_layout():
     return gl.NVMMASharedLayout(128, 16, 2)
 
 
+@gluon.constexpr_function
+def rows_of(shape):
+    """Rows of a tile that the copy engine writes in five dimensions, the columns last; `shape` has the stages first."""
+    return shape[1] * shape[2] * shape[3] * shape[4]
+
+
 @gluon.jit
 def tile_of_stage(tiles, block):
     """The 2-D tile of a block among the stages, where the copy engine wrote it in five dimensions."""
     STAGES: gl.constexpr = tiles.shape[0]
-    return tiles.index(block % STAGES)._reinterpret(tiles.dtype, [tiles.shape[2], tiles.shape[5]], shared_layout())
+    ROWS: gl.constexpr = rows_of(tiles.shape)
+    return tiles.index(block % STAGES)._reinterpret(tiles.dtype, [ROWS, tiles.shape[5]], shared_layout())
 
 
 @gluon.jit
@@ -160,6 +171,43 @@ def arrive_behind(barrier, values, count, THREADS: gl.constexpr = 288):
         is_pure=False,
         pack=2,
     )
+
+
+@gluon.jit
+def held(values, count):
+    """The values, of which a thread has ELEMENTS; a wait for products that is written behind them stays behind.
+
+    As in `arrive_behind`, count is not negative: no thread arrives anywhere.
+    """
+    ELEMENTS: gl.constexpr = of_a_thread(values.shape)
+    return gl.inline_asm_elementwise(
+        _held_asm(ELEMENTS), _held_constraints(ELEMENTS), [values, count],
+        dtype=gl.float32, is_pure=False, pack=ELEMENTS,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def of_a_thread(shape):
+    """Elements of a tile that each thread of a group has."""
+    return shape[0] * shape[1] // 128
+
+
+@gluon.constexpr_function
+def _held_constraints(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+@gluon.constexpr_function
+def _held_asm(n):
+    some = range(0, n, max(1, n // 8))  # of those that are computed at different times
+    joined = " ".join(f"mov.b32 one, ${i}; or.b32 all, all, one;" for i in some)
+    return f"""{{
+        .reg .b32 one, all;
+        .reg .pred never;
+        mov.b32 all, 0; {joined}
+        shr.s32 one, ${2 * n}, 31; and.b32 all, all, one; setp.ne.s32 never, all, 0;
+        @never bar.arrive 15, 288;
+    }}"""
 
 
 @gluon.jit

@@ -1,0 +1,350 @@
+"""Neighbourhood attention's backward for Hopper, warp-specialised: boxes as in the forward, the same bits every time.
+
+dq comes from tiles of queries, which walk over boxes of keys as the forward does; dk and dv from tiles of keys, which
+walk over the boxes of queries that see them. Seven products in place of five, and nothing is added in global memory.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from hilbert_lib.attention.triton.geometry import LOG2_E
+from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
+from hilbert_lib.attention.triton.hopper import boxes, masks, steps, tiles
+
+# As in `grid_forward`: of a tile's two tensors, of those of its boxes, and of the results.
+MOVES = (*(name + axis for name in "xyabuw" for axis in "b012"), "eb", "fb")
+
+
+class Shared(NamedTuple):
+    """What the warps of a program share: its tile's rows of two tensors, and boxes of two others in a ring."""
+
+    x_tiles: gl.shared_memory_descriptor  # [buffers * groups, *box, 1, columns]
+    y_tiles: gl.shared_memory_descriptor
+    a_tiles: gl.shared_memory_descriptor  # [stages, *box, 1, columns]
+    b_tiles: gl.shared_memory_descriptor
+    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
+    delta_rows: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+    tile_free: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
+def backward_kernel(
+    lse, delta, x, y, a, b, extra_a, extra_b, u, w, windows, padding, extra_padding, scale,
+    xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
+    heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr,
+    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+):  # fmt: skip
+    """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
+
+    With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). A key or a value
+    that is not finite may reach the gradients of those near it.
+    """
+    dtype: gl.constexpr = x.dtype
+    B0: gl.constexpr = boxes.side(RULES, 0)
+    B1: gl.constexpr = boxes.side(RULES, 1)
+    B2: gl.constexpr = boxes.side(RULES, 2)
+    x_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], x.layout)
+    y_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], y.layout)
+    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], a.layout)
+    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], b.layout)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_rows = gl.allocate_shared_memory(
+        gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    tile_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(boxes.BUFFERS):
+        mbarrier.init(tile_full.index(buffer), count=1)
+        mbarrier.init(tile_free.index(buffer), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
+    shared = Shared(x_tiles, y_tiles, a_tiles, b_tiles, lse_rows, delta_rows, tile_full, tile_free, full)
+    axes = boxes.Axes((n0 // d0, n1 // d1, n2 // d2), (d0, d1, d2), (n0, n1, n2))
+    moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
+    u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
+    sizes = (heads, group, extra, total, programs)
+    # Written out: a tuple that is assigned to a name loses its constants.
+    if OF_KEYS:
+        gl.warp_specialize([
+            (_differentiate_keys, (
+                0, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+            )),
+            (_differentiate_keys, (
+                1, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+            )),
+            (_copy, (
+                lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_differentiate_queries, (
+                0, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+            )),
+            (_differentiate_queries, (
+                1, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+            )),
+            (_copy, (
+                lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, EXTRA, False,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def _free(shared, block):
+    """Number of the barrier at which the groups say that they are done with a box."""
+    return tiles.FIRST_BARRIER + block % shared.a_tiles.shape[0]
+
+
+@gluon.jit
+def _pass_over(shared, block):
+    """Skips a box that this group does not need."""
+    tiles.wait_full(shared.full, block)
+    tiles.arrive(_free(shared, block))
+
+
+@gluon.jit
+def _copy(
+    lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Copies tiles and boxes in the order in which the groups take them; with OF_KEYS the rows of lse and delta too."""
+    heads, group, extra, total, programs = sizes
+    x_moves, y_moves, a_moves, b_moves, extra_moves = moves
+    members = group if OF_KEYS else 1  # heads of queries for which the boxes are walked over
+    block = 0
+    turn = 0
+    counts = boxes.counts_of(axes, heads, group, RULES, OF_KEYS)
+    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    for _number in range(gl.program_id(0), total, programs):
+        place = boxes.place_of(digits, axes, group, RULES)
+        digits = boxes.added(digits, ahead, counts)
+        buffer = turn % boxes.BUFFERS
+        if turn >= boxes.BUFFERS:
+            mbarrier.wait(shared.tile_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
+        turn += 1  # noqa: SIM113 - a kernel has no enumerate
+        full = shared.tile_full.index(buffer)
+        mbarrier.expect(full, 2 * (x.block_type.nbytes + y.block_type.nbytes))
+        head = place.g if OF_KEYS else place.h
+        boxes.fetch_tile(x, boxes.moved(head, place, x_moves), place, full, shared.x_tiles, buffer, RULES)
+        boxes.fetch_tile(y, boxes.moved(head, place, y_moves), place, full, shared.y_tiles, buffer, RULES)
+        reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
+        for member in range(members):
+            head = place.h + member if OF_KEYS else place.g
+            a_at, b_at = boxes.moved(head, place, a_moves), boxes.moved(head, place, b_moves)
+            step = (0, 0, 0, 0)
+            for _j in range(boxes.count_of(reaches)):
+                box = boxes.box_of(step, reaches, axes, RULES)
+                step = boxes.following(step, reaches, RULES)
+                at0, at1, at2 = box.at
+                _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block)
+                if OF_KEYS:
+                    rows = (place.b * heads + head) * axes.n[0] * axes.n[1] * axes.n[2]
+                    _store_rows(lse + rows, delta + rows, box, place, axes, shared, block, RULES)
+                block += 1
+        if EXTRA:
+            a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
+            for j in range(0, extra, tiles.GROUP_ROWS):
+                _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block)
+                block += 1
+
+
+@gluon.jit
+def _fetch(a, b, a_at, b_at, shared, block):
+    """Copies a box of each tensor to the ring, once both groups are done with what is there."""
+    STAGES: gl.constexpr = shared.a_tiles.shape[0]
+    stage = block % STAGES
+    if block >= STAGES:
+        tiles.meet(_free(shared, block))
+    mbarrier.expect(shared.full.index(stage), a.block_type.nbytes + b.block_type.nbytes)
+    boxes.fetch(a, a_at, shared.full.index(stage), shared.a_tiles.index(stage))
+    boxes.fetch(b, b_at, shared.full.index(stage), shared.b_tiles.index(stage))
+
+
+@gluon.jit
+def _store_rows(lse, delta, box, place, axes, shared, block, RULES: gl.constexpr):
+    """lse (to base 2) and delta of a box of queries; those outside of the box's part of the grid weigh nothing."""
+    stage = block % shared.a_tiles.shape[0]
+    number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
+    r0, r1, r2 = boxes.ranks_of(number, (0, 0, 0), RULES)
+    ranks = boxes.ranks_of(number, box.at, RULES)
+    here = boxes.is_there(ranks, axes) & (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
+    row = boxes.cell_of(ranks, place.residue, axes)
+    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
+    shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
+    mbarrier.arrive(shared.full.index(stage))
+
+
+@gluon.jit
+def _as_exponent(lse):
+    """lse to base 2; of a query without keys so large that nothing weighs."""
+    return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+
+
+@gluon.jit
+def _differentiate_queries(
+    NUMBER: gl.constexpr, lse, delta, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
+    EXTRA_PADDING: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: dq of 64 queries of each tile. The product for dq comes one box late."""
+    heads, group, extra, total, programs = sizes
+    ROWS: gl.constexpr = tiles.GROUP_ROWS
+    STAGES: gl.constexpr = shared.a_tiles.shape[0]
+    SCORES: gl.constexpr = tiles.product_layout(ROWS)
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    block = 0
+    turn = 0
+    counts = boxes.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    for _number in range(gl.program_id(0), total, programs):
+        place = boxes.place_of(digits, axes, group, RULES)
+        digits = boxes.added(digits, ahead, counts)
+        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        own = boxes.own_ranks(NUMBER, place.first, RULES)
+        sights = masks.sights_of(own, number, reaches, axes, RULES)
+        ranks = boxes.ranks_of(number, own, RULES)
+        here = boxes.is_there(ranks, axes)
+        row = (place.b * heads + place.h) * axes.n[0] * axes.n[1] * axes.n[2]
+        row = row + boxes.cell_of(ranks, place.residue, axes)
+        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))
+        delta_row = gl.load(delta + row, mask=here, other=0.0)
+        buffer = turn % boxes.BUFFERS
+        mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
+        turn += 1  # noqa: SIM113 - a kernel has no enumerate
+        q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
+        d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
+        slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)
+        last = -1  # the box whose slopes are still to be multiplied with its k
+        step = (0, 0, 0, 0)
+        of_grid = boxes.count_of(reaches)
+        every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
+        for j in range(every):
+            box = boxes.box_of(step, reaches, axes, RULES)
+            step = boxes.following(step, reaches, RULES)
+            seen = masks.sees(sights, box, RULES)
+            if EXTRA:
+                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, axes))
+            if seen:
+                tiles.wait_full(shared.full, block)
+                k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
+                score_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                weight_token = warpgroup_mma(d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                before = tiles.tile_of_stage(shared.a_tiles, gl.where(last < 0, block, last))
+                token = warpgroup_mma(slopes, before, acc, is_async=True)
+                scores, dweights = warpgroup_mma_wait(1, deps=[score_token, weight_token])
+                scores = masks.allowed(
+                    scores, sights, box, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
+                    EXTRA_PADDING,
+                )  # fmt: skip
+                weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[:, None])
+                new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)
+                acc = warpgroup_mma_wait(0, deps=[token])
+                # Only now: ptxas would have the products wait for one another if it found their operands before.
+                slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)
+                if last >= 0:
+                    tiles.arrive(_free(shared, last))
+                last = block
+            else:
+                if (last >= 0) & (block - last >= STAGES - 1):
+                    # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
+                    acc = _late(slopes, acc, shared, last)
+                    tiles.wait_full(shared.full, block)
+                    slopes = gl.zeros_like(slopes)
+                    last = block
+                else:
+                    _pass_over(shared, block)
+            block += 1
+        if last >= 0:
+            acc = _late(slopes, acc, shared, last)
+        boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, own, boxes.moved(place.h, place, moves))
+        tma.store_wait(0)
+        mbarrier.arrive(shared.tile_free.index(buffer))
+
+
+@gluon.jit
+def _late(slopes, acc, shared, last):
+    """The product for dq of a box, waited for."""
+    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, last), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[token])
+    tiles.arrive(_free(shared, last))
+    return acc
+
+
+@gluon.jit
+def _differentiate_keys(
+    NUMBER: gl.constexpr, dk, dv, windows, padding, scale, k_moves, v_moves, shared, axes, sizes,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries."""
+    heads, group, _extra, total, programs = sizes
+    ROWS: gl.constexpr = tiles.GROUP_ROWS
+    SCORES: gl.constexpr = tiles.product_layout(ROWS)
+    GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    block = 0
+    turn = 0
+    counts = boxes.counts_of(axes, heads, group, RULES, True)
+    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    for _number in range(gl.program_id(0), total, programs):
+        place = boxes.place_of(digits, axes, group, RULES)
+        digits = boxes.added(digits, ahead, counts)
+        reaches = boxes.reaches_of(place, windows, axes, RULES, True)
+        own = boxes.own_ranks(NUMBER, place.first, RULES)
+        buffer = turn % boxes.BUFFERS
+        mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
+        turn += 1  # noqa: SIM113 - a kernel has no enumerate
+        k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
+        v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
+        dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
+        dv_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
+        for _member in range(group):
+            step = (0, 0, 0, 0)
+            for _j in range(boxes.count_of(reaches)):
+                box = boxes.box_of(step, reaches, axes, RULES)
+                step = boxes.following(step, reaches, RULES)
+                if masks.is_seen_by(own, box, reaches, axes, RULES):
+                    stage = block % shared.a_tiles.shape[0]
+                    tiles.wait_full(shared.full, block)
+                    q_tile = tiles.tile_of_stage(shared.a_tiles, block)
+                    d_tile = tiles.tile_of_stage(shared.b_tiles, block)
+                    score_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    weight_token = warpgroup_mma(v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    scores = warpgroup_mma_wait(1, deps=[score_token])
+                    scores = masks.cut_off_by(scores, own, number, box, reaches, axes, RULES)
+                    lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+                    weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
+                    dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
+                    dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
+                    dweights = warpgroup_mma_wait(1, deps=[weight_token])
+                    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+                    slopes = steps.as_operand(weights * (dweights - delta_row[None, :]), k_tile.dtype, BLOCK_D)
+                    dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
+                    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+                    tiles.arrive(_free(shared, block))
+                else:
+                    _pass_over(shared, block)
+                block += 1
+        if PADDING:
+            ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
+            cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
+            at = padding + cell + boxes.cell_of(ranks, place.residue, axes)
+            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes), other=1) == 0)[:, None]
+            dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)
+        own_tile = 2 * buffer + NUMBER
+        boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, own, boxes.moved(place.g, place, k_moves))
+        boxes.send(dv_acc, shared.y_tiles, own_tile, dv, own, boxes.moved(place.g, place, v_moves))
+        tma.store_wait(0)
+        mbarrier.arrive(shared.tile_free.index(buffer))

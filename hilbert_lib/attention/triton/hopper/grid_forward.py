@@ -1,0 +1,276 @@
+"""Neighbourhood attention's forward for Hopper, warp-specialised: keys are read in boxes, wherever a window begins.
+
+A program stays on its multiprocessor and takes one tile after the other: two groups of 64 queries, side by side. One
+warp copies queries and boxes of keys (`boxes`); each group multiplies the boxes that it sees (`masks`).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
+from hilbert_lib.attention.triton.hopper import boxes, masks, steps, tiles
+
+# How far coordinates move on a descriptor's axis of heads, from one sequence and from one residue to the next.
+MOVES = ("qb", "q0", "q1", "q2", "kb", "k0", "k1", "k2", "vb", "v0", "v1", "v2", "ob", "o0", "o1", "o2", "eb", "fb")
+
+
+class Shared(NamedTuple):
+    """What the warps of a program share besides the ring."""
+
+    out_tiles: gl.shared_memory_descriptor  # [groups, *box, 1, columns]
+    q_tiles: gl.shared_memory_descriptor  # [buffers * groups, *box, 1, columns]
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def holds_queries(columns):
+    """Whether a group keeps its queries in registers, and computes scores beside the last box's product with v.
+
+    That takes a multiprocessor for one program; otherwise there are two, each of which hides the waits of the other.
+    """
+    return columns == 128
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
+def forward_kernel(
+    lse, flag, q, k, v, extra_k, extra_v, out, windows, padding, extra_padding, scale,
+    qb, q0, q1, q2, kb, k0, k1, k2, vb, v0, v1, v2, ob, o0, o1, o2, eb, fb,
+    heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
+    EXTRA_PADDING: gl.constexpr,
+):  # fmt: skip
+    """Output and lse of tiles of 128 queries. q, k, v, the extra keys and out are descriptors (`box_descriptors`).
+
+    flag becomes 1 where a row gave NaN: it may come from a value that is not attended to and not finite, and the plain
+    kernel then runs again.
+    """
+    dtype: gl.constexpr = q.dtype
+    B0: gl.constexpr = boxes.side(RULES, 0)
+    B1: gl.constexpr = boxes.side(RULES, 1)
+    B2: gl.constexpr = boxes.side(RULES, 2)
+    # Of the second group. Where there are two programs, the first has what it and the copying warp leave (`forward`).
+    REGISTERS: gl.constexpr = 240 if holds_queries(BLOCK_D) else 104
+    out_tiles = gl.allocate_shared_memory(dtype, [2, B0, B1, B2, 1, BLOCK_D], q.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], q.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], k.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], v.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+    for buffer in gl.static_range(boxes.BUFFERS):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_free.index(buffer), count=2)
+    ring, shared = tiles.Ring(k_tiles, v_tiles, k_full, v_full), Shared(out_tiles, q_tiles, q_full, q_free)
+    axes = boxes.Axes((n0 // d0, n1 // d1, n2 // d2), (d0, d1, d2), (n0, n1, n2))
+    moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
+    out_moves = (ob, o0, o1, o2)
+    sizes = (heads, group, extra, total, programs)
+    # Written out twice: a tuple that is assigned to a name loses its constants.
+    gl.warp_specialize([
+        (_attend, (
+            0, lse, flag, out, windows, padding, extra_padding, scale, out_moves, shared, ring, axes, sizes,
+            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+        )),
+        (_attend, (
+            1, lse, flag, out, windows, padding, extra_padding, scale, out_moves, shared, ring, axes, sizes,
+            BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
+        )),
+        (_copy, (q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES, EXTRA)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+@gluon.jit
+def _copy(
+    q, k, v, extra_k, extra_v, windows, moves, shared, ring, axes, sizes, RULES: gl.constexpr, EXTRA: gl.constexpr
+):
+    """Copies tiles of queries and boxes of keys, in the order in which the groups take them."""
+    heads, group, extra, total, programs = sizes
+    q_moves, k_moves, v_moves, extra_moves = moves
+    block = 0
+    turn = 0
+    counts = boxes.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    for _number in range(gl.program_id(0), total, programs):
+        place = boxes.place_of(digits, axes, group, RULES)
+        digits = boxes.added(digits, ahead, counts)
+        buffer = turn % boxes.BUFFERS
+        if turn >= boxes.BUFFERS:
+            mbarrier.wait(shared.q_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
+        turn += 1  # noqa: SIM113 - a kernel has no enumerate
+        mbarrier.expect(shared.q_full.index(buffer), 2 * q.block_type.nbytes)
+        at = boxes.moved(place.h, place, q_moves)
+        boxes.fetch_tile(q, at, place, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
+        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
+        step = (0, 0, 0, 0)
+        for _j in range(boxes.count_of(reaches)):
+            at0, at1, at2 = boxes.box_of(step, reaches, axes, RULES).at
+            step = boxes.following(step, reaches, RULES)
+            _fetch(k, v, [at0, at1, at2, k_at, 0], [at0, at1, at2, v_at, 0], ring, block)
+            block += 1
+        if EXTRA:
+            k_at, v_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
+            for j in range(0, extra, tiles.GROUP_ROWS):
+                _fetch(extra_k, extra_v, [0, 0, j, k_at, 0], [0, 0, j, v_at, 0], ring, block)
+                block += 1
+
+
+@gluon.jit
+def _fetch(k, v, k_at, v_at, ring, block):
+    """Copies a box of k and of v to the ring, once both groups are done with what is there."""
+    stage = block % ring.k_tiles.shape[0]
+    if block >= ring.k_tiles.shape[0]:
+        tiles.meet(steps.k_free(ring, block))
+    mbarrier.expect(ring.k_full.index(stage), k.block_type.nbytes)
+    boxes.fetch(k, k_at, ring.k_full.index(stage), ring.k_tiles.index(stage))
+    if block >= ring.k_tiles.shape[0]:
+        tiles.meet(steps.v_free(ring, block))
+    mbarrier.expect(ring.v_full.index(stage), v.block_type.nbytes)
+    boxes.fetch(v, v_at, ring.v_full.index(stage), ring.v_tiles.index(stage))
+
+
+@gluon.jit
+def _attend(
+    NUMBER: gl.constexpr, lse, flag, out, windows, padding, extra_padding, scale, moves, shared, ring, axes, sizes,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
+    EXTRA_PADDING: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: 64 queries of each tile against every box of keys."""
+    heads, group, extra, total, programs = sizes
+    ROWS: gl.constexpr = tiles.GROUP_ROWS
+    SCORES: gl.constexpr = tiles.product_layout(ROWS)
+    LATE: gl.constexpr = holds_queries(BLOCK_D)  # products with v, and with them a tile's output
+    number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
+    weights = steps.as_operand(gl.zeros([ROWS, ROWS], gl.float32, SCORES), shared.q_tiles.dtype, BLOCK_D)
+    block = 0
+    turn = 0
+    last = -1  # the box whose weights are still to be multiplied with its v
+    goal = (-1, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
+    counts = boxes.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    for _number in range(gl.program_id(0), total, programs):
+        place = boxes.place_of(digits, axes, group, RULES)
+        digits = boxes.added(digits, ahead, counts)
+        reaches = boxes.reaches_of(place, windows, axes, RULES, False)
+        own = boxes.own_ranks(NUMBER, place.first, RULES)
+        sights = masks.sights_of(own, number, reaches, axes, RULES)
+        buffer = turn % boxes.BUFFERS
+        mbarrier.wait(shared.q_full.index(buffer), turn // boxes.BUFFERS & 1)
+        turn += 1  # noqa: SIM113 - a kernel has no enumerate
+        q_tile = boxes.rows_of(shared.q_tiles, 2 * buffer + NUMBER)
+        if LATE:
+            q_tile = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
+            mbarrier.arrive(shared.q_free.index(buffer))
+        is_first = True
+        of_grid = boxes.count_of(reaches)
+        every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
+        step = (0, 0, 0, 0)
+        box = boxes.box_of(step, reaches, axes, RULES)
+        for j in range(every):
+            seen = masks.sees(sights, box, RULES)
+            if EXTRA:
+                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, axes))
+            now = box
+            if seen:
+                score_token = steps.start_scores(q_tile, ring, block)
+                token = score_token
+                if LATE:
+                    token = _start_late(weights, acc, ring, last)
+                # While these products are computed: where the next box is.
+                step = boxes.following(step, reaches, RULES)
+                box = boxes.box_of(step, reaches, axes, RULES)
+                scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])
+                tiles.arrive(steps.k_free(ring, block))
+                scores = masks.allowed(
+                    scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
+                    EXTRA_PADDING,
+                )  # fmt: skip
+                before, before_sums = largest, sums
+                if LATE:
+                    # The last tile's product with v runs beside the first scores of this one.
+                    largest = gl.where(is_first, float("-inf"), largest)
+                    sums = gl.where(is_first, 0.0, sums)
+                new_weights, decay, largest, sums = steps.softmax(scores, largest, sums, scale, True)
+                if LATE:
+                    sums = tiles.held(sums, heads)
+                    acc = warpgroup_mma_wait(0, deps=[token])
+                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)
+                    if last >= 0:
+                        tiles.arrive(steps.v_free(ring, last))
+                    if is_first:
+                        _write(NUMBER, acc, before_sums, before, goal, out, shared, lse, flag, axes, RULES)
+                        acc = gl.zeros_like(acc)
+                        goal = _goal_of(place, own, moves, axes, heads)
+                    else:
+                        acc = steps.scaled_if_any(acc, decay)
+                    is_first = False
+                    last = block
+                else:
+                    acc = steps.scaled_if_any(acc, decay)
+                    weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)
+                    acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, block)])
+                    tiles.arrive(steps.v_free(ring, block))
+            else:
+                if LATE & (last >= 0) & (block - last >= ring.k_tiles.shape[0] - 1):
+                    # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
+                    acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, last)])
+                    tiles.arrive(steps.v_free(ring, last))
+                    tiles.wait_full(ring.k_full, block)
+                    tiles.arrive(steps.k_free(ring, block))
+                    weights = gl.zeros_like(weights)
+                    last = block
+                else:
+                    steps.pass_over(ring, block)
+                step = boxes.following(step, reaches, RULES)
+                box = boxes.box_of(step, reaches, axes, RULES)
+            block += 1
+        if not LATE:
+            mbarrier.arrive(shared.q_free.index(buffer))
+            goal = _goal_of(place, own, moves, axes, heads)
+            _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
+            acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
+    if LATE:
+        if last >= 0:
+            acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, last)])
+            tiles.arrive(steps.v_free(ring, last))
+        _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _start_late(weights, acc, ring, last):
+    """Starts the product of a box's weights with its v; before the first box, of zeros with anything."""
+    if last >= 0:
+        tiles.wait_full(ring.v_full, last)
+    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, last & 0x3FFFFFFF), acc, is_async=True)
+
+
+@gluon.jit
+def _goal_of(place, own, moves, axes, heads):
+    """Where a group's output begins: ranks, the descriptor's axis of heads, and the row of lse."""
+    row = (place.b * heads + place.h) * axes.n[0] * axes.n[1] * axes.n[2] + boxes.cell_of(own, place.residue, axes)
+    return own[0], own[1], own[2], boxes.moved(place.h, place, moves), row
+
+
+@gluon.jit
+def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES: gl.constexpr):
+    """Writes output and lse of a group's queries."""
+    own0, own1, own2, at, row = goal
+    result, result_lse = steps.normalized(acc, sums, largest)
+    tma.store_wait(0)  # the tile before has left
+    boxes.send(result, shared.out_tiles, NUMBER, out, (own0, own1, own2), at)
+    number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)
+    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), axes)
+    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes)
+    gl.store(lse + row, result_lse, mask=exists)
+    total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # NaN if one of them is
+    gl.store(flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))

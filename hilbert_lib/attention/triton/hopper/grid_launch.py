@@ -1,0 +1,155 @@
+"""The warp-specialised kernels for grids: which calls they serve, and their launches."""
+
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.triton import grid_launch as plain
+from hilbert_lib.attention.triton.hopper.launch import columns_of
+from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.machine import get_gpu_info
+
+# Cells of a box along each axis, by the number of axes of the grid; the two groups of a tile lie along STACK.
+BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
+STACK = {1: 2, 2: 1, 3: 1}
+EXTRA_BOX = (1, 1, 64)
+
+
+def refusal(q: Tensor, request: Request) -> str:
+    """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
+    near = request.neighbourhoods[0]
+    if q.element_size() != 2:
+        return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= 128:
+        return f"serves a head_dim of 16 to 128, a multiple of 8; got {q.shape[-1]}"
+    if request.ordering is not None:
+        return f"reads boxes of tokens that are stored row by row, got {request.ordering!r}"
+    for n, axis in enumerate(near.axes):
+        if axis.cells % axis.dilation:
+            return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
+    return ""
+
+
+def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, seq)."""
+    from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
+
+    q, k, v, extra_k, extra_v = given = _as_read(given, request)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    flag = torch.zeros(1, dtype=torch.int32, device=q.device)
+    named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
+    tensors = (q, k, v), (extra_k, extra_v), (out,)
+    starts = [
+        _start(forward_kernel, MOVES, (lse, flag), tensors, given, request, q.shape[2], **named),
+        plain.of_queries(given, request, out=out, lse=lse, flag=flag),
+    ]
+    start(starts)
+    return out, lse
+
+
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients of q, k, v and of the extra keys, from out and lse; the same bits every time."""
+    from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
+
+    q, k, v, extra_k, extra_v = given = _as_read(given, request)
+    dout = _as_read(given._replace(q=dout), request).q
+    grads = Tensors(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given))
+    lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
+    of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
+    starts = [plain.delta_of(dout, out, delta)] + [
+        _start(
+            backward_kernel, MOVES, (lse, delta), tensors, given, request, heads, STAGES=3, OF_KEYS=tensors is of_keys
+        )
+        for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2]))
+    ]  # fmt: skip
+    if extra_k.shape[1]:
+        starts.append(plain.of_keys(dout, given, lse, delta, request, grads, extra=True))
+    start(starts)
+    return grads
+
+
+def _start(
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, given: Tensors, request: Request, heads: int,
+    *, programs: int = 1, **named,
+) -> Start:  # fmt: skip
+    # A launch for the tiles of `heads` heads, `programs` on a multiprocessor. tensors: those of the grid that are read,
+    # the extra keys, and results. moves: names of how coordinates move, for the first, the results and the extra keys.
+    from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
+    from hilbert_lib.attention.triton.hopper.boxes import Rules
+
+    q, (read, extra, results) = given.q, tensors
+    axes, columns, box = plain.axes_of(request), columns_of(q), box_of(request)
+    shape, dilation = _sides(request)
+    described = [descriptors.described(x, shape, dilation, box, columns) for x in (*read, *results)]
+    more, count = described[len(read) - 2 : len(read)], extra[0].shape[1]
+    if count:
+        more = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
+    described[len(read) : len(read)] = more
+    steps = [step for x in (*read, *results) for step in descriptors.steps_of(x, shape, dilation)]
+    steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
+    total = _tiles(request, box) * q.shape[0] * heads
+    rules = Rules(
+        box, STACK[len(request.neighbourhoods[0].axes)], tuple(axis.stride for axis in axes),
+        tuple(axis.is_causal for axis in axes), tuple(map(plain.edge_of, axes)), len(request.neighbourhoods[0].axes),
+        any(step > 1 for step in dilation),
+    )  # fmt: skip
+    named = plain.rules(given, request) | named | dict(zip(moves, steps, strict=True)) | {
+        "extra_padding": plain.extra_padding(given, request), "BLOCK_D": columns, "RULES": rules, "EXTRA": count > 0,
+        "PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None,
+        "total": total, "programs": min(total, programs * multiprocessors(q.device)),
+    }  # fmt: skip
+    names = set(kernel.arg_names) | {"num_warps", "maxnreg"}
+    used = {name: value for name, value in named.items() if name in names}
+    return Start(kernel, (named["programs"],), (*pointers, *described), used)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return get_gpu_info(device).multiprocessors
+
+
+def box_of(request: Request) -> tuple[int, int, int]:
+    """The sides of a box with which a call multiplies the fewest boxes."""
+    axes = plain.axes_of(request)
+
+    def work(side: tuple[int, int, int]) -> int:
+        return prod(
+            axis.dilation * ceil(axis.cells // axis.dilation / cells) * ceil((axis.window + cells - 1) / cells)
+            for axis, cells in zip(axes, side, strict=True)
+        )
+
+    return min(BOXES[len(request.neighbourhoods[0].shape)], key=work)
+
+
+def _tiles(request: Request, side: tuple[int, int, int]) -> int:
+    # Of two groups of queries, of a sequence and a head.
+    stack = STACK[len(request.neighbourhoods[0].shape)]
+    sizes = [cells * (1 + (n == stack)) for n, cells in enumerate(side)]
+    axes = plain.axes_of(request)
+    return prod(
+        axis.dilation * -(-(axis.cells // axis.dilation) // size) for axis, size in zip(axes, sizes, strict=True)
+    )
+
+
+def _sides(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    axes = plain.axes_of(request)
+    return tuple(axis.cells for axis in axes), tuple(axis.dilation for axis in axes)
+
+
+def _as_read(given: Tensors, request: Request) -> Tensors:
+    # A tensor that the copy engine cannot read is copied once.
+    from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
+
+    shape, dilation = _sides(request)
+    rules = (shape, dilation), (shape, dilation), (shape, dilation)
+    extra = ((1, 1, given.extra_k.shape[1]), (1, 1, 1))
+    return Tensors(
+        *(
+            x if not x.numel() or is_reached(x, *rule) else x.contiguous()
+            for x, rule in zip(given, (*rules, extra, extra), strict=True)
+        )
+    )

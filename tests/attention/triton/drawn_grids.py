@@ -1,0 +1,84 @@
+"""Random calls of neighbourhood attention that the warp-specialised kernels serve, and what is right, in float64."""
+
+from functools import cache
+from random import Random
+from typing import NamedTuple
+
+import torch
+from allpairspy import AllPairs
+from cases import LAYOUTS
+from grid_cases import MORE, dense
+
+from hilbert_lib import Neighbourhood
+from hilbert_lib.attention.grids.request import Tensors
+
+EDGES = ("shift", "clip", "wrap", "causal")
+RANKS = {1: (40, 400), 2: (4, 40), 3: (2, 14)}  # along each axis of a grid, by how many there are
+STEPS = ((), ("stride",), ("dilation",), ("stride", "dilation"))
+HEADS = {"one": (1, 1, 1), "grouped": (1, 4, 2), "windows": (1, 2, 2), "shared": (2, 2, 1)}  # batch, heads, kv_heads
+# What a case is of; the rest is drawn.
+CASES = list(AllPairs([(128, 64, 40, 80, 16), EDGES, (2, 3, 1), STEPS, MORE, list(HEADS), LAYOUTS]))
+
+
+class Case(NamedTuple):
+    """A call."""
+
+    windows: tuple[Neighbourhood, ...]  # one a KV head
+    batch: int
+    heads: int
+    head_dim: int
+    extra: int
+    is_padded: bool
+    is_extra_padded: bool
+    layout: str
+    dtype: torch.dtype
+
+
+def drawn_axis(random: Random, ranks: tuple[int, int], edge: str, steps: tuple[str, ...]) -> tuple:
+    """A side, window, dilation, stride, is_causal and edge."""
+    dilation = random.choice((1, 2, 3)) if "dilation" in steps else 1
+    m = max(ranks[0], random.randint(*ranks) // dilation)
+    stride = min(m, random.choice((2, 3, 4, m))) if "stride" in steps else 1
+    m = -(-m // stride) * stride if edge == "wrap" else m
+    window = random.choice((m, random.randint(stride, m), min(m, stride + 4)))
+    return m * dilation, window, dilation, stride, edge == "causal", "clip" if edge == "causal" else edge
+
+
+@cache
+def drawn(number: int) -> Case:
+    """A random case of what a number says; its edge is that of the first axis, and other axes have others."""
+    head_dim, edge, ndim, steps, more, heads, layout = CASES[number % len(CASES)]
+    random = Random(number)
+    batch, count, kv_heads = HEADS[heads]
+    turns = number // len(CASES) + 1
+    edges = [EDGES[(EDGES.index(edge) + n * turns) % len(EDGES)] for n in range(ndim)]
+    cells, near = range(400, 700) if heads == "one" else range(140, 340), None
+    while near is None or near.length not in cells:
+        fields = [*zip(*(drawn_axis(random, RANKS[ndim], each, steps) for each in edges), strict=True)]
+        near = Neighbourhood(*fields)
+    ranks = [side // dilation for side, dilation in zip(near.shape, near.dilation, strict=True)]
+    another = tuple(random.randint(*least_and_most) for least_and_most in zip(near.stride, ranks, strict=True))
+    windows = (near, Neighbourhood(near.shape, another, *fields[2:])) if heads == "windows" else (near,) * kv_heads
+    return Case(
+        windows, batch, count, head_dim, random.choice((1, 64, 70, 130)) if "extra" in more else 0,
+        "padding" in more, more == "extra and padding", layout, random.choice((torch.bfloat16, torch.float16)),
+    )  # fmt: skip
+
+
+@cache
+def expected(case: Case) -> tuple:
+    """Inputs, and what is right: out and lse, and the gradients of q, k, v and the extra keys."""
+    generator = torch.Generator().manual_seed(0)
+    seq, kv_heads = case.windows[0].length, len(case.windows)
+
+    def draw(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(case.batch, rows, heads, case.head_dim, generator=generator).to(case.dtype)
+
+    own = (seq, case.heads), *[(seq, kv_heads)] * 2, *[(case.extra, kv_heads)] * 2
+    given, dout = Tensors(*(draw(*each) for each in own)), draw(seq, case.heads)
+    masks = [torch.rand(case.batch, n, generator=generator) < 0.4 for n in (seq, case.extra)]
+    masks = [mask if used else None for mask, used in zip(masks, (case.is_padded, case.is_extra_padded), strict=True)]
+    leaves = [x.double().requires_grad_() for x in given]
+    out, lse = dense(*leaves, case.windows, case.head_dim**-0.5, *masks)
+    grads = torch.autograd.grad(out, leaves, dout.double())
+    return given, dout, masks, (out.detach(), lse.detach(), *grads)

@@ -1,0 +1,111 @@
+"""The source of the warp-specialised kernels for grids, run on a CPU (`emulator`), equals the oracle. Edited, it fails.
+
+The library's own launches find boxes, descriptors and arguments, as on a Hopper GPU.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from cases import stored
+from drawn_grids import CASES, EDGES, Case, drawn, expected
+from grid_cases import dense, mask_of
+
+from hilbert_lib import Neighbourhood
+from hilbert_lib.attention.grids.request import Request, Tensors
+
+emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
+
+from grid_mutations import MUTATIONS  # noqa: E402
+from mutations import Mutation  # noqa: E402
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
+KERNELS = [f"{emulator.PACKAGE}.hopper.grid_{direction}" for direction in ("forward", "backward", "backward")]
+MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(len(CASES), 8 * len(CASES))]
+
+
+def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the kernels compute, by name: of the forward, and then of the backward."""
+    given, dout, masks, _ = expected(case)
+    given = Tensors(*(stored(x, case.layout) for x in given))
+    request = Request(case.windows, case.head_dim**-0.5, None, *masks)
+    sources.starts.clear()
+    out, lse = sources.grids.forward(given, request)
+    yield from (("out", out), ("lse", lse))
+    grads = sources.grids.backward(stored(dout, case.layout), given, out, lse, request)
+    yield from zip(("dq", "dk", "dv", "dextra_k", "dextra_v"), grads, strict=True)
+
+
+def fault_of(sources, case: Case) -> str | None:
+    """What is wrong about the results of a case, if anything."""
+    try:
+        for (name, found), right in zip(results_of(sources, case), expected(case)[3], strict=True):
+            if wrong := emulator.wrong({name: found}, [right], TOLERANCE[case.dtype]):
+                return wrong
+    except emulator.Fault as fault:
+        return str(fault)
+    if any(each.named.get("IF_FLAG") and each.named["flag"].item() for each in sources.starts):
+        return "the plain kernel ran once more, as for a NaN"
+    return None
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return emulator.Sources()
+
+
+@pytest.mark.parametrize("number", [*range(len(CASES)), *MORE_CASES], ids=str)
+def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
+    assert fault_of(sources, drawn(number)) is None
+    modules = [each.kernel.__module__ for each in sources.starts]
+    assert [name for name in modules if ".hopper." in name] == KERNELS
+
+
+def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
+    monkeypatch.setattr(sources, "run", lambda each: None)
+    flags, both = ("EXTRA", "PADDING", "EXTRA_PADDING"), (False, True)
+    found, edges, boxes = set(), set(), set()
+    for number in range(len(CASES)):
+        list(results_of(sources, drawn(number)))
+        (named,) = [each.named for each in sources.starts if each.kernel.__module__ == KERNELS[0]]
+        columns, rules = named["BLOCK_D"], named["RULES"]
+        found |= {(columns, rules.axes), (columns, "dilated", rules.is_dilated)}
+        found |= {(columns, flag, named[flag]) for flag in flags}
+        for n in range(3 - rules.axes, 3):
+            kind = "causal" if rules.is_causal[n] else EDGES[rules.edge[n]]
+            edges |= {(rules.axes, n, kind), (columns, kind), (rules.stride[n] > 1, kind)}
+        boxes.add(rules.box)
+    assert found == {*product((64, 128), (1, 2, 3)), *product((64, 128), ("dilated", *flags), both)}
+    axes = [(ndim, n) for ndim in (1, 2, 3) for n in range(3 - ndim, 3)]
+    assert edges == {(*each, kind) for each in (*axes, (64,), (128,), (False,), (True,)) for kind in EDGES}
+    assert boxes == {side for sides in sources.grids.BOXES.values() for side in sides}
+
+
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("at", range(5), ids=Tensors._fields)
+def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
+    """Here the plain kernel runs once more, as the warp-specialised one asks for."""
+    near, token = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap")), 97 if at < 3 else 1
+    given = Tensors(*(torch.randn(1, rows, 2, head_dim).bfloat16() for rows in (240, 240, 240, 3, 3)))
+    masks = [torch.arange(rows)[None] % 5 == 0 for rows in (240, 3)]
+    exact, _ = dense(*(x.double() for x in given), near, head_dim**-0.5, *masks)
+    given[at][0, token, 1] = torch.nan
+    out, _ = sources.grids.forward(given, Request((near, near), head_dim**-0.5, None, *masks))
+    seen = {0: torch.arange(240) == token, 1: mask_of(near)[:, token], 2: mask_of(near)[:, token]}
+    assert out[0, :, 0].isfinite().all()
+    assert torch.equal(out[0, :, 1].isnan().any(-1), seen.get(at, torch.tensor(True).expand(240)))
+    kept = ~out.isnan()
+    assert (out - exact)[kept].norm() <= 4e-3 * exact[kept].norm()
+
+
+def is_seen(mutation: Mutation, numbers) -> bool:
+    """Whether some case shows that a source was edited."""
+    edits = {mutation.module: (mutation.before, mutation.after)}
+    return any(fault_of(emulator.Sources(edits), drawn(number)) for number in numbers)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.why)
+def test_an_edited_source_fails(mutation):
+    # The case that showed it first: others may once the sources or the order of threads have changed.
+    assert is_seen(mutation, (mutation.seed, *range(len(CASES))))

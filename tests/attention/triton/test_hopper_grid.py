@@ -1,0 +1,163 @@
+"""The warp-specialised kernels for grids on a Hopper GPU: equal to the oracle, on grids of a tile and of thousands."""
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from cases import LAYOUTS, norms, stored
+from cases import drawn as tokens
+from drawn_grids import CASES, drawn, expected
+from grid_cases import HEADS, MORE, RULES, check, dense, mask_of, neighbourhoods
+
+from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
+from hilbert_lib.lab.sweeps.memory import captured
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
+DEVICE = "cuda"
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors
+GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
+    "plane": ((256, 256), 17, 4, 2, 128, {}),
+    "narrow": ((160, 200), 33, 2, 2, 64, {}),
+    "globe": ((90, 180), (13, 25), 2, 1, 128, {"edge": ("clip", "wrap")}),
+    "dilated": ((128, 128), 7, 2, 2, 64, {"dilation": (4, 2)}),
+    "strided": ((96, 128), (16, 11), 2, 2, 128, {"stride": (8, 3), "edge": "clip"}),
+    "whole round": ((64, 48), (64, 40), 2, 2, 64, {"edge": "wrap"}),
+    "volume": ((16, 40, 48), (9, 12, 12), 2, 2, 128, {}),
+    "flat volume": ((4, 64, 128), (2, 6, 12), 2, 2, 64, {"edge": ("shift", "clip", "wrap")}),
+    "film": ((24, 32, 32), (5, 7, 7), 2, 2, 80, {"is_causal": (True, False, False), "edge": "clip"}),
+    "line": ((20000,), 500, 2, 1, 40, {"is_causal": True}),
+}
+
+
+@pytest.fixture
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+def is_served(rules: str) -> bool:
+    near = neighbourhoods(rules, "one")
+    return not any(side % dilation for side, dilation in zip(near.shape, near.dilation, strict=True))
+
+
+def attended(given, near, backend="hopper", **options) -> tuple[torch.Tensor, ...]:
+    """out, lse and the gradients of q, k, v and extra keys; given: these, and the gradient of out."""
+    *inputs, dout = given
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    extra = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
+    out, lse = neighbourhood_attention(*leaves[:3], near, backend=backend, return_lse=True, **extra, **options)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_right(found, exact, dtype) -> None:
+    """out and gradients by their norms, lse by every one."""
+    pairs = zip((found[0], *found[2:]), (exact[0], *exact[2:]), strict=True)
+    assert max(norms(*zip(*((a, b) for a, b in pairs if b.norm() > 0), strict=True))) < TOLERANCE[dtype]
+    torch.testing.assert_close(found[1].double(), exact[1], atol=1e-3, rtol=0)
+
+
+def inputs_of(name: str, dtype=torch.bfloat16, extra=0) -> tuple[Neighbourhood, list[torch.Tensor]]:
+    """The rules of a grid, and what `attended` takes."""
+    shape, window, heads, kv_heads, head_dim, rules = GRIDS[name]
+    near = Neighbourhood(shape, window, **rules)
+    *given, dout = tokens(near.length, heads, kv_heads, head_dim, batch=2, dtype=dtype, device=DEVICE)
+    more = tokens(extra, 1, kv_heads, head_dim, batch=2, dtype=dtype, device=DEVICE)[1:3] if extra else []
+    return near, [*given, *more, dout]
+
+
+@pytest.mark.parametrize(
+    "case",
+    list(AllPairs([list(filter(is_served, RULES)), list(HEADS), list(MORE), list(TOLERANCE), [16, 40, 64, 80, 128]])),
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_small_grids_are_the_oracles(case):
+    rules, heads, more, dtype, head_dim = case
+    check(rules, heads, "none", more, dtype, "hopper", head_dim, DEVICE)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_what_the_emulator_runs_is_right_here_too(number):
+    case = drawn(number)
+    given, dout, masks, (out, lse, *grads) = expected(case)
+    count = 5 if case.extra else 3
+    tensors = [stored(x.to(DEVICE), case.layout) for x in (*given[:count], dout)]
+    names = ("key_padding_mask", "extra_padding_mask")
+    options = {name: mask.to(DEVICE) for name, mask in zip(names, masks, strict=True) if mask is not None}
+    found = attended(tensors, case.windows, **options)
+    assert_right([x.cpu() for x in found], (out, lse, *grads[:count]), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_of_many_tiles_are_right(name, dtype):
+    near, given = inputs_of(name, dtype, extra=100 if name in ("narrow", "volume") else 0)
+    assert_right(attended(given, near), attended([x.double() for x in given], near, "eager"), dtype)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_bits_repeat(name):
+    near, given = inputs_of(name)
+    assert all(map(torch.equal, attended(given, near), attended(given, near)))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "odd stride", "odd start", "expanded"])
+@pytest.mark.parametrize("name", ["globe", "dilated"])
+def test_layouts_change_nothing(name, layout):
+    near, given = inputs_of(name, extra=70)
+    views = [stored(x, layout) for x in given]
+    if layout == "expanded":
+        views = [x[:, :, :1].expand_as(x) for x in given]
+    found, same = (attended(x, near) for x in (views, [x.clone(memory_format=torch.contiguous_format) for x in views]))
+    assert all(map(torch.equal, found[:2], same[:2]))
+    assert max(norms(found[2:], [x.double() for x in same[2:]])) < 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("at", range(5))
+def test_a_nan_reaches_only_those_who_see_it(at, head_dim):
+    near, token = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap")), 97 if at < 3 else 1
+    given = [torch.randn(1, rows, 2, head_dim).bfloat16() for rows in (240, 240, 240, 3, 3)]
+    exact, _ = dense(*(x.double() for x in given), near, head_dim**-0.5)
+    given[at][0, token, 1] = torch.nan
+    q, k, v, extra_k, extra_v = (x.to(DEVICE) for x in given)
+    out = neighbourhood_attention(q, k, v, near, extra_k=extra_k, extra_v=extra_v, backend="hopper").cpu()
+    seen = {0: torch.arange(240) == token, 1: mask_of(near)[:, token], 2: mask_of(near)[:, token]}
+    assert out[0, :, 0].isfinite().all()
+    assert torch.equal(out[0, :, 1].isnan().any(-1), seen.get(at, torch.ones(240, dtype=torch.bool)))
+    kept = ~out.isnan()
+    assert (out - exact)[kept].norm() < 4e-3 * exact[kept].norm()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_query_without_keys_gives_nothing(head_dim):
+    near = Neighbourhood((20, 30), 5)
+    given = tokens(600, 2, 2, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    hidden = torch.zeros(1, 600, dtype=torch.bool, device=DEVICE)
+    hidden[:, :300] = True  # ten rows of the grid: the first eight see nothing else
+    out, lse, *_ = attended(given, near, key_padding_mask=hidden)
+    assert (out[:, :240] == 0).all()
+    assert (lse[..., :240] == -torch.inf).all()
+    assert lse[..., 240:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["globe", "film"])
+def test_a_cuda_graph_replays_forward_and_backward(name):
+    near, given = inputs_of(name, extra=70)
+    graph, replayed = captured(lambda: attended(given, near))
+    for value in (2.0, -1.0):
+        given[2].fill_(value)
+        graph.replay()
+        assert all(map(torch.equal, replayed, attended(given, near)))
+
+
+def test_auto_takes_them_for_tokens_that_are_stored_row_by_row():
+    near, (q, k, v, _) = inputs_of("plane")
+
+    def chosen(*tensors, **options):
+        return explain_backend(*tensors, near, **options).chosen
+
+    assert chosen(q, k, v) == "hopper"
+    assert chosen(q, k, v, ordering=Ordering.linear(near.length)) == "hopper"
+    assert chosen(q, k, v, ordering=Ordering.random(near.length, seed=0)) == "triton"
+    assert chosen(q.float(), k.float(), v.float()) == "triton"
+    compiled = torch.compile(neighbourhood_attention, fullgraph=True)
+    assert torch.equal(compiled(q, k, v, near), neighbourhood_attention(q, k, v, near, backend="hopper"))
