@@ -93,11 +93,11 @@ def exact_rows(
 def exact_keys(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Seen, *, head: int, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows of dk and dv likewise, from all queries that attend to a key: on a grid window**4 weights at once."""
+    """Rows of dk and dv likewise, from all queries that attend to a key: on a grid window**4 weights."""
     dk, dv = torch.zeros(2, len(keys), q.shape[3], dtype=torch.float64, device=q.device)
     for n, key in enumerate(keys.tolist()):
         queries = _attending(seen, key, q.shape[1], head, q.shape[2]).to(q.device)
-        for some in queries.split(QUERIES_AT_ONCE if isinstance(seen, Call) else len(queries)) if len(queries) else ():
+        for some in queries.split(QUERIES_AT_ONCE) if len(queries) else ():
             blocks, rows = blocks_of(seen, some, k.shape[1], head, k.shape[2]), (q[0, some, head], dout[0, some, head])
             named, _, _, dk_rows, dv_rows = from_blocks(*rows, blocks, lambda x: (k[0, x, head], v[0, x, head]))
             dk[n] += dk_rows[named == key][0]
@@ -132,7 +132,11 @@ def from_blocks(
 def blocks_of(seen: Seen, queries: Tensor, length: int, head: int, heads: int) -> Blocks:
     """What some queries of a KV head attend to: segment by segment of each branch, or on a grid all in one block."""
     if isinstance(seen, Neighbourhood):
-        keys = torch.cat([seen.keys(query) for query in queries.tolist()]).unique().to(queries.device)
+        inside = torch.ones((), dtype=torch.bool, device=queries.device)
+        for axis, cell in zip(seen.axes, seen.coordinates(queries).unbind(1), strict=True):
+            line = torch.arange(axis.cells, device=queries.device)
+            inside = inside[..., None] & axis.attends(cell.unique()[:, None], line).any(0)
+        keys = inside.flatten().nonzero()[:, 0]  # and some that none of the queries attends to
         return [(torch.arange(len(queries), device=queries.device), keys, seen.attends(queries[:, None], keys))]
     blocks = []
     for branch in seen.pattern.head_branches(head, heads):

@@ -10,6 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
@@ -114,6 +115,38 @@ def run_sides(
             label=_label,
             line=_line if device.type == "cuda" else None,
         )
+
+
+def run_back_to_back(
+    sides: Iterable[Side], *, device: torch.device | str, output_dir: str = "", seconds: float = 0.5
+) -> list[dict]:
+    """Time each side among its own calls alone, as in training: a record a side, whose samples are windows of calls.
+
+    Args:
+        sides: asked for one at a time; each is checked, and kept as `run_sides` keeps a case.
+        device: where they compute. output_dir: folder of results.jsonl; empty writes nothing.
+        seconds: how long a side runs, about.
+
+    >>> one = Side("one", {}, lambda: (torch.ones(1),), lambda results: 0.0)
+    >>> len(run_back_to_back([one], device="cpu", seconds=0.01)[0]["samples_ms"])
+    5
+    """
+    device = torch.device(device)
+
+    def timed(sides: tuple[Side]) -> dict:
+        results, peak, took = _once(*sides, device)
+        (case,) = _cases(sides, [results])
+        del results
+        calls = max(1, round(seconds / (WARM_WINDOWS + WINDOWS) / took))
+        found = back_to_back(case.run, device, calls=calls)
+        facts = {name: value for name, value in vars(case).items() if name != "run"}
+        facts |= {"device": str(device), "warmup": WARM_WINDOWS * calls, "calls_per_sample": calls}
+        facts |= {"samples_ms": tuple(found["windows_ms"]), "sm_clock_mhz": (found.get("mhz"),) * 2}
+        return Recorded(Measurement(**facts, host_ms=found["host"]), (peak,), None).record()
+
+    how = {"of_record": record_identity, "output_dir": output_dir, "label": _label}
+    how["line"] = _line if device.type == "cuda" else None
+    return sweep(((side,) for side in sides), timed, key=lambda own: identity(*own), **how)
 
 
 def time_cases(

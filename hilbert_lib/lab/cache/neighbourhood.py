@@ -2,24 +2,66 @@
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Neighbourhood, check_length, mask_blocks
+from hilbert_lib.grid import Neighbourhood, axis_tiles, check_length, mask_blocks
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.plan.shards import Runs
 
 CURVES = ("raster", "snake", "tile", "morton", "hilbert")
+COMPACT = ("tile", "morton", "hilbert")
+BLOCK, BOX = 128, 64  # tokens of a block of FlexAttention, cells of a box of queries or keys, each way
+# The sides that a box of the warp-specialised kernels may have, by the axes of the grid (hopper/grid_launch).
+BOXES = {2: ((8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}
+# Grids and windows of images, video and NAT that users run, for which others publish times.
+USERS = [((256, 256), 17), ((256, 256), 33), ((256, 256), 65), ((128, 128), 13), ((30, 48, 80), (18, 24, 24))]
 
 
 def neighbourhood_orderings(shape: Sequence[int]) -> dict[str, Ordering]:
     """The orders of a grid's cells that are compared: five curves, and a random one as control."""
-    cells = shape[0] * shape[1]
+    cells = prod(shape)
     curves = {kind: Ordering.from_curve(kind, cells, grid=tuple(shape)) for kind in CURVES}
     return curves | {"random": Ordering.random(cells, seed=0)}
+
+
+def of_axes(values: Sequence[int]) -> int | str:
+    """One number for a grid or a window of equal sides, else all of them: "30 x 48 x 80"."""
+    return values[0] if len(set(values)) == 1 else " x ".join(map(str, values))
+
+
+def used_by_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, device: object = None) -> float:
+    """The share of the pairs in the blocks that FlexAttention computes which attend, cells stored in an order."""
+    blocks = mask_blocks(neighbourhood, ordering, q_block=BLOCK, kv_block=BLOCK, device=device)
+    return neighbourhood.pairs / (int((blocks.partial | blocks.full).sum()) * BLOCK**2)
+
+
+def used_by_boxes(neighbourhood: Neighbourhood) -> float:
+    """The same of boxes of keys that begin where the windows of a box of queries do, at the best sides of a box."""
+    computed = []  # pairs of boxes, which along an axis are those of its tiles
+    for sides in BOXES[len(neighbourhood.shape)]:
+        seen = (axis_tiles(*of_axis).keys >= 0 for of_axis in zip(neighbourhood.axes, sides, strict=True))
+        computed.append(prod(int((each.sum(1) / side).ceil().sum()) for each, side in zip(seen, sides, strict=True)))
+    return neighbourhood.pairs / (min(computed) * BOX**2)
+
+
+def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USERS) -> pd.DataFrame:
+    """Both shares for some grids and windows: used, by order, of which "boxes" need none.
+
+    >>> count_used([((32, 32), 5)]).set_index("order").used.round(2).to_dict()
+    {'raster': 0.07, 'tile': 0.04, 'morton': 0.04, 'hilbert': 0.04, 'boxes': 0.1}
+    """
+    rows = []
+    for shape, window in works:
+        near = Neighbourhood(tuple(shape), window)
+        orders = {name: order for name, order in neighbourhood_orderings(shape).items() if name in ("raster", *COMPACT)}
+        used = {name: used_by_blocks(near, order) for name, order in orders.items()} | {"boxes": used_by_boxes(near)}
+        rows += [(of_axes(near.shape), of_axes(near.window), name, share) for name, share in used.items()]
+    return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
 
 
 def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from hilbert_lib.lab.cache.l2 import GPUS
+from hilbert_lib.lab.cache.neighbourhood import COMPACT, CURVES
 from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import INTERVAL, counted
@@ -73,9 +74,19 @@ def _layouts(records: Records) -> pd.DataFrame:
 
 
 def grid_gains(records: Records) -> pd.DataFrame:
-    """Time of raster order over that of every other order of the tokens of a grid, forward."""
-    table = ratios(records, sweep="neighbourhood", where="base == 'raster' and direction == 'forward'")
-    return table.rename(columns={"rival": "order"})[["order", "side", "window", "block_size", "head_dim", *INTERVAL]]
+    """Time of raster order over that of every other order of the tokens of a grid, by FlexAttention, forward."""
+    where = f"base == 'raster' and direction == 'forward' and rival in {[*CURVES, 'random']}"
+    table = ratios(records, sweep="neighbourhood", where=where)
+    return table.assign(order=table.rival)[["order", "side", "window", "block_size", "head_dim", *INTERVAL]]
+
+
+def boxes_over_blocks(records: Records) -> pd.DataFrame:
+    """Time of FlexAttention in the fastest order of each work over that of boxes in rows, forward and backward."""
+    where = f"rival == 'boxes, raster' and base in {['raster', *COMPACT]}"
+    table = ratios(records, sweep="neighbourhood", where=where).sort_values("value", kind="stable")
+    case = ["direction", "side", "window", "head_dim"]
+    best = table.drop_duplicates(case)
+    return best.assign(order=best.base)[[*case, "order", *INTERVAL]].reset_index(drop=True)
 
 
 def fused_speeds(records: Records, *, length: int) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import torch
 from hilbert_lib.lab.cache import sweeps
 from hilbert_lib.lab.cache.cache import LAYOUTS, LINE_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.l2 import hit_rates
+from hilbert_lib.lab.cache.neighbourhood import count_used
 from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.pairs import relative_difference
 from hilbert_lib.limits.estimate import estimate_memory
@@ -29,6 +30,12 @@ def units_saved(
     shown = sweeps.saving_against_linear(_counts(key_order, None), counts)
     shown = shown[(shown.unit == unit) & (shown.dilation >= least_dilation)]
     return counted(shown[["layout", "row_bytes", "dilation"]], shown.saving)
+
+
+def boxes_over_orders() -> pd.DataFrame:
+    """The share of computed pairs that attend, boxes over FlexAttention's blocks in the best order, of users' grids."""
+    used = count_used().pivot(index=["side", "window"], columns="order", values="used")
+    return counted((used.boxes / used.drop(columns="boxes").max(axis=1)).rename("value").reset_index())
 
 
 def hit_rate_gained(*, dilation: int) -> pd.DataFrame:

@@ -93,8 +93,10 @@ def _orders(records: list[dict]) -> dict:
 
 
 def _grids(records: list[dict]) -> dict:
-    """What an order gains on grids over row by row, and what storing q, k and v anew in each call leaves of it."""
-    gains, work = kernels.grid_gains(records), ["side", "window", "block_size"]
+    """What an order gains on grids over row by row, what storing q, k and v anew in each call leaves of it, and what
+    boxes gain over the best order.
+    """
+    gains, work = kernels.grid_gains(records), ["side", "window", "block_size", "head_dim"]
     hilbert = gains[gains.order == "hilbert"].set_index(work)
     told = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
     told |= {"grid_best": f"{hilbert.value.max():.2f}", "grid_worst": f"{hilbert.value.min():.2f}"}
@@ -103,9 +105,14 @@ def _grids(records: list[dict]) -> dict:
     anew = "rival == 'hilbert, reordered' and direction == 'forward'"
     kept = kernels.ratios(records, sweep="neighbourhood", where=anew).set_index(work).value
     told |= _ends("reordered", kept)
-    small = 256, 5, 64
-    told["small_once"] = f"{hilbert.value[small]:.2f}"
-    return told | {"small_each": f"{hilbert.value[small] * kept[small]:.2f}"}
+    least = (hilbert.value * kept)[hilbert.low > FASTER].idxmin()  # where reordering takes most of what is gained
+    grid, window = (each if isinstance(each, str) else f"{each} x {each}" for each in least[:2])
+    told |= {"small_grid": grid, "small_window": window, "small_once": f"{hilbert.value[least]:.2f}"}
+    told["small_each"] = f"{hilbert.value[least] * kept[least]:.2f}"
+    boxes = kernels.boxes_over_blocks(records)
+    for direction in ("forward", "backward"):
+        told |= _ends(f"boxes_{direction}", boxes[boxes.direction == direction].value)
+    return told | {"boxes_works": len(boxes), "boxes_faster": int((boxes.low > FASTER).sum())}
 
 
 def _speeds(records: list[dict], length: int = LENGTH, prefix: str = "") -> dict:

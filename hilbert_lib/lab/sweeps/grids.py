@@ -1,37 +1,57 @@
-"""Neighbourhood attention with the tokens in every order, in pairs that are checked and timed: notebook 08."""
+"""Neighbourhood attention by several kernels, with the tokens in every order, checked and timed: notebook 08."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from hilbert_lib.attention.grids import flex
+from hilbert_lib import checks
 from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.cache.neighbourhood import neighbourhood_orderings
+from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
 from hilbert_lib.lab.exact_rows import SampledRows
 from hilbert_lib.lab.pairs import Results, Side
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.ordering import Ordering
 
 SAMPLED_QUERIES = 8  # of each head, held against float64; of keys, which cost window**4, one of each head
-SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
+SWEEP, SUSTAINED, REORDERED = "neighbourhood", "neighbourhood, back to back", "hilbert, reordered"
+BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class GridWork:
     """Random q, k, v and a gradient of the output on a grid, made when first used, and some exact rows in float64.
 
-    block_size: tokens of a block of the mask, each way. dtype: by its name.
+    dtype: by its name.
     """
 
     neighbourhood: Neighbourhood
-    block_size: int
     heads: int
     head_dim: int
     device: torch.device
     dtype: str = "bfloat16"
+
+    @classmethod
+    def of(cls, text: str, **where) -> "GridWork":
+        """The work that a text names: its grid, its window, heads and head_dim. ValueError for any other text.
+
+        >>> GridWork.of("4x6x8 3x3x5 2x16", device=torch.device("cpu")).head_dim
+        16
+        """
+        try:
+            shape, window, size = (tuple(map(int, part.split("x"))) for part in text.split())
+            heads, head_dim = (
+                checks.integer(name, n, least=1) for name, n in zip(("heads", "head_dim"), size, strict=True)
+            )
+            return cls(Neighbourhood(shape, window), heads, head_dim, **where)
+        except ValueError as error:
+            raise ValueError(
+                f"works must be such as 64x64 7x7 2x16 (grid, window, heads), got {text!r}: {error}"
+            ) from None
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,78 +72,102 @@ class GridWork:
         drawn[0, 0], drawn[0, 1] = 0, near.length - 1
         return SampledRows(self.tensors, near, list(drawn), keys=int(near.pairs < near.length**2))
 
+    @cached_property
+    def orders(self) -> dict[str, Ordering]:
+        """Those that are compared, by name, on the device."""
+        return {
+            name: order.to(self.device) for name, order in neighbourhood_orderings(self.neighbourhood.shape).items()
+        }
 
-Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork], Tensor]
+
+# Of q, k and v that are stored in an order, and the kernel's name: the output, stored likewise.
+Attention = Callable[[Tensor, Tensor, Tensor, Ordering, GridWork, str], Tensor]
 
 
-def compare_orders(
-    works: Iterable[GridWork],
-    attention: Attention,
-    reordered: Attention,
-    dense: Attention,
-    *,
-    orders: Sequence[str],
-    others: dict[str, Attention] | None = None,
+def compare_kernels(
+    works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[Side, Side]]:
-    """Pairs for `run_sides`: every order beside raster, forward and on a GPU backward; Hilbert beside the two others.
+    """Pairs for `run_sides`, forward and backward; a forward keeps what its backward needs.
 
-    A forward keeps what its backward needs. Dense attention, which no window and no block changes, runs once a grid.
+    Of each kernel every order beside raster; beside boxes every order of the first kernel, and the others in raster
+    order. Of the first kernel, Hilbert order beside a forward that stores q, k and v so, and puts the output back.
 
     Args:
         works: asked for one at a time.
-        attention: of q, k and v that are stored in the order already.
-        reordered: of q, k and v in raster order, with an output in raster order.
-        dense: likewise, of every query with every key.
-        orders: names of `neighbourhood_orderings`, hilbert among them.
-        others: other people's ways to the same function by name, of q, k and v in raster order; beside raster too.
+        attention: by the kernel of a name.
+        kernels: for each kernel the orders it is timed in, names of `neighbourhood_orderings`, raster among them. Sides
+            of the first one are named by the order alone.
     """
-    others = others or {}
-    grids = set()
+    first = next(iter(kernels))
     for work in works:
-        shape, made = work.neighbourhood.shape, neighbourhood_orderings(work.neighbourhood.shape)
-        order = {name: made[name].to(work.device) for name in ("raster", *orders)}
-        for direction in ("forward", "backward")[: 1 + (work.device.type == "cuda")]:
-            sides = {name: _side(work, name, attention, order[name], order[name], direction) for name in order}
-            yield from ((sides["raster"], sides[name]) for name in orders)
-            for name, attend in others.items():
-                other = _side(work, name, attend, order["raster"], order["raster"], direction, in_blocks=False)
-                yield sides["raster"], other
-            if shape not in grids:
-                whole = replace(work, neighbourhood=Neighbourhood(shape, shape))
-                whole = _side(whole, "dense", dense, order["raster"], order["raster"], direction, in_blocks=False)
-                yield whole, sides["hilbert"]
+        for direction in DIRECTIONS:
+            made = partial(_side, work, attention, direction=direction, first=first)
+            sides = {(kernel, name): made(kernel, name) for kernel, names in kernels.items() for name in names}
+            yield from ((sides[at[0], "raster"], side) for at, side in sides.items() if at[1] != "raster")
+            rivals = [at for at in sides if at[0] == first or at[1] == "raster"] if BOXES in kernels else []
+            yield from ((sides[at], sides[BOXES, "raster"]) for at in rivals if at[0] != BOXES)
             if direction == "forward":
-                anew = _side(work, REORDERED, reordered, order["hilbert"], order["raster"], direction)
-                yield sides["hilbert"], anew
-        grids.add(shape)
+                yield sides[first, "hilbert"], made(first, "hilbert", anew=True)
+
+
+def sustained_sides(works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, str]) -> Iterator[Side]:
+    """Sides for `run_back_to_back`, forward and backward: of each kernel the one of an order.
+
+    On a GPU a forward is the replay of a CUDA graph: small ones take the host longer than the GPU.
+    """
+    first = next(iter(kernels))
+    for work in works:
+        for direction in DIRECTIONS:
+            for kernel, name in kernels.items():
+                side = _side(work, attention, kernel, name, direction=direction, first=first, sweep=SUSTAINED)
+                # A backward alone cannot be captured, since autograd runs it on the stream of its forward.
+                is_short = work.device.type == "cuda" and direction == "forward"
+                yield replace(side, run=_replay(side.run)) if is_short else side
+
+
+def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
+    graph = cache(lambda: captured(run)[0])
+
+    def replay() -> Results:
+        graph().replay()
+        return ()
+
+    return replay
 
 
 def _side(
     work: GridWork,
+    attention: Attention,
+    kernel: str,
     name: str,
-    attend: Attention,
-    order: Ordering,
-    stored: Ordering,
-    direction: str,
     *,
-    in_blocks: bool = True,
+    direction: str,
+    first: str,
+    anew: bool = False,
+    sweep: str = SWEEP,
 ) -> Side:
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
-    near = work.neighbourhood
-    window = near.window[0] if len(set(near.window)) == 1 else list(near.window)
-    parameters = {"sweep": SWEEP, "direction": direction, "side": near.shape[0], "window": window}
-    if in_blocks:
-        mask = flex.block_mask((near,), order, 0, False, work.block_size, order.device)
-        partial, full = int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
-        parameters |= {"block_size": work.block_size, "touched": partial + full, "full": full}
-    parameters |= {"heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
-    leaves = cache(lambda: tuple(stored.apply(x, dim=1).requires_grad_(x.is_cuda) for x in work.tensors[:3]))
+    near, order = work.neighbourhood, work.orders[name]
+    stored = work.orders["raster"] if anew else order
+    parameters = {"sweep": sweep, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
+    parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
+    if kernel == BLOCKS:
+        parameters |= {"block_size": BLOCK, "used": used_by_blocks(near, order, device=work.device)}
+    elif kernel == BOXES:
+        parameters["used"] = used_by_boxes(near)
+    leaves = cache(lambda: tuple(stored.apply(x, dim=1).requires_grad_() for x in work.tensors[:3]))
     dout = cache(lambda: stored.apply(work.tensors[3], dim=1))
-    out = cache(lambda: attend(*leaves(), order, work))
+
+    def attend() -> Tensor:
+        if not anew:
+            return attention(*leaves(), order, work, kernel)
+        return order.undo(attention(*(order.apply(x, dim=1) for x in leaves()), order, work, kernel), dim=1)
+
+    out = cache(attend)
 
     def compute() -> Results:
         if direction == "forward":
-            return (attend(*leaves(), order, work),)
+            return (attend(),)
         with functorch_config.patch(donated_buffer=False):  # or a compiled backward refuses to run again
             return torch.autograd.grad(out(), leaves(), dout(), retain_graph=True)
 
@@ -134,4 +178,5 @@ def _side(
     error = cache(lambda _: work.sampled.error(compute(), stored.inverse))
     # Two products for every pair that attends; the backward has five where the forward has two.
     flop = 4 * work.heads * work.head_dim * near.pairs * (1 if direction == "forward" else 2.5)
-    return Side(name, parameters, run, error, flop)
+    title = REORDERED if anew else name if kernel == first else f"{kernel}, {name}"
+    return Side(title, parameters, run, error, flop)

@@ -191,3 +191,22 @@ def test_a_loop_is_timed_over_the_median_call_of_its_length(ledger, tmp_path, mo
     loop = {"name": "loop", "parameters": {"sweep": "claims", "length": 64}, "samples_ms": [4.0, 10.0, 6.0]}
     (case,) = answered_by(ledger["K11"], [loop], tmp_path).cases.itertuples()
     assert (case.low, case.value, case.high) == pytest.approx((2.0, statistics.median([2, 3, 5]), 5.0))
+
+
+def test_boxes_stand_beside_the_fastest_order_of_blocks_and_orders_beside_raster():
+    at = {"sweep": "neighbourhood", "side": 8, "window": 3, "head_dim": 16, "direction": "forward", "order": "any"}
+    times = {"raster": 3.0, "hilbert": 1.5, "tile": 2.0, "rectangles, raster": 1.1, "NATTEN, raster": 1.2}
+    made = [comparison(name, "boxes, raster", ratio, **at) for name, ratio in times.items()]
+    made += [comparison("raster", "hilbert", 1.9, block_size=128, **at)]
+    made += [comparison("raster", "boxes, raster", 1.4, **{**at, "direction": "backward"})]
+    boxes = kernels.boxes_over_blocks(made).set_index("direction")
+    assert boxes.value.to_dict() == {"forward": 1.5, "backward": 1.4}
+    assert boxes.order.to_dict() == {"forward": "hilbert", "backward": "raster"}
+    assert kernels.grid_gains(made)[["order", "value"]].values.tolist() == [["hilbert", 1.9]]
+
+
+def test_shares_of_boxes_are_over_those_of_the_best_order(monkeypatch):
+    used = {"boxes": 0.6, "raster": 0.1, "tile": 0.4, "hilbert": 0.3}
+    table = pd.DataFrame({"side": 8, "window": 3, "order": list(used), "used": list(used.values())})
+    monkeypatch.setattr(models, "count_used", lambda: table)
+    assert models.boxes_over_orders().value.tolist() == [pytest.approx(1.5)]

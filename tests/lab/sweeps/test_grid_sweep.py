@@ -7,79 +7,101 @@ import pytest
 import torch
 from grid_cases import exact, seen_along
 from matplotlib.colors import to_rgb
-from torch.nn.functional import scaled_dot_product_attention
 
-from hilbert_lib.attention.grids import api, flex
+from hilbert_lib.attention.grids import neighbourhood_attention
 from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.lab import exact_rows
+from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks, neighbourhood_orderings
 from hilbert_lib.lab.figures.grids import PARTS, draw_block_maps, draw_idea, draw_reads
-from hilbert_lib.lab.pairs import run_sides
-from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_orders
+from hilbert_lib.lab.pairs import run_back_to_back, run_sides
+from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_kernels, sustained_sides
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.ordering import Ordering
 
 CPU = torch.device("cpu")
-ORDERS = ("snake", "tile", "morton", "hilbert")
+KERNELS = {"blocks": ("raster", "tile", "hilbert"), "plain": ("raster", "snake"), "boxes": ("raster",)}
+GRIDS = [((12, 12), 5), ((3, 4, 6), (3, 2, 5))]
 
 
-def attention(q, k, v, order, work):
-    given, request = api.validated(q, k, v, work.neighbourhood, ordering=order)
-    return flex.attend(given, request, block_size=work.block_size)[0]
+def attention(q, k, v, order, work, kernel):
+    return neighbourhood_attention(q, k, v, work.neighbourhood, ordering=order)
 
 
-def reordered(q, k, v, order, work):
-    return order.undo(attention(*(order.apply(x, dim=1) for x in (q, k, v)), order, work), dim=1)
-
-
-def dense(q, k, v, order, work):
-    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+def works(**how):
+    size = {"heads": 2, "head_dim": 8, "device": CPU, "dtype": "float32"} | how
+    return (GridWork(Neighbourhood(shape, window), **size) for shape, window in GRIDS)
 
 
 @pytest.fixture(scope="module")
 def records():
-    works = [
-        GridWork(Neighbourhood((side, side), window), block, 2, 8, CPU, "float32")
-        for side, window, block in ((16, 3, 16), (16, 7, 32), (6, 3, 16))
-    ]
-    return run_sides(compare_orders(works, attention, reordered, dense, orders=ORDERS), device=CPU)
+    return run_sides(compare_kernels(works(), attention, kernels=KERNELS), device=CPU)
 
 
-def test_every_order_is_paired_with_raster_and_dense_once_a_grid(records):
-    pairs = ratio_table(records, "neighbourhood")
-    against = pairs[pairs.a == "raster"].groupby(["side", "window", "block_size"]).b.apply(tuple)
-    assert against.to_dict() == {(16, 3, 16): ORDERS, (16, 7, 32): ORDERS, (6, 3, 16): ORDERS}
-    assert pairs[pairs.a == "dense"][["b", "side"]].values.tolist() == [["hilbert", 16], ["hilbert", 6]]
-    assert pairs[pairs.a == "hilbert"].b.tolist() == [REORDERED] * 3
+def test_orders_stand_beside_raster_and_kernels_beside_boxes(records):
+    pairs = ratio_table(records, "neighbourhood").query("side == 12")
+    orders = [("raster", "tile"), ("raster", "hilbert"), ("plain, raster", "plain, snake")]
+    kernels = [(name, "boxes, raster") for name in ("raster", "tile", "hilbert", "plain, raster")]
+    both = orders + kernels
+    assert list(zip(pairs.a, pairs.b, strict=True)) == [*both, ("hilbert", REORDERED), *both]
+    assert pairs.direction.tolist() == ["forward"] * (len(both) + 1) + ["backward"] * len(both)
 
 
-def test_every_side_computes_its_function_with_the_counted_blocks(records):
+def test_every_side_computes_its_function_and_knows_its_pairs(records):
     sides = side_table(records, "neighbourhood")
     assert sides.error.max() < 1e-5
-    assert set(sides.name) == {"raster", *ORDERS, "dense", REORDERED}
-    counts = count_blocks([(16, 16)], windows=[3, 7], block_sizes=[16, 32])
-    keys = ["window", "block_size"]
-    merged = sides[sides.side == 16].merge(counts, left_on=["name", *keys], right_on=["order", *keys])
-    assert len(merged) == 2 * 5
-    assert merged[["touched_x", "full_x"]].values.tolist() == merged[["touched_y", "full_y"]].values.tolist()
+    assert sides.groupby(["side", "direction"]).size().tolist() == [6, 7, 6, 7]
+    assert set(sides.window) == {5, "3 x 2 x 5"}
+    used = sides.dropna(subset="used").set_index(["side", "order", "kernel"]).used
+    for shape, window in GRIDS:
+        near, side = Neighbourhood(shape, window), counting.of_axes(shape)
+        for order in KERNELS["blocks"]:
+            pairs = counting.block_pairs(near, neighbourhood_orderings(shape)[order], q_block=128, kv_block=128)
+            expected = int(pairs.sum()) / (128 * 128 * int((pairs > 0).sum()))
+            assert used[side, order, "blocks"].unique() == pytest.approx(expected)
+        assert used[side, "raster", "boxes"].unique() == pytest.approx(pairs_of_boxes(near))
 
 
-def test_what_others_compute_is_paired_with_raster_and_held_against_float64():
-    def doubled(*arguments):
-        return 2 * attention(*arguments)
+def pairs_of_boxes(near):
+    """The share of the pairs of boxes that attend: box by box of queries, and of what each of them sees."""
+    shares = []
+    for sides in counting.BOXES[len(near.shape)]:
+        computed, firsts = 0, product(*(range(0, n, side) for n, side in zip(near.shape, sides, strict=True)))
+        for first in firsts:
+            cells = product(*(range(a, min(a + s, n)) for a, s, n in zip(first, sides, near.shape, strict=True)))
+            positions = [int(np.ravel_multi_index(cell, near.shape)) for cell in cells]
+            keys = np.array(np.unravel_index(torch.cat([near.keys(p) for p in positions]).numpy(), near.shape))
+            spans = keys.max(axis=1) - keys.min(axis=1) + 1
+            computed += 64 * 64 * int(np.prod([-(-span // side) for span, side in zip(spans, sides, strict=True)]))
+        shares.append(near.pairs / computed)
+    return max(shares)
 
-    work = GridWork(Neighbourhood((6, 6), 3), 16, 2, 8, CPU, "float32")
-    pairs = compare_orders([work], attention, reordered, dense, orders=("hilbert",), others={"other": doubled})
-    records = run_sides(pairs, device=CPU)
-    assert ratio_table(records, "neighbourhood").query("b == 'other'").a.tolist() == ["raster"]
-    sides = side_table(records, "neighbourhood").set_index("name")
-    assert sides.error.other > 0.5 > 100 * sides.error.raster
-    assert sides.touched.isna()[["other", "dense"]].all()
+
+def test_boxes_are_those_that_the_kernels_read():
+    grid_launch = pytest.importorskip("hilbert_lib.attention.triton.hopper.grid_launch")
+    for ndim, own in counting.BOXES.items():
+        assert own == tuple(sides[3 - ndim :] for sides in grid_launch.BOXES[ndim])
+
+
+def test_shares_of_what_users_run_are_those_of_the_page_on_grids():
+    used = counting.count_used(counting.USERS[:3]).set_index(["window", "order"]).used
+    assert [used[window, "boxes"] for window in (17, 33, 65)] == pytest.approx([0.50, 0.68, 0.81], abs=0.006)
+    assert (used.unstack().boxes > used.unstack().drop(columns="boxes").max(axis=1)).all()
+
+
+def test_a_side_back_to_back_has_windows_of_its_own_calls():
+    sides = sustained_sides(works(), attention, kernels={"blocks": "hilbert", "boxes": "raster"})
+    table = side_table(run_back_to_back(sides, device=CPU, seconds=0.02), "neighbourhood, back to back")
+    assert table.name.tolist() == ["hilbert", "boxes, raster"] * 4
+    assert table.error.max() < 1e-5
+    assert (table.median_ms > 0).all()
 
 
 @pytest.mark.parametrize("window", [5, 12])
-def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window):
+def test_the_error_sees_a_wrong_row_and_the_order_of_storage(window, monkeypatch):
+    monkeypatch.setattr(exact_rows, "QUERIES_AT_ONCE", 7)
     near = Neighbourhood((12, 12), window)
-    work = GridWork(near, 16, heads=2, head_dim=4, device=CPU, dtype="float64")
+    work = GridWork(near, heads=2, head_dim=4, device=CPU, dtype="float64")
     q, k, v, dout = work.tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = exact(*leaves, near)
@@ -174,10 +196,3 @@ def test_the_pictures_say_what_is_counted():
     maps = draw_block_maps(block_shares(near, **sizes), title="a test")
     shown = {axes.get_title() for axes in maps.axes}
     assert shown >= {f"{name}: {counts.per_query_block[name] / 64:.0%} touched" for name in ("raster", "tile")}
-
-
-def test_a_record_has_one_number_for_a_window_of_equal_sides():
-    for window, recorded in (((5, 5), 5), ((3, 5), [3, 5])):
-        work = GridWork(Neighbourhood((12, 12), window), 16, 1, 8, CPU, "float32")
-        raster, _ = next(compare_orders([work], attention, reordered, dense, orders=ORDERS))
-        assert raster.parameters["window"] == recorded
