@@ -1,16 +1,19 @@
 """Which keys a query sees under dilated attention, and how much work that is. No tensors of data here."""
 
+from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.checks import grouped, integer, integers, one_of
+from hilbert_lib.checks import grouped, integer, integers, one_of, positive
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
+PADDING_RULES = ("none", "zeros")
 LARGEST = 2**63 - 1  # torch's operators take no larger integer
 FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # of a pair and an element of head_dim: two and five matrix products
 COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
@@ -41,6 +44,9 @@ class DilatedPattern:
         mixing: "softmax": one softmax over the multiset union of the branches' keys, which is the paper's
             weighting by denominators (eqs. 9-10); "head_groups": the KV heads are split into contiguous groups,
             one a branch, and each head uses only its group's branch.
+        padding: "none", or "zeros": keys and values of zeros fill every segment up to min(w, length) positions, and
+            these up to a multiple of r, as in torchscale. They take part in the softmax of the queries that would see
+            them, with score 0; causal queries see none. No other method here counts them.
 
     Raises:
         TypeError: if lengths or rates are no sequence of integers, or a rule is no string.
@@ -55,6 +61,7 @@ class DilatedPattern:
     dilation_rates: tuple[int, ...]
     offsets: str = "head"
     mixing: str = "softmax"
+    padding: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
@@ -71,6 +78,59 @@ class DilatedPattern:
                 raise ValueError(f"dilation_rates must be from 1 to the segment length {w}, got {r}")
         one_of("offsets", self.offsets, OFFSET_RULES)
         one_of("mixing", self.mixing, MIXING_RULES)
+        one_of("padding", self.padding, PADDING_RULES)
+
+    @classmethod
+    def geometric(
+        cls, first: int = 1024, last: int = 2**20, branches: int = 5, rate_ratio: int = 2, **rules: str
+    ) -> Self:
+        """Segment lengths in a geometric row, rounded down, and rates 1, rate_ratio, rate_ratio^2, ...
+
+        By default the row of Prov-GigaPath's slide encoder, whose rules are offsets="head_block" and padding="zeros".
+        There are at least two branches. first, last: the smallest and the largest length. rules: offsets and so on.
+
+        >>> DilatedPattern.geometric().branches
+        ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
+        """
+        first, steps = integer("first", first, least=1), integer("branches", branches, least=2) - 1
+        last, ratio = integer("last", last, least=first, most=LARGEST - 1), integer("rate_ratio", rate_ratio, least=1)
+        products = (first ** (steps - i) * last**i for i in range(steps + 1))  # of which a length is the root
+        lengths = (bisect(range(last + 1), each, key=lambda w: w**steps) - 1 for each in products)
+        return cls(tuple(lengths), tuple(ratio**i for i in range(steps + 1)), **rules)
+
+    @classmethod
+    def within(
+        cls, length: int, *, flop: float, branches: int, heads: int, head_dim: int, kv_heads: int | None = None,
+        is_causal: bool = False, **rules: str,
+    ) -> tuple[Self, Work]:  # fmt: skip
+        """A geometric row up to the whole length whose forward takes at most `flop`, and its `work` on one sequence.
+
+        Of the rate ratios 2, 4, 8, ... the smallest is taken that leaves the first branch an even share of the FLOP;
+        then the first segment is made as long as all FLOP allow. ValueError where no row is cheap enough.
+
+        flop: most of `Work.flop_forward`, above 0. branches: at least 2. rules: offsets and so on. The rest: as `work`.
+
+        >>> pattern, work = DilatedPattern.within(65536, flop=1e11, branches=3, heads=8, head_dim=64)
+        >>> pattern.branches, f"{work.flop_forward:.3g}"
+        (((630, 1), (6425, 8), (65536, 64)), '9.99e+10')
+        """
+        length, branches = integer("length", length, least=1), integer("branches", branches, least=2)
+        head_dim, (heads, kv_heads) = integer("head_dim", head_dim, least=1), grouped(heads, kv_heads)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "is_causal": is_causal}
+        fits = min(int(positive("flop", flop) / (FLOP_FORWARD * head_dim * heads * length * branches)), length)
+        ratio = 2
+
+        def cost(first: int) -> int:
+            row = cls.geometric(first, length, branches, ratio, **rules)
+            return FLOP_FORWARD * head_dim * row.pairs(length, **sizes)
+
+        while fits and ratio ** (branches - 1) <= length and cost(fits) > flop:
+            ratio *= 2
+        if not fits or ratio ** (branches - 1) > length:
+            raise ValueError(f"flop must be more for {branches} branches over {length} tokens, got {flop:g}")
+        longest = bisect(range(length + 1), flop, lo=fits + 1, key=cost) - 1
+        pattern = cls.geometric(longest, length, branches, ratio, **rules)
+        return pattern, pattern.work(length, head_dim=head_dim, **sizes)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -294,7 +354,9 @@ class DilatedPattern:
             rows.append([str(cell) for cell in row])
         width = [max(len(line[c]) for line in [titles, *rows]) for c in range(len(titles))]
         lines = ["  ".join(cell.rjust(n) for cell, n in zip(line, width, strict=True)) for line in [titles, *rows]]
-        return "\n".join([f"offsets={self.offsets!r}, mixing={self.mixing!r}", *lines])
+        rules = f"offsets={self.offsets!r}, mixing={self.mixing!r}"
+        rules += f", padding={self.padding!r}" if self.padding != "none" else ""
+        return "\n".join([rules, *lines])
 
 
 def rows_in_segment(length: int, rate: int, offset: int) -> int:

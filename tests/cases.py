@@ -77,7 +77,9 @@ def stored(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 @cache
-def expected(branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape: str, is_causal: bool):
+def expected(
+    branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape: str, is_causal: bool, padding: str = "none"
+):
     """Inputs of the dtype, and what the oracle makes of them in float64."""
     batch, length, heads, kv_heads, head_dim = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +89,7 @@ def expected(branches: str, offsets: str, mixing: str, dtype: torch.dtype, shape
 
     q, k, v, dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
+    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing, padding=padding)
     out, lse = oracle.attention(*leaves, pattern, is_causal=is_causal)
     grads = torch.autograd.grad(out, leaves, dout.double())
     return pattern, (q, k, v, dout), out.detach(), lse.detach(), grads
@@ -130,9 +132,11 @@ def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
         torch.testing.assert_close(mine.cpu().double(), theirs.cpu().double(), atol=tolerance, rtol=0)
 
 
-def check(branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu") -> None:
+def check(
+    branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu", padding="none"
+) -> None:
     """Run one case and compare it with the oracle."""
-    pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal)
+    pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal, padding)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]
     tensors = [stored(x.to(device), layout) for x in (*kept, dout)]

@@ -34,6 +34,20 @@ def keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, is_ca
     return seen
 
 
+def zero_keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> int:
+    """How many keys of zeros a query sees: rows of its segments, filled up to whole ones, at no position of theirs."""
+    found = 0
+    for i, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        o = offset_of(pattern.offsets, i, r, kv_head, kv_heads)
+        if not uses(pattern.mixing, i, len(pattern.segment_lengths), kv_head, kv_heads) or (query % w) % r != o:
+            continue
+        size, start = min(w, length), query - query % w
+        filled = size if size % r == 0 else size + r - size % r
+        rows = [j for j in range(filled) if j % r == o and not (is_causal and start + j > query)]
+        found += sum(not (j < size and start + j < length) for j in rows)
+    return found
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,12 +72,16 @@ def attention(
                 seen = [j for _, j in keys_of(pattern, query_start + t, keys, g, kv_heads, is_causal)]
                 if key_padding_mask is not None:
                     seen = [j for j in seen if not key_padding_mask[b, j]]
-                if not seen:
+                zeros = 0
+                if pattern.padding == "zeros":
+                    zeros = zero_keys_of(pattern, query_start + t, keys, g, kv_heads, is_causal)
+                if not seen and not zeros:
                     outs.append(q.new_zeros(head_dim))
                     lses.append(q.new_full((), -torch.inf))
                     continue
-                scores = k[b, seen, g] @ q[b, t, h] * scale
-                outs.append(scores.softmax(0) @ v[b, seen, g])
+                all_k, all_v = (torch.cat([x[b, seen, g], x.new_zeros(zeros, head_dim)]) for x in (k, v))
+                scores = all_k @ q[b, t, h] * scale
+                outs.append(scores.softmax(0) @ all_v)
                 lses.append(scores.logsumexp(0))
     out = torch.stack(outs).view(batch, heads, queries, head_dim).transpose(1, 2)
     return out, torch.stack(lses).view(batch, heads, queries)

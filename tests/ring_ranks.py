@@ -168,6 +168,7 @@ def compare(
     head_dim: int = 8,
     offsets: str = "head",
     mixing: str = "softmax",
+    padding: str = "none",
     dtype: str = "float32",
     ordering: str = "none",
     padded: bool = False,
@@ -189,7 +190,7 @@ def compare(
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     mask = (torch.rand(shapes[0][:2], generator=generator) < 0.3).to(device()) if padded else None
     q, k, v, dout = (x.to(getattr(torch, dtype)).to(device()) for x in drawn)
-    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing)
+    pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing, padding=padding)
     options = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
 
     whole = partial(dilated_attention, pattern=pattern, key_padding_mask=mask, **options)

@@ -20,7 +20,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (DOCS / "names.md").read_text()
 SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", NAMES.split("## Their scripts")[0], re.M)
 SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
-RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (DOCS / "recipes.md").read_text(), re.M | re.S))
+PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_from.md"))
+RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
 COMMANDS = re.findall(
     r"^\.venv/bin/hilbert ((?:run|sweep|plan|bench).*?)(?:  +#.*)?$",
     "".join(page.read_text() for page in sorted(DOCS.glob("*.md"))),

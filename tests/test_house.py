@@ -22,8 +22,9 @@ LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.
 FLOORS = {
     "attention": [
-        *("call", "dropout", "grids.request", "triton", "merge", "backends", "rules", "measured_rules", "choice"),
-        *("flop_count", "registration", "operators", "api", "modules", "grids", "explain"),
+        *("call", "dropout", "documents", "grids.request", "triton", "merge", "backends", "rules", "measured_rules"),
+        *("choice", "zero_keys", "flop_count", "registration", "operators", "api", "torchscale", "modules", "grids"),
+        "explain",
     ],
     "ring": ["plan", "rank", "agreement", "attention", "neighbourhood", "module"],
 }

@@ -115,6 +115,38 @@ def test_description_counts_keys_segments_and_tail():
     assert groups.describe(16, kv_heads=3) == groups.describe(16, heads=3)
 
 
+@given(st.integers(1, 5000), st.integers(0, 10**7), st.integers(2, 6))
+@example(1024, 2**20 - 1024, 5)
+@example(1, 2**62 - 1, 4)
+def test_a_geometric_row_is_rounded_down_exactly(first, more, branches):
+    last, steps = first + more, branches - 1
+    pattern = DilatedPattern.geometric(first, last, branches, 1, offsets="zero", padding="zeros")
+    assert (pattern.offsets, pattern.padding, pattern.dilation_rates) == ("zero", "zeros", (1,) * branches)
+    assert (pattern.segment_lengths[0], pattern.segment_lengths[-1]) == (first, last)
+    for i, w in enumerate(pattern.segment_lengths):
+        assert w**steps <= first ** (steps - i) * last**i < (w + 1) ** steps
+
+
+@given(st.integers(50, 3000), st.floats(1e6, 1e9), st.integers(2, 4), st.booleans())
+def test_a_row_within_a_budget_uses_it(length, flop, branches, is_causal):
+    sizes = {"heads": 6, "head_dim": 8, "kv_heads": 3, "is_causal": is_causal}
+    try:
+        pattern, work = DilatedPattern.within(length, flop=flop, branches=branches, **sizes, offsets="head_block")
+    except ValueError:
+        assert flop < 4 * 6 * 8 * branches * 16 * length
+        return
+    assert work == pattern.work(length, **sizes)
+    assert work.flop_forward <= flop
+    first, ratio = pattern.segment_lengths[0], pattern.dilation_rates[1]
+    if first < length:
+        longer = DilatedPattern.geometric(first + 1, length, branches, ratio, offsets="head_block")
+        assert longer.work(length, **sizes).flop_forward > flop
+    if ratio > 2:  # with denser rates the first branch does not get its share
+        share = int(flop / (4 * 6 * 8 * length * branches))
+        denser = DilatedPattern.geometric(share, length, branches, ratio // 2, offsets="head_block")
+        assert denser.work(length, **sizes).flop_forward > flop
+
+
 def test_a_default_device_elsewhere_changes_no_keys():
     pattern = DilatedPattern((4, 8), (2, 4))
     with torch.device("meta"):
@@ -188,6 +220,18 @@ WRONG = {
             "offsets must be one of head, head_block, branch, zero; got 'heads'",
         ),
         (lambda: DilatedPattern((4,), (1,), "head", "mean"), "mixing must be one of softmax, head_groups; got 'mean'"),
+        (lambda: DilatedPattern.geometric(8, 4), "last must be an integer from 8 to .*, got 4"),
+        (lambda: DilatedPattern.geometric(8, 64, 1), "branches must be an integer of at least 2, got 1"),
+        (
+            lambda: DilatedPattern.geometric(8, 64, 3, 9),
+            "dilation_rates must be from 1 to the segment length 64, got 81",
+        ),
+        (
+            lambda: DilatedPattern.within(64, flop=1e3, branches=3, heads=2, head_dim=8),
+            "flop must be more for 3 branches over 64 tokens, got 1000",
+        ),
+        (lambda: DilatedPattern.within(64, flop=0, branches=3, heads=2, head_dim=8), "flop must be finite and above 0"),
+        (lambda: DilatedPattern((4,), (1,), padding="ones"), "padding must be one of none, zeros; got 'ones'"),
         (lambda: PATTERN.pairs(-1, heads=1), "length must be an integer of at least 0, got -1"),
         (
             lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)),

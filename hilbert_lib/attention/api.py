@@ -11,6 +11,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose, explain
+from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.checks import boolean, integer, number, positive, suggesting
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -34,6 +35,8 @@ def dilated_attention(
     key_padding_mask: Tensor | None = None,
     query_start: int | None = None,
     kv_ordering: Ordering | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -57,6 +60,11 @@ def dilated_attention(
             by default all cover the same positions. Of a cache that is not full, give the rows that are, or fill the
             rest with zeros: some backends multiply a NaN in it by a weight of 0.
         kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order.
+        cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and
+            document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1. Each is attended to by itself, its segments and
+            lengths counted from its first row; it may be empty. The first value is 0 and the last q's length. Not with
+            key_padding_mask, query_start or kv_ordering.
+        max_seqlen: at least the length of every document, if it is known; by default it is not.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.
 
@@ -76,6 +84,7 @@ def dilated_attention(
         _warn_of_heads_first(k)
     options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "key_padding_mask": key_padding_mask}
     options |= {"query_start": query_start, "kv_ordering": kv_ordering, "backend": backend, "return_lse": return_lse}
+    options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return attend(q, k, v, pattern, **options)
 
 
@@ -104,7 +113,7 @@ def attend(
 
 def validated(
     q, k, v, pattern, is_causal=False, scale=None, dropout_p=0.0, key_padding_mask=None, query_start=None,
-    kv_ordering=None, backend="auto", return_lse=False,
+    kv_ordering=None, backend="auto", return_lse=False, cu_seqlens=None, max_seqlen=None,
 ) -> tuple[Tensor, Tensor, Tensor, Call]:  # fmt: skip
     """The arguments of `dilated_attention`, checked: q, k and v as autocast casts them, and the rest as a `Call`."""
     q, k, v = check_tensors(q, k, v)
@@ -114,6 +123,8 @@ def validated(
     boolean("return_lse", return_lse)
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     dropout_p = check_dropout("dropout_p", dropout_p)
+    others = {"key_padding_mask": key_padding_mask, "query_start": query_start, "kv_ordering": kv_ordering}
+    max_seqlen = check_documents(q, cu_seqlens, max_seqlen, **others)
     query_start = _checked_query_start(q, k, query_start)
     check_mask("key_padding_mask", key_padding_mask, k)
     if kv_ordering is not None:
@@ -125,7 +136,8 @@ def validated(
     check_backend(backend)
     if query_start == 0 and q.shape[1] == k.shape[1]:
         query_start = None  # the same question, which every backend answers
-    return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start)
+    packed = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    return q, k, v, Call(pattern, is_causal, scale, dropout_p, None, key_padding_mask, query_start, **packed)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

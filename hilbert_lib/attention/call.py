@@ -23,6 +23,8 @@ class Call:
     # Whether the merged out and lse that the backward is given hold more than this call. Only "flex" has to know: it
     # differentiates its own results.
     is_part: bool = False
+    cu_seqlens: Tensor | None = None  # (documents + 1,) int32, where each document of a batch of 1 begins, and the end
+    max_seqlen: int | None = None  # no document is longer
 
     @property
     def first_query(self) -> int:

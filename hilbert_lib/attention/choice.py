@@ -10,6 +10,7 @@ from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
@@ -75,16 +76,21 @@ def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: d
 def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
     """What `choose` takes, and why not the others."""
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
-    found = explained(q, call, name, chosen, rule, BACKENDS)
+    found = explained(q, call, name, chosen, rule, BACKENDS, LOOPED if call.cu_seqlens is not None else "")
     return replace(found, reasons={**found.reasons, **WITHOUT_BUILD})
 
 
-def explained(q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend]) -> Explanation:
-    """Why of some backends one was chosen, by its name or by a rule, and the others were not."""
+def explained(
+    q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend], caveat: str = ""
+) -> Explanation:
+    """Why of some backends one was chosen, by its name or by a rule, and the others were not.
+
+    caveat: what holds for all that can serve.
+    """
     reasons = {}
     for candidate, backend in backends.items():
         refusal = backend.refusal(q, call)
-        more = f"; {backend.caveat}" if backend.caveat else ""
+        more = "".join(f"; {each}" for each in (backend.caveat, caveat) if each)
         more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
         if candidate == chosen:
             reasons[candidate] = f"chosen: {backend.note}{more}"

@@ -19,18 +19,21 @@ def count_flop(
 ) -> None:
     """Have torch's counter count two operators.
 
-    inputs: how many tensors have gradients. elements: of their shapes and of the other arguments, the pairs of a query
-    and a key that attend, times head_dim.
+    inputs: how many tensors have gradients. elements: of their shapes and of the other arguments as they are, the pairs
+    of a query and a key that attend, times head_dim.
     """
 
     def register(counter: ModuleType) -> None:
-        @counter.register_flop_formula(forward)
-        def forward_flop(*given, out_shape=None) -> int:
-            return FLOP_FORWARD * elements(given[:inputs], given[inputs:])
+        def shapes(given: tuple) -> tuple:
+            return tuple(x.shape for x in given[:inputs])
 
-        @counter.register_flop_formula(backward)
-        def backward_flop(_dout, *given, out_shape=None) -> int:
-            return FLOP_BACKWARD * elements(given[:inputs], given[inputs + 2 :])  # without out and lse
+        @counter.register_flop_formula(forward, get_raw=True)
+        def forward_flop(*given, out_val=None) -> int:
+            return FLOP_FORWARD * elements(shapes(given), given[inputs:])
+
+        @counter.register_flop_formula(backward, get_raw=True)
+        def backward_flop(_dout, *given, out_val=None) -> int:
+            return FLOP_BACKWARD * elements(shapes(given), given[inputs + 2 :])  # without out and lse
 
     _FORMULAS.append(register)
     if COUNTER in sys.modules:

@@ -1,6 +1,7 @@
 """Dilated attention as `torch.nn` modules: of q, k and v, and with projections, to replace MultiheadAttention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from hilbert_lib.attention.api import (
     check_scale,
     refuse_jit_trace,
 )
+from hilbert_lib.attention.torchscale import layer_of_torchscale
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
@@ -76,6 +78,8 @@ class DilatedAttention(nn.Module):
         *,
         is_causal: bool = False,
         query_start: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """The output of `dilated_attention`, (batch, queries, heads, head_dim), whose arguments and errors these are.
 
@@ -102,6 +106,8 @@ class DilatedAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             key_padding_mask=key_padding_mask,
             query_start=query_start,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             kv_ordering=ordering,
             backend=self.backend,
         )
@@ -126,6 +132,7 @@ class MultiheadDilatedAttention(nn.Module):
         bias: whether the projections have one.
         batch_first: whether tokens are (batch, seq, embed_dim) rather than (seq, batch, embed_dim).
         kv_heads: heads of k and v, a divisor of num_heads; by default num_heads.
+        norm_eps: eps of a LayerNorm between attention and out_proj (sub-LN), above 0; by default there is none.
         device, dtype: of the parameters; dtype is one that `dilated_attention` takes.
 
     Raises:
@@ -154,6 +161,7 @@ class MultiheadDilatedAttention(nn.Module):
         kv_heads: int | None = None,
         kv_ordering: KvOrdering = None,
         backend: str = "auto",
+        norm_eps: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -182,11 +190,54 @@ class MultiheadDilatedAttention(nn.Module):
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **made))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **made)) if bias else None)
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **made)
+        eps = None if norm_eps is None else checks.positive("norm_eps", norm_eps)
+        self.inner_norm = None if eps is None else nn.LayerNorm(self.embed_dim, eps, **made)
         self._reset_parameters()
+
+    @classmethod
+    def from_torchscale(
+        cls,
+        state_dict: Mapping[str, Tensor],
+        prefix: str,
+        pattern: DilatedPattern,
+        num_heads: int,
+        *,
+        norm_eps: float = 1e-5,
+        **options,
+    ) -> Self:
+        """The module with the weights of a layer of torchscale's LongNet, such as Prov-GigaPath's; batch_first.
+
+        Outputs equal the layer's in evaluation if its pattern is given, with offsets="head_block", padding="zeros". Its
+        code differs from its own rule where a rate does not divide a segment length that is shorter than the sequence.
+
+        Args:
+            state_dict: names and tensors of a whole model. prefix: of the layer, as in "encoder.layers.0.self_attn.".
+            pattern, num_heads: of the layer. norm_eps: of its inner norm, if state_dict has one.
+            options: dropout, kv_ordering and backend, as for the class.
+
+        Raises:
+            TypeError, ValueError: for a name that is missing or not known, or a tensor of another shape; XPOS and
+                multiway layers have such names.
+
+        >>> names = [f"attn.{name}_proj" for name in ("q", "k", "v", "out")]
+        >>> weights = {f"{name}.weight": torch.eye(8) for name in names}
+        >>> weights |= {f"{name}.bias": torch.ones(8) for name in names}
+        >>> pattern = DilatedPattern((4, 8), (1, 2), offsets="head_block", padding="zeros")
+        >>> MultiheadDilatedAttention.from_torchscale(weights, "attn.", pattern, num_heads=2).embed_dim
+        8
+        """
+        own = layer_of_torchscale(state_dict, prefix)
+        weight, eps = own["out_proj.weight"], norm_eps if "inner_norm.weight" in own else None
+        made = {"batch_first": True, "device": weight.device, "dtype": weight.dtype}
+        module = cls(len(weight), num_heads, pattern, norm_eps=eps, **made, **options)
+        module.load_state_dict(own)
+        return module
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, as after `to_empty` of a module made on the meta device."""
         self.out_proj.reset_parameters()
+        if self.inner_norm is not None:
+            self.inner_norm.reset_parameters()
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -206,6 +257,9 @@ class MultiheadDilatedAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, None]:
         """Project, attend and project back; the arguments stand in nn.MultiheadAttention's order.
 
@@ -224,6 +278,7 @@ class MultiheadDilatedAttention(nn.Module):
             attn_mask: None, or with is_causal the causal mask, which is not checked, as in nn.MultiheadAttention.
             average_attn_weights: without effect, as no weights are returned.
             is_causal: whether keys after the query are excluded.
+            cu_seqlens, max_seqlen: of documents in one sequence, as in `dilated_attention`.
 
         Returns:
             The output, shaped like query, and None in the place of the weights.
@@ -242,7 +297,8 @@ class MultiheadDilatedAttention(nn.Module):
             )
         key, value = query if key is None else key, query if value is None else value
         is_nested = isinstance(query, Tensor) and query.is_nested and query.layout is torch.strided
-        if key is query and value is query and key_padding_mask is None and is_nested and self.batch_first:
+        alone = key is query and value is query and key_padding_mask is None and cu_seqlens is None
+        if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
@@ -266,7 +322,9 @@ class MultiheadDilatedAttention(nn.Module):
         else:
             batched = (x if self.batch_first else x.transpose(0, 1) for x in self._project(query, key, value))
         q, k, v = (x.unflatten(2, (-1, self.head_dim)) for x in batched)
-        out = self.out_proj(self.attention(q, k, v, padding, is_causal=is_causal).flatten(2))
+        options = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        attended = self.attention(q, k, v, padding, **options).flatten(2)
+        out = self.out_proj(attended if self.inner_norm is None else self.inner_norm(attended))
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None

@@ -5,23 +5,27 @@
 all of these. They check nothing: `api.py` does.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.backends.backend import Forward
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.documents import documents, rows_of
 from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import as_given, as_kernels_load, register
+from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.pattern import DilatedPattern
 
 # The schema of a request: the pattern's fields, then those of a call, one by one.
-_TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
-_PATTERN = "int[] segment_lengths, int[] dilation_rates, str offsets, str mixing"
+_TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?", str: "str"}
+_TYPES |= {tuple[int, ...]: "int[]"}
+_PATTERN = {field.name: _TYPES[field.type] for field in fields(DilatedPattern)}
 _OPTIONS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name != "pattern"}
-_REQUEST = ", ".join([_PATTERN, *(f"{kind} {name}" for name, kind in _OPTIONS.items()), "str backend"])
+_REQUEST = ", ".join([*(f"{kind} {name}" for name, kind in (_PATTERN | _OPTIONS).items()), "str backend"])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -38,9 +42,7 @@ def backward(
 
 def _fields(call: Call) -> tuple:
     # What `_call` makes a Call of again.
-    pattern = call.pattern
-    given = pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
-    return *given, *(getattr(call, name) for name in _OPTIONS)
+    return *(getattr(call.pattern, name) for name in _PATTERN), *(getattr(call, name) for name in _OPTIONS)
 
 
 @lru_cache(maxsize=256)
@@ -48,18 +50,31 @@ def _pattern(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], 
     return DilatedPattern(segment_lengths, dilation_rates, *rules)
 
 
-def _call(segment_lengths: list[int], dilation_rates: list[int], offsets: str, mixing: str, *rest) -> Call:
-    return Call(_pattern(tuple(segment_lengths), tuple(dilation_rates), offsets, mixing), *rest)
+def _call(segment_lengths: list[int], dilation_rates: list[int], *rest) -> Call:
+    rules, options = rest[: len(_PATTERN) - 2], rest[len(_PATTERN) - 2 :]
+    return Call(_pattern(tuple(segment_lengths), tuple(dilation_rates), *rules), *options)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
     if not (q.numel() and k.numel()):  # dense operators do not take empty tensors
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
-    run, _ = BACKENDS[request[-1]].functions(q.device)
+    call, (run, _) = _call(*request[:-1]), BACKENDS[request[-1]].functions(q.device)
     with torch.cuda.device_of(q), as_given(q.device):
-        out, lse = run(*map(as_kernels_load, (q, k, v)), _call(*request[:-1]))
-    return out, lse.contiguous()  # one layout for all backends, which the fake one has too
+        if call.cu_seqlens is None:
+            return _forward_of_one(run, q, k, v, call)
+        out, lse = _fake_forward(q, k, v)
+        for rows, own in documents(call, q):
+            out[:, rows], lse[:, :, rows] = _forward_of_one(run, *(x[:, rows] for x in (q, k, v)), own)
+        return out, lse
+
+
+def _forward_of_one(run: Forward, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    # One document, or a batch of sequences.
+    out, lse = run(*map(as_kernels_load, (q, k, v)), call)
+    lse = lse.contiguous()  # one layout for all backends, which the fake one has too
+    add_zero_keys(out, lse, call, call.first_query, k.shape[1], k.shape[2])
+    return out, lse
 
 
 def _run_backward(
@@ -67,9 +82,19 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-    _, run = BACKENDS[request[-1]].functions(q.device)
+    call, (_, run) = _call(*request[:-1]), BACKENDS[request[-1]].functions(q.device)
+    if call.pattern.padding == "zeros":
+        call = replace(call, is_part=True)  # out and lse hold zero keys too
     with torch.cuda.device_of(q), as_given(q.device):
-        return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, _call(*request[:-1]))
+        if call.cu_seqlens is None:
+            return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, call)
+        grads = _fake_backward(dout, q, k, v, out, lse)
+        for rows, own in documents(call, q):
+            given = (as_kernels_load(x[:, rows]) for x in (dout, q, k, v))
+            some = run(*given, out[:, rows], lse[:, :, rows].contiguous(), own)
+            for whole, part in zip(grads, some, strict=True):
+                whole[:, rows] = part
+        return grads
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
@@ -99,6 +124,9 @@ def _pair_elements(shapes: tuple, request: tuple) -> int:
         return batch * heads * queries * length * head_dim
     at = range(int(call.first_query), int(call.first_query) + int(queries))
     sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "is_causal": call.is_causal}
+    if call.cu_seqlens is not None:
+        lengths = (rows.stop - rows.start for rows in rows_of(call.cu_seqlens, length))
+        return sum(call.pattern.pairs(each, **sizes) for each in lengths) * head_dim
     return batch * call.pattern.pairs(int(length), **sizes, at=at) * head_dim
 
 

@@ -21,6 +21,7 @@ from hilbert_lib.attention.explain import explain_backend, is_on_grid
 from hilbert_lib.attention.grids import registry as on_grids
 from hilbert_lib.attention.grids.api import by_kv_head
 from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.zero_keys import has_zero_keys
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.limits.memory import GB, device_or_default
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -79,7 +80,7 @@ def estimate_memory(
     extra: int = 0,
     device: object = None,
 ) -> MemoryEstimate:
-    """Bytes that `dilated_attention` will hold at its highest point, or `neighbourhood_attention`, for dense inputs.
+    """Bytes that `dilated_attention`, not of packed documents, or `neighbourhood_attention` holds at its highest point.
 
     Args:
         pattern: which keys a query sees; for a call on a grid a `Neighbourhood`, or a tuple of one for each KV head.
@@ -159,6 +160,10 @@ def estimate_memory(
     workspace = own(given, call, direction, device, returned) if own else None
     if workspace is None:
         workspace = {"temporary": _traced(given, call, backends[backend], direction, device) - returned}
+    if direction == "forward" and not on_grid and has_zero_keys(call, length):
+        # Their table, and weights when the rest is free again.
+        table = kv_heads * rows * lse.element_size()
+        workspace["zero keys"] = table + max(0, lse.nbytes + lse.numel() - sum(workspace.values()))
     if is_gathered and direction == "forward":
         workspace["k, v in sequence order"] = 2 * k.nbytes
     elif is_gathered:

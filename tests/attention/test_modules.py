@@ -86,7 +86,8 @@ def test_arguments_stand_in_torchs_order():
     x, causal = tokens(2, LENGTH), torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     given = (x, x.sin(), x * 2, PADDED, False, causal, False, True)
     torch.testing.assert_close(ours(*given)[0], torchs(*given)[0])
-    assert list(signature(ours.forward).parameters) == list(signature(torchs.forward).parameters)
+    names = [name for name, each in signature(ours.forward).parameters.items() if each.kind != each.KEYWORD_ONLY]
+    assert names == list(signature(torchs.forward).parameters)
 
 
 @pytest.mark.parametrize("pattern", [DILATED, DilatedPattern((4, 12), (1, 2), mixing="head_groups")], ids=str)

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import astuple
 from functools import partial
 
 import pytest
@@ -181,8 +182,7 @@ def test_the_operators_pass_opcheck(backend, is_empty):
     q, k, v = qkv(rows=LENGTH if query_start is None else 5)
     if is_empty:
         q, k, v, padding = q[:0], k[:0], v[:0], None if padding is None else padding[:0]
-    pattern = PATTERN.segment_lengths, PATTERN.dilation_rates, PATTERN.offsets, PATTERN.mixing
-    call = *pattern, *options, seed, padding, query_start, inverse, False, backend
+    call = *astuple(PATTERN), *options, seed, padding, query_start, inverse, False, None, None, backend
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention, (q, k, v, *call))
     with torch.no_grad():

@@ -75,6 +75,10 @@ COMPARED = {
             | {"scale": 0.7, "is_causal": transport == "ring"}
             for transport in TRANSPORTS
         ),
+        *(  # a last segment that is cut off, and rates that do not divide
+            {"branches": "uneven", "lengths": [20, 14, 3], "transport": transport, "padding": "zeros", **GROUPED}
+            for transport in TRANSPORTS
+        ),
         {"branches": "longer", "lengths": [18, 12, 7], "transport": "auto", "weights": [3, 2, 1], **GROUPED},
         {"lengths": [8, 3, 7], "transport": "all_gather"} | INTERPRETED,
     ],

@@ -24,6 +24,7 @@ MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along
 # The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to
 # `Call` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
+FIRST_OPTIONS |= {"cu_seqlens", "max_seqlen"}
 _LATER = tuple((each.name, each.default) for each in fields(Call) if each.name not in FIRST_OPTIONS | {"is_part"})
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 

@@ -235,6 +235,8 @@ def _workspace(
 def _limits(q: Tensor, call: Call) -> str:
     if q.shape[-1] < 16:
         return f"needs a head_dim of at least 16, got {q.shape[-1]}"
+    if call.cu_seqlens is not None:
+        return "no cu_seqlens: its mask of blocks is of one length, which the host would have to know"
     return half_limits(q, call)
 
 

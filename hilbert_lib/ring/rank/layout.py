@@ -51,6 +51,7 @@ class Layout:
     """
 
     start: int  # the shard's first position
+    length: int  # of the whole sequence
     kv_heads: int
     fused: DilatedPattern | None  # the fused call's branches, if there are any
     branches: tuple[int, ...]  # their indices
@@ -81,6 +82,7 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device) -> Layout:
     find = _finder(touched)
     return Layout(
         start=here.start,
+        length=sum(plan.shard_lengths),
         kv_heads=kv_heads,
         fused=_pattern_of(plan.pattern, fused),
         branches=fused,
@@ -207,4 +209,5 @@ def _pattern_of(pattern: DilatedPattern, branches: tuple[int, ...]) -> DilatedPa
     if not branches:
         return None
     lengths, rates = zip(*(pattern.branches[i] for i in branches), strict=True)
-    return replace(pattern, segment_lengths=lengths, dilation_rates=rates)
+    # Zero keys are known from the whole sequence: `passes` adds them in the end.
+    return replace(pattern, segment_lengths=lengths, dilation_rates=rates, padding="none")

@@ -16,6 +16,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import named
 from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
@@ -34,12 +35,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], Non
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     confirm()
-    if job.layout.is_fused:
-        return out, lse, {}
-    with beside:
-        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
-        merged, kept = _beside_forward(q, k, v, lse, shard, job)
-    shard.merge(out, lse, merged)
+    kept = {}
+    if not job.layout.is_fused:
+        with beside:
+            shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
+            merged, kept = _beside_forward(q, k, v, lse, shard, job)
+        shard.merge(out, lse, merged)
+    add_zero_keys(out, lse, job.call, job.layout.start, job.layout.length, job.layout.kv_heads)
     return out, lse, kept
 
 
@@ -208,7 +210,8 @@ def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tens
     layout, seed = job.layout, job.call.seed
     if seed is not None:
         seed = _shard_seed(seed, layout, *q.shape[::2])
-    call = replace(job.call, pattern=layout.fused, seed=seed, is_part=not layout.is_fused)
+    is_part = not layout.is_fused or job.call.pattern.padding == "zeros"
+    call = replace(job.call, pattern=layout.fused, seed=seed, is_part=is_part)
     name = choose(q, call, job.backend, gradient=job.gradient)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))

@@ -1,0 +1,56 @@
+"""Zero keys: what `DilatedPattern(padding="zeros")` adds to the softmax, after any backend's forward.
+
+n keys of score 0 and value 0 turn (out, lse) into (out * exp(lse - lse'), lse') with lse' = log(exp(lse) + n). With
+these the backward needs nothing more. Padded keys of torchscale's LongNet are such keys.
+"""
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.call import Call
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.pattern import DilatedPattern
+
+KEPT = 2**25  # numbers in the tables that are kept, 128 MiB in float32
+
+
+def add_zero_keys(out: Tensor, lse: Tensor, call: Call, first: int, length: int, kv_heads: int) -> None:
+    """Add a call's zero keys, if it has any, to out (batch, queries, heads, head_dim) and lse, in place.
+
+    first: position of the first query in a sequence of this length.
+    """
+    if not has_zero_keys(call, length):
+        return
+    queries = lse.shape[2]
+    log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
+    by_group = lse.unflatten(1, (kv_heads, -1))
+    # A logistic function, as in `merge`. A row without any keys stays 0 and -inf: -inf minus -inf is NaN.
+    weight = (by_group - log_count).sigmoid_()
+    torch.logaddexp(by_group, log_count, out=by_group)
+    weight.masked_fill_(by_group == -torch.inf, 0.0)
+    out.mul_(weight.flatten(1, 2).transpose(1, 2)[..., None])
+
+
+def has_zero_keys(call: Call, length: int) -> bool:
+    """Whether a query of a sequence of this length may see a zero key."""
+    if call.pattern.padding == "none" or call.is_causal:  # they lie after the last position
+        return False
+    return any(min(w, length) % r or length % min(w, length) for w, r in call.pattern.branches)
+
+
+@cached_for_graphs(KEPT, size=lambda pattern, first, queries, length, kv_heads, dtype, device: kv_heads * queries)
+@torch.inference_mode(False)
+def _log_counts(
+    pattern: DilatedPattern, first: int, queries: int, length: int, kv_heads: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    # (kv_heads, 1, queries): the log of the number of zero keys that each query sees.
+    position = torch.arange(first, first + queries, device=device)
+    count = torch.zeros(kv_heads, 1, queries, dtype=torch.float64, device=device)
+    for branch, (w, r) in enumerate(pattern.branches):
+        size, within = min(w, length), position % w
+        rows = (length - (position - within)).clamp(max=size)  # of the segment, that are positions of the sequence
+        for offset, heads in pattern.offset_heads(branch, kv_heads).items():
+            real = (rows - offset + r - 1).div(r, rounding_mode="floor").clamp(min=0)
+            count[heads] += torch.where(within % r == offset, -(-size // r) - real, 0)
+    return count.log().to(dtype)

@@ -1,0 +1,121 @@
+"""Keys of zeros that fill segments: output, lse and gradients by every backend, and what else keeps its meaning."""
+
+from dataclasses import replace
+from functools import partial
+
+import oracle
+import pytest
+import torch
+from cases import BRANCHES, SHAPES, assert_close, attended, check, drawn, in_pairs
+
+from hilbert_lib import DilatedPattern, dilated_attention, estimate_memory
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends import flex
+from hilbert_lib.attention.call import Call
+from hilbert_lib.machine import kernel_mode
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+
+CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+PADDED = DilatedPattern((6, 12, 24), (1, 4, 5), padding="zeros")  # rates that do not divide, and tails of 31
+
+
+@in_pairs((BRANCHES, OFFSET_RULES, MIXING_RULES, ["none", "random"], CPU_BACKENDS, DTYPES, SHAPES, [False, True]), 6)
+def test_output_lse_and_gradients_equal_the_oracle_with_keys_of_zeros(case):
+    *rest, is_causal = case
+    check(*rest, "bshd", is_causal, padding="zeros")
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+def test_the_fused_kernels_are_followed_by_the_same_keys():
+    check("uneven", "head", "softmax", "none", "triton", torch.float32, "small_grouped", "bshd", False, padding="zeros")
+
+
+def test_flex_differentiates_its_results_as_a_part(monkeypatch):
+    def attend(q, k, v, call):  # the oracle stands in for FlexAttention, which has no backward on the CPU
+        return oracle.attention(q, k, v, replace(call.pattern, padding="none"), scale=call.scale)
+
+    monkeypatch.setattr(flex, "attend", attend)
+    q, k, v, dout = drawn(31, 2, 1, 4, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = oracle.attention(*leaves, PADDED)
+    given = [x.detach() for x in (dout, q, k, v, out, lse)]
+    got = operators.backward(*given, Call(PADDED, scale=0.5), "flex")
+    torch.testing.assert_close(got, torch.autograd.grad(out, leaves, dout))
+
+
+def test_without_gaps_and_where_it_is_causal_nothing_changes():
+    q, k, v, dout = drawn(48, 2, 2, 8)
+    for pattern, options in ((DilatedPattern((8, 16), (1, 2)), {}), (DilatedPattern((9,), (4,)), {"is_causal": True})):
+        found = [attended((q, k, v, dout), replace(pattern, padding=p), "eager", **options) for p in ("none", "zeros")]
+        assert all(map(torch.equal, *found))
+
+
+def test_whole_segments_that_a_rate_does_not_divide_are_filled():
+    q, k, v, _ = drawn(18, 2, 2, 4, dtype=torch.float64)
+    pattern = DilatedPattern((9,), (4,), padding="zeros")
+    assert_close(dilated_attention(q, k, v, pattern, return_lse=True), oracle.attention(q, k, v, pattern), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_masked_keys_do_not_take_keys_of_zeros_with_them(backend):
+    q, k, v, _ = drawn(31, 2, 1, 4, batch=2, dtype=torch.float64)
+    mask = torch.zeros(2, 31, dtype=torch.bool)
+    mask[0, 24:] = mask[1] = True  # the last segments, and all
+    got = dilated_attention(q, k, v, PADDED, key_padding_mask=mask, backend=backend, return_lse=True)
+    assert_close(got, oracle.attention(q, k, v, PADDED, key_padding_mask=mask), 1e-12)
+    # Of position 24 rows 28 .. of (12, 4), of which one is missing, and three of (24, 5); of 30 five of (6, 1).
+    assert got[1][1, 0, [24, 30]].exp().tolist() == pytest.approx([1 + 3, 5])
+    assert not got[0][1].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_decoded_rows_are_those_of_the_whole(backend):
+    q, k, v, _ = drawn(31, 2, 1, 4, dtype=torch.float64)
+    whole = dilated_attention(q, k, v, PADDED, return_lse=True)
+    out, lse = dilated_attention(q[:, 20:29], k, v, PADDED, query_start=20, backend=backend, return_lse=True)
+    assert_close((out, lse), (whole[0][:, 20:29], whole[1][:, :, 20:29]), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_with_dropout_the_gradient_is_exact(backend):
+    tensors = [x.requires_grad_() for x in drawn(5, 2, 1, 2, dtype=torch.float64)[:3]]
+    pattern = DilatedPattern((2, 4), (1, 3), padding="zeros")
+
+    def attend(q, k, v):
+        torch.manual_seed(1)
+        return dilated_attention(q, k, v, pattern, dropout_p=0.3, backend=backend)
+
+    assert torch.autograd.gradcheck(attend, tensors)
+    torch.manual_seed(1)
+    bare = dilated_attention(*tensors, replace(pattern, padding="none"), dropout_p=0.3, backend=backend)
+    lses = [oracle.attention(*tensors, replace(pattern, padding=p))[1] for p in ("none", "zeros")]
+    share = (lses[0] - lses[1]).exp().transpose(1, 2)[..., None]
+    torch.testing.assert_close(attend(*tensors), bare * share)
+
+
+def test_beside_large_scores_keys_of_zeros_weigh_nothing():
+    q = k = torch.full((1, 3, 1, 1), 1e100, dtype=torch.float64)
+    v = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).view(1, 3, 1, 1)
+    out = dilated_attention(q, k, v, DilatedPattern((2,), (1,), padding="zeros"))
+    assert out.flatten().tolist() == [1.5, 1.5, 3.0]
+    assert not dilated_attention(-q, k, v, DilatedPattern((2,), (1,), padding="zeros"))[0, 2].any()
+
+
+def test_torch_traces_it_as_one_operator():
+    call = Call(PADDED, scale=0.5)
+    tensors = [x.requires_grad_() for x in drawn(31, 2, 1, 4)[:3]]
+    given = *tensors, *operators._fields(call), "eager"
+    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
+    attend = partial(dilated_attention, pattern=PADDED, backend="eager", return_lse=True)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(*tensors), attend(*tensors)))
+    torch.compiler.reset()
+
+
+def test_their_memory_is_estimated():
+    sizes = {"length": 1000, "heads": 4, "head_dim": 16, "device": "cpu", "dtype": torch.float32}
+    bare, padded = (estimate_memory(replace(PADDED, padding=p), backend="eager", **sizes) for p in ("none", "zeros"))
+    assert padded.workspace - bare.workspace == 4 * 1000 * 4  # the table
+    causal = estimate_memory(PADDED, backend="eager", is_causal=True, **sizes)
+    assert "workspace: zero keys" not in causal.items
