@@ -1,6 +1,7 @@
 """Pairs of calls: errors are real, times are never an interpreter's, and nothing is measured twice."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from hilbert_lib.lab import pairs as paired
 from hilbert_lib.lab import records as committed
-from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_sides, time_cases
+from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_back_to_back, run_sides, time_cases
 from hilbert_lib.lab.records import append_records
+from hilbert_lib.lab.sustained import HOST_CALLS, WARM_WINDOWS, WINDOWS
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired
 
@@ -35,6 +37,18 @@ def test_on_the_cpu_errors_are_known_and_nothing_is_timed_or_written(tmp_path):
     assert ratio_table([record], "numbers").ratio.isna().all()
     assert side_table([record], "numbers").median_ms.isna().all()
     assert not list(tmp_path.iterdir())
+
+
+def test_back_to_back_a_side_runs_in_windows_of_its_own_calls_and_not_again(tmp_path):
+    calls, how = [], {"device": "cpu", "output_dir": str(tmp_path), "seconds": 0.2}
+    side = replace(one("a", 1.5), run=lambda: calls.append(time.sleep(1e-4)) or (torch.tensor([1.5]),))
+    (record,) = run_back_to_back([side], **how)
+    assert record["error"] == 0.5
+    assert record["n"] == 5
+    assert 1 < record["calls_per_sample"] <= 200  # of at least 0.1 ms, in 20 ms
+    assert len(calls) == 2 + HOST_CALLS + (WARM_WINDOWS + WINDOWS) * record["calls_per_sample"]
+    assert run_back_to_back([side], **how) == [json.loads(json.dumps(record))]
+    assert len(calls) == 2 + HOST_CALLS + (WARM_WINDOWS + WINDOWS) * record["calls_per_sample"]
 
 
 def test_on_the_cpu_a_side_of_several_pairs_runs_once():

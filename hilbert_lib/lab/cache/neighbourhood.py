@@ -58,8 +58,10 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
     rows = []
     for shape, window in works:
         near = Neighbourhood(tuple(shape), window)
-        orders = {name: order for name, order in neighbourhood_orderings(shape).items() if name in ("raster", *COMPACT)}
-        used = {name: used_by_blocks(near, order) for name, order in orders.items()} | {"boxes": used_by_boxes(near)}
+        made = neighbourhood_orderings(shape)
+        used = {name: used_by_blocks(near, made[name]) for name in ("raster", *COMPACT)} | {
+            "boxes": used_by_boxes(near)
+        }
         rows += [(of_axes(near.shape), of_axes(near.window), name, share) for name, share in used.items()]
     return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
 

@@ -24,16 +24,13 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class GridWork:
-    """Random q, k, v and a gradient of the output on a grid, made when first used, and some exact rows in float64.
-
-    dtype: by its name.
-    """
+    """Random q, k, v and a gradient of the output on a grid, made when first used, and some exact rows in float64."""
 
     neighbourhood: Neighbourhood
     heads: int
     head_dim: int
     device: torch.device
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # by its name
 
     @classmethod
     def of(cls, text: str, **where) -> "GridWork":
@@ -44,14 +41,11 @@ class GridWork:
         """
         try:
             shape, window, size = (tuple(map(int, part.split("x"))) for part in text.split())
-            heads, head_dim = (
-                checks.integer(name, n, least=1) for name, n in zip(("heads", "head_dim"), size, strict=True)
-            )
+            heads, head_dim = (checks.integer("heads and head_dim", n, least=1) for n in size)
             return cls(Neighbourhood(shape, window), heads, head_dim, **where)
         except ValueError as error:
-            raise ValueError(
-                f"works must be such as 64x64 7x7 2x16 (grid, window, heads), got {text!r}: {error}"
-            ) from None
+            allowed = "grids, windows, heads and head_dim, such as 64x64 7x7 2x16"
+            raise ValueError(f"works must be {allowed}; got {text!r}: {error}") from None
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -75,9 +69,8 @@ class GridWork:
     @cached_property
     def orders(self) -> dict[str, Ordering]:
         """Those that are compared, by name, on the device."""
-        return {
-            name: order.to(self.device) for name, order in neighbourhood_orderings(self.neighbourhood.shape).items()
-        }
+        made = neighbourhood_orderings(self.neighbourhood.shape)
+        return {name: order.to(self.device) for name, order in made.items()}
 
 
 # Of q, k and v that are stored in an order, and the kernel's name: the output, stored likewise.
@@ -121,40 +114,28 @@ def sustained_sides(works: Iterable[GridWork], attention: Attention, *, kernels:
             for kernel, name in kernels.items():
                 side = _side(work, attention, kernel, name, direction=direction, first=first, sweep=SUSTAINED)
                 # A backward alone cannot be captured, since autograd runs it on the stream of its forward.
-                is_short = work.device.type == "cuda" and direction == "forward"
-                yield replace(side, run=_replay(side.run)) if is_short else side
+                is_captured = work.device.type == "cuda" and direction == "forward"
+                yield replace(side, run=_replay(side.run)) if is_captured else side
 
 
 def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
     graph = cache(lambda: captured(run)[0])
-
-    def replay() -> Results:
-        graph().replay()
-        return ()
-
-    return replay
+    return lambda: graph().replay() or ()
 
 
 def _side(
-    work: GridWork,
-    attention: Attention,
-    kernel: str,
-    name: str,
-    *,
-    direction: str,
-    first: str,
-    anew: bool = False,
+    work: GridWork, attention: Attention, kernel: str, name: str, *, direction: str, first: str, anew: bool = False,
     sweep: str = SWEEP,
-) -> Side:
+) -> Side:  # fmt: skip
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
     near, order = work.neighbourhood, work.orders[name]
     stored = work.orders["raster"] if anew else order
     parameters = {"sweep": sweep, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
     parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
     if kernel == BLOCKS:
-        parameters |= {"block_size": BLOCK, "used": used_by_blocks(near, order, device=work.device)}
+        parameters |= {"block_size": BLOCK, "used": round(used_by_blocks(near, order, device=work.device), 4)}
     elif kernel == BOXES:
-        parameters["used"] = used_by_boxes(near)
+        parameters["used"] = round(used_by_boxes(near), 4)
     leaves = cache(lambda: tuple(stored.apply(x, dim=1).requires_grad_() for x in work.tensors[:3]))
     dout = cache(lambda: stored.apply(work.tensors[3], dim=1))
 

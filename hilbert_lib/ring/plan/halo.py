@@ -152,14 +152,10 @@ class HaloPlan:
             borders = [(cells, cells + into // kv_heads)]
         else:
             borders = [slab.sizes for slab in self.border(rank)]
-        q, lse, kv, sums = (
-            heads * sizes.row,
-            heads * sizes.sum,
-            2 * kv_heads * sizes.row,
-            2 * kv_heads * sizes.summed_row,
-        )
-        arrived, sent, is_all = 2 * sizes.row * into, 2 * sizes.row * out, not self.interior(rank)
-        copies = 0 if is_all else 1  # of what belongs to the queries of a border
+        q, lse = heads * sizes.row, heads * sizes.sum
+        kv, sums = 2 * kv_heads * sizes.row, 2 * kv_heads * sizes.summed_row
+        arrived, sent = 2 * sizes.row * into, 2 * sizes.row * out
+        copies = int(bool(self.interior(rank)))  # of what belongs to the queries of a border; of all there are none
         # q, k, v, out and lse; of a border q, and k and v in a frame; its out and lse are kept to the end
         kept = copies * sum((q + lse) * queries for queries, _ in borders)
         one = max((copies * q * queries + kv * keys for queries, keys in borders), default=0)

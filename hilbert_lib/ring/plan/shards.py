@@ -1,6 +1,7 @@
 """How the cells of a grid are spread over ranks, and which cells the windows of a rank's queries reach."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -11,6 +12,7 @@ from hilbert_lib import checks
 from hilbert_lib.grid import Axis, Neighbourhood, windows
 from hilbert_lib.ordering import Ordering
 
+_windows = lru_cache(maxsize=8)(windows)  # a plan asks for the same axes again for every rank
 Box = tuple[range, ...]  # cells along each axis; where an axis wraps, past its end stands for from 0
 
 
@@ -157,7 +159,7 @@ class Runs:
         queries[self.cells(neighbourhood.shape, rank)] = True
         queries = queries.view(neighbourhood.shape)
         for n, axis in enumerate(neighbourhood.axes):  # a window is a product of axes, and so one goes on from the last
-            queries = _reached(axis, queries.movedim(n, 0)).movedim(0, n)
+            queries = _reached(axis, range(axis.cells), queries.movedim(n, 0)).movedim(0, n)
         return queries.flatten().nonzero()[:, 0]
 
     @property
@@ -167,20 +169,26 @@ class Runs:
 
 def line_reached(axis: Axis, queries: range) -> Tensor:
     """Which cells of an axis the windows of some neighbouring queries reach: (cells,) bool."""
-    own = torch.zeros(axis.cells, dtype=torch.bool, device="cpu")
-    own[queries.start : queries.stop] = True
-    return _reached(axis, own)
+    return _reached(axis, queries, torch.ones(len(queries), dtype=torch.bool, device="cpu"))
 
 
-def _reached(axis: Axis, queries: Tensor) -> Tensor:
-    # Of queries (cells, ...); a window adds 1 where it begins and takes it away past its end, in steps of dilation.
-    first, seen = windows(axis)
-    steps = -(-(2 * axis.cells + axis.dilation) // axis.dilation)
+def _reached(axis: Axis, own: range, queries: Tensor) -> Tensor:
+    # Of queries (own, ...), bool: a window adds 1 where it begins and takes it away past its end, in steps of dilation.
+    reached = torch.zeros(axis.cells, *queries.shape[1:], dtype=torch.bool, device="cpu")
+    if not own:
+        return reached
+    first, seen = (x[own.start : own.stop] for x in _windows(axis))
+    past = first + seen * axis.dilation
+    begin = int(first.min()) // axis.dilation * axis.dilation
+    steps = (int(past.max()) - begin) // axis.dilation + 1
     change = torch.zeros(steps * axis.dilation, *queries.shape[1:], dtype=torch.int32, device="cpu")
-    change.index_add_(0, first, queries.int())
-    change.index_add_(0, first + seen * axis.dilation, -queries.int())
-    reached = change.unflatten(0, (steps, axis.dilation)).cumsum(0).flatten(0, 1) > 0
-    return reached[: axis.cells] | reached[axis.cells : 2 * axis.cells]
+    change.index_add_(0, first - begin, queries.int())
+    change.index_add_(0, past - begin, -queries.int())
+    found = change.unflatten(0, (steps, axis.dilation)).cumsum(0).flatten(0, 1) > 0
+    inside, round_ = found[: axis.cells - begin], found[axis.cells - begin :][: axis.cells]
+    reached[begin : begin + len(inside)] = inside
+    reached[: len(round_)] |= round_
+    return reached
 
 
 def positions(lines: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -198,20 +206,20 @@ def positions_of(cells: list[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def interior(axis: Axis, own: range) -> range:
     """The longest run of an axis' own queries whose windows stay among the own cells."""
-    first, seen = windows(axis)
-    is_inside = torch.zeros(axis.cells, dtype=torch.bool, device="cpu")
-    last = first + (seen - 1) * axis.dilation
-    is_inside[own.start : own.stop] = ((first >= own.start) & (last < own.stop))[own.start : own.stop]
-    if len(own) == axis.cells:  # where windows go round
+    if len(own) == axis.cells:  # windows that go round stay too
         return own
-    ends = is_inside.logical_not().nonzero()[:, 0].tolist()
-    return max((range(a + 1, b) for a, b in pairwise([-1, *ends, axis.cells])), key=len)
+    first, seen = (x[own.start : own.stop] for x in _windows(axis))
+    cell, last = torch.arange(own.start, own.stop, device="cpu"), first + (seen - 1) * axis.dilation
+    outside = cell[(first < own.start) | (last >= own.stop)].tolist()
+    return max((range(a + 1, b) for a, b in pairwise([own.start - 1, *outside, own.stop])), key=len)
 
 
 def hull(axis: Axis, reached: Tensor) -> range:
     """The shortest run of cells that holds all reached ones; where the axis wraps it may go round."""
-    cells = reached.nonzero()[:, 0].tolist()
+    cells = reached.nonzero()[:, 0]
     if axis.edge != "wrap":
-        return range(cells[0], cells[-1] + 1)
-    gap, after = max((b - a, b) for a, b in pairwise([*cells, cells[0] + axis.cells]))
-    return range(after % axis.cells, after % axis.cells + axis.cells - gap + 1)
+        return range(int(cells[0]), int(cells[-1]) + 1)
+    gaps = cells.diff(append=cells[:1] + axis.cells)
+    at = int(gaps.argmax())
+    first = int(cells[(at + 1) % len(cells)])
+    return range(first, first + axis.cells - int(gaps[at]) + 1)

@@ -56,10 +56,20 @@ def test_every_side_computes_its_function_and_knows_its_pairs(records):
     for shape, window in GRIDS:
         near, side = Neighbourhood(shape, window), counting.of_axes(shape)
         for order in KERNELS["blocks"]:
-            pairs = counting.block_pairs(near, neighbourhood_orderings(shape)[order], q_block=128, kv_block=128)
-            expected = int(pairs.sum()) / (128 * 128 * int((pairs > 0).sum()))
-            assert used[side, order, "blocks"].unique() == pytest.approx(expected)
-        assert used[side, "raster", "boxes"].unique() == pytest.approx(pairs_of_boxes(near))
+            share = share_in_blocks(near, neighbourhood_orderings(shape)[order])
+            assert used[side, order, "blocks"].unique() == pytest.approx(share, abs=1e-4)
+        assert used[side, "raster", "boxes"].unique() == pytest.approx(pairs_of_boxes(near), abs=1e-4)
+
+
+def share_in_blocks(near, ordering):
+    pairs = counting.block_pairs(near, ordering, q_block=128, kv_block=128)
+    return int(pairs.sum()) / (128 * 128 * int((pairs > 0).sum()))
+
+
+def test_full_blocks_count_too():
+    near, ordering = Neighbourhood((32, 32), 31), Ordering.from_curve("tile", 1024, grid=(32, 32))
+    assert (counting.block_pairs(near, ordering, q_block=128, kv_block=128) == 128 * 128).any()
+    assert counting.used_by_blocks(near, ordering) == pytest.approx(share_in_blocks(near, ordering))
 
 
 def pairs_of_boxes(near):
