@@ -61,7 +61,12 @@ class Axis:
 
     def pairs(self, queries: slice = slice(None)) -> int:
         """Pairs of a query, of all or of some neighbouring ones, and a key that attend."""
-        return int(windows(self)[1][queries].sum())
+        cell = torch.arange(self.cells, device="cpu")[queries]
+        if not self.is_causal and self.edge != "clip":
+            return len(cell) * self.window
+        (rank, count), start = self.ranks(cell), self.start(cell)
+        end = rank + 1 if self.is_causal else torch.minimum(start + self.window, count)
+        return int((end - start.clamp(min=0)).sum())
 
 
 @dataclass(frozen=True)
@@ -233,18 +238,6 @@ def axis_tiles(axis: Axis, size: int, device: torch.device | str = "cpu", cells:
     keys = (ranks * axis.dilation + queries[:, :1] % axis.dilation).where(inside, -1)
     seen = axis.attends(own[:, :, None], keys.clamp(min=0)[:, None]) & there[:, :, None] & inside[:, None]
     return AxisTiles(queries.where(there, -1), keys.where(seen.any(1), -1), seen)
-
-
-def windows(axis: Axis) -> tuple[Tensor, Tensor]:
-    """The first key of each cell's window, and how many it has; where they go round, past the end stands for from 0."""
-    cell = torch.arange(axis.cells, device="cpu")
-    (rank, count), first = axis.ranks(cell), axis.start(cell)
-    if axis.edge == "wrap":
-        first, end = first % count, first % count + axis.window
-    else:
-        end = rank + 1 if axis.is_causal else torch.minimum(first + axis.window, count)
-        first = first.clamp(min=0)
-    return first * axis.dilation + cell % axis.dilation, end - first
 
 
 class Blocks(NamedTuple):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Axis, Neighbourhood, windows
+from hilbert_lib.grid import Axis, Neighbourhood
 from hilbert_lib.ordering import Ordering
 
-_windows = lru_cache(maxsize=8)(windows)  # a plan asks for the same axes again for every rank
 Box = tuple[range, ...]  # cells along each axis; where an axis wraps, past its end stands for from 0
 
 
@@ -170,6 +169,19 @@ class Runs:
 def line_reached(axis: Axis, queries: range) -> Tensor:
     """Which cells of an axis the windows of some neighbouring queries reach: (cells,) bool."""
     return _reached(axis, queries, torch.ones(len(queries), dtype=torch.bool, device="cpu"))
+
+
+@lru_cache(maxsize=8)  # a plan asks for the same axes again for every rank
+def _windows(axis: Axis) -> tuple[Tensor, Tensor]:
+    # The first key of each cell's window, and how many it has; where they go round, past the end stands for from 0.
+    cell = torch.arange(axis.cells, device="cpu")
+    (rank, count), first = axis.ranks(cell), axis.start(cell)
+    if axis.edge == "wrap":
+        first, end = first % count, first % count + axis.window
+    else:
+        end = rank + 1 if axis.is_causal else torch.minimum(first + axis.window, count)
+        first = first.clamp(min=0)
+    return first * axis.dilation + cell % axis.dilation, end - first
 
 
 def _reached(axis: Axis, own: range, queries: Tensor) -> Tensor:
