@@ -8,6 +8,8 @@ from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.grids.request import Request
 from hilbert_lib.machine import kernel_mode
 
+PROGRAMS = 65535
+
 
 def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
     from hilbert_lib.attention.triton import grid_launch  # triton is imported only where a kernel is used
@@ -32,6 +34,10 @@ def _hopper_here(q: Tensor, request: Request) -> str:
 
 
 def _limits(q: Tensor, request: Request) -> str:
+    # The most programs along the second and the third axis of a launch.
+    for name, count in (("heads", q.shape[2]), ("sequences", q.shape[0])):
+        if count > PROGRAMS:
+            return f"serves up to {PROGRAMS:,} {name}, got {count:,}"
     return kernel_limits(q, q.shape[1], request.scale)
 
 

@@ -188,8 +188,8 @@ def query_kernel(
     tile2 = program % tiles2
     tile1 = program // tiles2 % tiles1
     tile0 = program // (tiles2 * tiles1)
-    h = tl.program_id(1) % heads
-    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     g = h // group
     w0, w1, w2 = tl.load(windows + 3 * g), tl.load(windows + 3 * g + 1), tl.load(windows + 3 * g + 2)
     first0, last0, residue0, m0 = _tile_of(tile0, begin0, stop0, n0, d0, T0)
@@ -294,8 +294,8 @@ def key_kernel(
     """dk and dv of one rectangle of keys of a KV head; with EXTRA of a run of extra keys, which every query sees."""
     BLOCK_N: tl.constexpr = T0 * T1 * T2
     kv_heads = heads // group
-    g = tl.program_id(1) % kv_heads
-    b = (tl.program_id(1) // kv_heads).to(tl.int64)
+    g = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     q0, _, q_begin0, q_stop0 = _box(boxes, n0, 0, 0, PART)
     q1, side1, q_begin1, q_stop1 = _box(boxes, n1, 1, 0, PART)
     q2, side2, q_begin2, q_stop2 = _box(boxes, n2, 2, 0, PART)

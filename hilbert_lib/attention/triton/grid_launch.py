@@ -1,5 +1,6 @@
 """Launches of the plain kernels for grids."""
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import EDGES, Axis
+from hilbert_lib.grid import EDGES, Axis, Neighbourhood
 
 # Cells of a tile along each axis, of queries and, for dk and dv, of keys: 64 where compiled, 16 where interpreted.
 TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)}}
@@ -76,7 +77,7 @@ def of_queries(
     tensors |= {name: q if x is None else x for name, x in optional.items()}
     named |= strides | masks | more | names | tensors
     named.pop("q")
-    return Start(query_kernel, (tiles, q.shape[0] * q.shape[2]), (q,), named)
+    return Start(query_kernel, (tiles, q.shape[2], q.shape[0]), (q,), named)
 
 
 def of_keys(
@@ -93,7 +94,7 @@ def of_keys(
     named |= {"PADDING": padding is not None, "padding": given.q if padding is None else padding.contiguous()}
     named |= {"BLOCK_M": 32 if not is_interpreted() else 16}
     tiles = -(-k.shape[1] // prod(sides)) if extra else _tiles(request, keys=True)
-    return Start(key_kernel, (tiles, k.shape[0] * k.shape[2]), (given.q,), named)
+    return Start(key_kernel, (tiles, k.shape[2], k.shape[0]), (given.q,), named)
 
 
 def _strides(names: str, tensors: tuple[Tensor, ...]) -> dict[str, int]:
@@ -115,10 +116,20 @@ def _tiles(request: Request, *, keys: bool) -> int:
     return found
 
 
-def axes_of(request: Request) -> tuple[Axis, Axis, Axis]:
-    """The axes of the grid, the last of three."""
-    near = request.neighbourhoods[0]
+@lru_cache(maxsize=256)
+def axes_of(near: Neighbourhood) -> tuple[Axis, Axis, Axis]:
+    """The axes of a grid, the last of three."""
     return (Axis(1, 1, 1, 1, False, "shift"),) * (3 - len(near.axes)) + near.axes
+
+
+@lru_cache(maxsize=256)
+def _of_axes(near: Neighbourhood) -> dict:
+    # What kernels are told of the axes.
+    named = {}
+    for n, axis in zip(AXES, axes_of(near), strict=True):
+        named |= {f"n{n}": axis.cells, f"d{n}": axis.dilation, f"s{n}": axis.stride}
+        named |= {f"C{n}": axis.is_causal, f"E{n}": edge_of(axis)}
+    return named
 
 
 def extra_padding(given: Tensors, request: Request) -> Tensor:
@@ -133,7 +144,7 @@ def rules(given: Tensors, request: Request) -> dict:
     inverse = request.slots
     if request.ordering is not None:
         inverse = request.ordering.slots(q.device)
-    named = {
+    return _of_axes(near) | {
         "windows": _windows(windows, q.device),
         "boxes": q if part is None else _boxes(part, near.shape if request.slots is not None else None, q.device),
         "inverse": q if inverse is None else inverse,
@@ -145,10 +156,6 @@ def rules(given: Tensors, request: Request) -> dict:
         # With three stages Triton 3.6 computes a wrong dq in float32 where rows are found in a table (seen on an H200).
         "num_stages": 2,
     }  # fmt: skip
-    for n, axis in zip(AXES, axes_of(request), strict=True):
-        named |= {f"n{n}": axis.cells, f"d{n}": axis.dilation, f"s{n}": axis.stride}
-        named |= {f"C{n}": axis.is_causal, f"E{n}": edge_of(axis)}
-    return named
 
 
 def edge_of(axis: Axis) -> int:

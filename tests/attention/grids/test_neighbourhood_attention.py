@@ -256,6 +256,7 @@ def test_bad_arguments_are_named(arguments, options, words):
             "multiples of dilation, got 5 and 2 along axis 1",
         ),
         (WIDE, NEAR, None, ""),
+        (WIDE[:1].expand(2**16, -1, -1, -1), NEAR, None, "serves up to 65,535 sequences, got 65,536"),
     ],
 )
 def test_what_the_kernels_of_boxes_do_not_serve_is_named(given, near, ordering, words):

@@ -82,8 +82,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.box_descriptors",
-        "along = (step // unit if d > 1 else 0 for",
-        "along = (0 for",
+        "*(step // unit if d > 1 else 0 for",
+        "*(0 for",
         "every residue reads the first one's keys",
         14,
     ),

@@ -55,9 +55,11 @@ def layout(box: tuple[int, ...], columns: int, dtype: torch.dtype) -> gl.NVMMASh
 def steps_of(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
     """Steps of `unit_of` from one sequence to the next, and from one residue to the next along each axis."""
     unit, row = unit_of(x), x.stride(1)
+    to_next = x.stride(0) // unit if x.shape[0] > 1 else 0
+    if dilation == (1, 1, 1):
+        return to_next, 0, 0, 0
     steps = shape[1] * shape[2] * row, shape[2] * row, row
-    along = (step // unit if d > 1 else 0 for step, d in zip(steps, dilation, strict=True))
-    return (x.stride(0) // unit if x.shape[0] > 1 else 0, *along)
+    return (to_next, *(step // unit if d > 1 else 0 for step, d in zip(steps, dilation, strict=True)))
 
 
 def is_reached(x: Tensor, shape: tuple[int, ...], dilation: tuple[int, ...]) -> bool:

@@ -1,6 +1,9 @@
 """The warp-specialised kernels for grids: which calls they serve, and their launches."""
 
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import Start, start
+from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.machine import get_gpu_info
 
 # Cells of a box along each axis, by the number of axes of the grid; the two groups of a tile lie along STACK.
@@ -79,32 +83,31 @@ def _start(
     # A launch for the tiles of `heads` heads, `programs` on a multiprocessor. tensors: those of the grid that are read,
     # the extra keys, and results. moves: names of how coordinates move, for the first, the results and the extra keys.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
-    from hilbert_lib.attention.triton.hopper.boxes import Rules
 
-    q, (read, extra, results) = given.q, tensors
-    axes, columns, box = plain.axes_of(request), columns_of(q), box_of(request)
-    shape, dilation = _sides(request)
-    described = [descriptors.described(x, shape, dilation, box, columns) for x in (*read, *results)]
-    more, count = described[len(read) - 2 : len(read)], extra[0].shape[1]
+    q, (read, extra, results), form = given.q, tensors, _form(request.neighbourhoods[0])
+    columns, sides, count = columns_of(q), (form.shape, form.dilation), extra[0].shape[1]
+    described = [descriptors.described(x, *sides, form.rules.box, columns) for x in (*read, *results)]
+    more = described[len(read) - 2 : len(read)]
     if count:
         more = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
     described[len(read) : len(read)] = more
-    steps = [step for x in (*read, *results) for step in descriptors.steps_of(x, shape, dilation)]
+    steps = [step for x in (*read, *results) for step in descriptors.steps_of(x, *sides)]
     steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
-    total = _tiles(request, box) * q.shape[0] * heads
-    rules = Rules(
-        box, STACK[len(request.neighbourhoods[0].axes)], tuple(axis.stride for axis in axes),
-        tuple(axis.is_causal for axis in axes), tuple(map(plain.edge_of, axes)), len(request.neighbourhoods[0].axes),
-        any(step > 1 for step in dilation),
-    )  # fmt: skip
+    total = form.tiles * q.shape[0] * heads
     named = plain.rules(given, request) | named | dict(zip(moves, steps, strict=True)) | {
-        "extra_padding": plain.extra_padding(given, request), "BLOCK_D": columns, "RULES": rules, "EXTRA": count > 0,
-        "PADDING": request.key_padding_mask is not None, "EXTRA_PADDING": request.extra_padding_mask is not None,
+        "extra_padding": plain.extra_padding(given, request), "BLOCK_D": columns, "RULES": form.rules,
+        "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
+        "EXTRA_PADDING": request.extra_padding_mask is not None,
         "total": total, "programs": min(total, programs * multiprocessors(q.device)),
     }  # fmt: skip
-    names = set(kernel.arg_names) | {"num_warps", "maxnreg"}
+    names = _names(kernel)
     used = {name: value for name, value in named.items() if name in names}
     return Start(kernel, (named["programs"],), (*pointers, *described), used)
+
+
+@cache
+def _names(kernel) -> frozenset[str]:
+    return frozenset(kernel.arg_names) | {"num_warps", "maxnreg"}
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -112,44 +115,47 @@ def multiprocessors(device: torch.device) -> int:
     return get_gpu_info(device).multiprocessors
 
 
-def box_of(request: Request) -> tuple[int, int, int]:
-    """The sides of a box with which a call multiplies the fewest boxes."""
-    axes = plain.axes_of(request)
+class _Form(NamedTuple):
+    """What the launches for a grid have in common, along three axes."""
 
-    def work(side: tuple[int, int, int]) -> int:
-        return prod(
-            axis.dilation * ceil(axis.cells // axis.dilation / cells) * ceil((axis.window + cells - 1) / cells)
-            for axis, cells in zip(axes, side, strict=True)
-        )
-
-    return min(BOXES[len(request.neighbourhoods[0].shape)], key=work)
+    shape: tuple[int, ...]
+    dilation: tuple[int, ...]
+    tiles: int  # of two groups, of a sequence and a head
+    rules: "Rules"  # noqa: F821 - of a module that is imported where it runs
 
 
-def _tiles(request: Request, side: tuple[int, int, int]) -> int:
-    # Of two groups of queries, of a sequence and a head.
-    stack = STACK[len(request.neighbourhoods[0].shape)]
-    sizes = [cells * (1 + (n == stack)) for n, cells in enumerate(side)]
-    axes = plain.axes_of(request)
-    return prod(
-        axis.dilation * -(-(axis.cells // axis.dilation) // size) for axis, size in zip(axes, sizes, strict=True)
-    )
+@lru_cache(maxsize=256)
+def _form(near: Neighbourhood) -> _Form:
+    # With the box of which the fewest are multiplied.
+    from hilbert_lib.attention.triton.hopper.boxes import Rules
 
+    axes, ndim = plain.axes_of(near), len(near.axes)
+    shape, dilation = tuple(axis.cells for axis in axes), tuple(axis.dilation for axis in axes)
 
-def _sides(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    axes = plain.axes_of(request)
-    return tuple(axis.cells for axis in axes), tuple(axis.dilation for axis in axes)
+    def tiles(sizes: Iterable[int]) -> int:
+        return prod(d * ceil(n // d / size) for n, d, size in zip(shape, dilation, sizes, strict=True))
+
+    def work(box: tuple[int, int, int]) -> int:
+        return tiles(box) * prod(ceil((axis.window + size - 1) / size) for axis, size in zip(axes, box, strict=True))
+
+    box = min(BOXES[ndim], key=work)
+    rules = Rules(
+        box, STACK[ndim], tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
+        tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation),
+    )  # fmt: skip
+    both = [size * (1 + (n == STACK[ndim])) for n, size in enumerate(box)]
+    return _Form(shape, dilation, tiles(both), rules)
 
 
 def _as_read(given: Tensors, request: Request) -> Tensors:
     # A tensor that the copy engine cannot read is copied once.
     from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
 
-    shape, dilation = _sides(request)
-    rules = (shape, dilation), (shape, dilation), (shape, dilation)
+    sides = _form(request.neighbourhoods[0])[:2]
     extra = ((1, 1, given.extra_k.shape[1]), (1, 1, 1))
     return Tensors(
         *(
             x if not x.numel() or is_reached(x, *rule) else x.contiguous()
-            for x, rule in zip(given, (*rules, extra, extra), strict=True)
+            for x, rule in zip(given, (sides, sides, sides, extra, extra), strict=True)
         )
     )
