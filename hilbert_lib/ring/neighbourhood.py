@@ -56,7 +56,8 @@ def ring_neighbourhood_attention(
         q: (batch, rows, heads, head_dim), the cells of this rank as it stores them; there may be none.
         k, v: (batch, rows, kv_heads, head_dim), of the same cells.
         neighbourhood: which cells a query sees, on the whole grid; or a tuple, as in `neighbourhood_attention`.
-        shards: which cells each rank holds: `Rectangles` or `Runs`; by default strips along the first axis.
+        shards: which cells each rank holds: `Rectangles` or `Runs`; by default `Rectangles.compact`, which are 2 x 2 of
+            a square on 4 ranks.
         ordering: instead of shards: each rank holds a run of its slots, as many as `shard` gives it.
         group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
         scale, backend, return_lse: as in `neighbourhood_attention`.
@@ -134,7 +135,7 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
         shards = Runs(ordering, shard_lengths_for(length, ranks))
     near = neighbourhood[0] if isinstance(neighbourhood, tuple | list) and neighbourhood else neighbourhood
     shape = by_kv_head(near, 1)[0].shape
-    shards = Rectangles((ranks, *(1,) * (len(shape) - 1))) if shards is None else check_shards(shards)
+    shards = Rectangles.compact(shape, ranks) if shards is None else check_shards(shards)
     shards.check(shape)
     if ranks is not None and shards.ranks != ranks:
         raise ValueError(f"shards must be those of {ranks} ranks, got {shards}")

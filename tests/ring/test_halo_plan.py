@@ -175,3 +175,11 @@ NEAR = Neighbourhood((4, 6), 3)
 def test_what_cannot_be_planned_is_named(asked, words):
     with pytest.raises((TypeError, ValueError), match=words):
         asked()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "parts"),
+    [((64,), 5, (5,)), ((64, 64), 4, (2, 2)), ((8, 64), 4, (1, 4)), ((64, 8), 6, (6, 1)), ((16, 48, 80), 8, (1, 2, 4))],
+)
+def test_compact_rectangles_have_the_smallest_border(shape, ranks, parts):
+    assert Rectangles.compact(shape, ranks) == Rectangles(parts)

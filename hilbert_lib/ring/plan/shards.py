@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 
 import torch
@@ -47,6 +47,22 @@ class Rectangles:
             if cut is not None and (len(cut) != count - 1 or list(cuts[n]) != sorted(cuts[n])):
                 raise ValueError(f"cuts[{n}] must hold {count - 1} cells, ascending, got {cut!r}")
         object.__setattr__(self, "cuts", tuple(cuts))
+
+    @classmethod
+    def compact(cls, shape: tuple[int, ...], ranks: int) -> "Rectangles":
+        """The rectangles of a grid, one for each of so many ranks, whose parts have the smallest border.
+
+        >>> Rectangles.compact((512, 512), 8).parts
+        (2, 4)
+        """
+        counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
+
+        def border(parts: tuple[int, ...]) -> int:
+            sides = [-(-n // count) for n, count in zip(shape, parts, strict=True)]
+            # Of a part in the middle, which has another on both sides of an axis that is cut more than once.
+            return sum(prod(sides) // side * min(count - 1, 2) for side, count in zip(sides, parts, strict=True))
+
+        return cls(min((each for each in product(counts, repeat=len(shape)) if prod(each) == ranks), key=border))
 
     @property
     def ranks(self) -> int:
