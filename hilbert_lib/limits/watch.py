@@ -106,7 +106,8 @@ class Watcher:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             self._stop.set()
-            self._thread.join(MOST_SECONDS)
+            with suppress(RuntimeError):  # it was interrupted before it had begun, and ends by itself
+                self._thread.join(MOST_SECONDS)
             time.sleep(0)  # an interrupt still on its way arrives here
         except KeyboardInterrupt:
             if not (self._interrupts and self.cause):

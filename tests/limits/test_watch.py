@@ -166,3 +166,12 @@ def test_the_gpus_memory_and_temperature_are_seen():
     assert one.cause == ""
     assert one.peaks.gpu_bytes > x.nbytes
     assert 10 < one.peaks.temperature_c < 100
+
+
+def test_an_interrupt_while_it_begins_is_told_as_one(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), Watcher(SafetyConfig(), "cpu"):
+        raise AssertionError("the block does not begin")
