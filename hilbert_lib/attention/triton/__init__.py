@@ -5,6 +5,7 @@ schedule   which rows a program takes, and in how many passes: pure, on the host
 geometry   where a tile of rows lies in the segments of a branch
 forward    output and lse
 backward   dq; dk and dv
+grid       windows on a grid, for tokens in any order; `grid_launch` starts them
 hopper     forward and backward on a Hopper GPU, warp-specialised
 decode     a few queries against many keys
 merge      all partial results of dense kernels at once

@@ -7,12 +7,14 @@ from itertools import accumulate, groupby, product
 
 import torch
 
+from hilbert_lib.checks import boolean, integer
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import pairs_before
 from hilbert_lib.ring.plan.rows import Message, common_heads, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan, messages_for
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,22 @@ class Sizes:
     sum: int  # bytes of an element of lse, delta, merged results and gradients
     padding: int = 0  # bytes that say whether a row is padded: they come with the rows of a forward, and are kept
     ordered: bool = False  # whether k and v are read through an ordering, by kernels that sum more in float32
+
+    @classmethod
+    def checked(cls, batch, heads: int, kv_heads: int, head_dim, dtype, padded, ordered=False) -> "Sizes":
+        """The sizes of a call that is planned; heads are checked already."""
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+        return cls(
+            batch=integer("batch", batch, least=1),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=integer("head_dim", head_dim, least=1, most=256),
+            element=dtype.itemsize,
+            sum=max(4, dtype.itemsize),
+            padding=int(boolean("padded", padded)),
+            ordered=boolean("ordered", ordered),
+        )
 
     @property
     def group(self) -> int:

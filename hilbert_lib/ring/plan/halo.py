@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.grids.api import by_kv_head
-from hilbert_lib.checks import boolean, grouped, integer
+from hilbert_lib.checks import grouped
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ring.plan.cost import Sizes, amount, by_rank
-from hilbert_lib.ring.plan.plan import DTYPES
 from hilbert_lib.ring.plan.shards import Box, Rectangles, Runs, hull, interior, line_reached
 
 Shards = Rectangles | Runs
@@ -226,18 +225,7 @@ def plan_halo(
     heads, kv_heads = grouped(heads, kv_heads)
     near = by_kv_head(neighbourhood, kv_heads)
     check_shards(shards).check(near[0].shape)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    sizes = Sizes(
-        batch=integer("batch", batch, least=1),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=integer("head_dim", head_dim, least=1, most=256),
-        element=dtype.itemsize,
-        sum=max(4, dtype.itemsize),
-        padding=int(boolean("padded", padded)),
-    )
-    return HaloPlan(near, shards, sizes, dtype)
+    return HaloPlan(near, shards, Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded), dtype)
 
 
 def check_shards(shards: object) -> Shards:

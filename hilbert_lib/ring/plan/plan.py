@@ -13,7 +13,6 @@ from hilbert_lib.ring.plan.cost import TRANSPORTS, RingPlan, Sizes, amount, traf
 from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch
 
 GATHERING = {"all_gather": "room for all rows at once", "ring": "no room for all rows at once"}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def plan_ring(
@@ -72,19 +71,8 @@ def plan_ring(
     heads, kv_heads = integer("heads", heads, least=1), pattern.check_heads(kv_heads)
     if heads % kv_heads:
         raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
     _, speeds, memory_limit = check_planning(transport, weights, memory_limit, len(shard_lengths)).values()
-    sizes = Sizes(
-        batch=integer("batch", batch, least=1),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=integer("head_dim", head_dim, least=1, most=256),
-        element=dtype.itemsize,
-        sum=max(4, dtype.itemsize),
-        padding=int(boolean("padded", padded)),
-        ordered=boolean("ordered", ordered),
-    )
+    sizes = Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded, ordered)
     branches = tuple(cut_branch(pattern, number, shard_lengths, kv_heads) for number in range(len(pattern.branches)))
     bare = RingPlan(pattern, shard_lengths, sizes, dtype, boolean("is_causal", is_causal), branches, speeds)
     for plan in _candidates(bare, transport, even=speeds is None or len(set(speeds)) == 1):
