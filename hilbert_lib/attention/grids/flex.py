@@ -185,14 +185,15 @@ def _limits(q: Tensor, request: Request) -> str:
 
 
 def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
-    # On CUDA, of a forward that is the first of its mask, and of a backward after it, as along a sequence. Of k and v
-    # there are copies where extra keys are joined to them.
+    # On CUDA, of a forward that is the first of its mask, and of a backward after it, which holds the output of its own
+    # forward twice: as FlexAttention makes it and as we return it. Of k and v there are copies where extra keys are
+    # joined to them.
     q, k, _, extra_k, _ = given[0] if direction == "forward" else given[1]
     batch, seq, heads, _ = q.shape
     lse, joined = 4 * batch * seq * heads, 2 * (k.nbytes + extra_k.nbytes)
     copies = joined if extra_k.numel() else 0
     if direction == "backward":
-        return {"temporary": q.nbytes + copies * (2 if batch > 1 else 1) + 4 * lse}
+        return {"temporary": 2 * q.nbytes + copies * (2 if batch > 1 else 1) + 3 * lse}
     lists = heads if len(request.heads_by_window) > 1 else 1
     pairs = lists * -(-seq // FLEX_BLOCK) * -(-(seq + extra_k.shape[1]) // FLEX_BLOCK)
     most = max(FLEX_SORTED * pairs, FLEX_KEPT * pairs + copies + q.nbytes + 2 * lse + FLEX_FIRST)

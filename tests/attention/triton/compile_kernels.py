@@ -17,7 +17,7 @@ from itertools import product
 
 import torch
 import triton
-from held_operands import held_operands
+from held_operands import held_operands, overwritten_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -26,13 +26,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.attention.triton import decode as decoding
+from hilbert_lib.attention.triton import grid_launch
 from hilbert_lib.attention.triton import rows as by_row
 from hilbert_lib.attention.triton.arguments import CONFIGS
 from hilbert_lib.attention.triton.backward import dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.hopper import backward as hopper_backward
 from hilbert_lib.attention.triton.hopper import forward as hopper_forward
-from hilbert_lib.attention.triton.hopper import grid_launch
+from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
@@ -51,6 +52,13 @@ CURVE_TYPES = {
     **dict.fromkeys(("outside", "rows", "before", "layouts", "lists", "cells", "places"), "*i32"),
 }
 SOME = BRANCHES - 1  # so that one of the warp-specialised kernels' branches has no descriptor
+# What a kernel for grids makes, and what it makes where it is told a flag.
+ROLES = {
+    "forward_kernel": (("forward",), ""),
+    "query_kernel": (("forward", "dq"), "BACKWARD"),
+    "backward_kernel": (("dq", "dkv"), "OF_KEYS"),
+    "key_kernel": (("dkv", "extra"), "EXTRA"),
+}
 STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiples of 16
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
@@ -155,23 +163,28 @@ def backward_on_hopper(columns: int, causal: bool, cut: bool, with_dq: bool) -> 
     return hopper_backward.backward_kernel, types, constants, {"num_warps": 4}
 
 
-def launched(columns: int, near: Neighbourhood, more: bool) -> Iterator[tuple[str, tuple]]:
-    """What `compiled` takes for the kernels by boxes that a call launches; more: with extra keys and all masks."""
+def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[tuple[str, tuple]]:
+    """What `compiled` takes for a module's kernels that a call on a grid launches; more: with extra keys and all masks.
+
+    Of those by boxes the warp-specialised ones: the others are plain kernels.
+    """
     x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
     extra = x[:, : 70 if more else 0]
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
     given, request = Tensors(x, x, x, extra, extra), Request((near, near), 1.0, None, *masks)
     starts = []
-    grid_launch.start, grid_launch.multiprocessors = starts.extend, lambda device: 132
-    out, lse = grid_launch.forward(given, request)
-    grid_launch.backward(out, given, out, lse, request)
+    module.start, module.multiprocessors = starts.extend, lambda device: 132
+    out, lse = module.forward(given, request)
+    module.backward(out, given, out, lse, request)
     for each in starts:
-        if isinstance(each.kernel, GluonJITFunction):
+        is_by_boxes = isinstance(each.kernel, GluonJITFunction)
+        if each.kernel.__name__ in ROLES and is_by_boxes == (module is box_launch):
             arguments = dict(zip(each.kernel.arg_names, each.arguments, strict=False)) | each.named
             constants = {x.name: arguments[x.name] for x in each.kernel.params if x.is_constexpr}
             types = {name: type_of(x) for name, x in arguments.items()}
-            options = {name: arguments[name] for name in ("num_warps", "maxnreg") if name in arguments}
-            name = {None: "forward", False: "dq", True: "dkv"}[constants.get("OF_KEYS")]
+            options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+            names, flag = ROLES[each.kernel.__name__]
+            name = names[bool(constants.get(flag))]
             yield name, (each.kernel, types, constants, options)
 
 
@@ -183,14 +196,14 @@ def type_of(x) -> str:
     return kinds[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
 
 
-def grids_on_hopper() -> dict[str, tuple]:
-    """The kernels by boxes: of a plane, and of a volume with all that a call may ask for."""
+def for_grids(module, of: str) -> dict[str, tuple]:
+    """A module's kernels for grids: of a plane, and of a volume with all that a call may ask for."""
     plane = Neighbourhood((64, 64), 17)
     volume = Neighbourhood((12, 24, 24), (3, 5, 7), dilation=(1, 2, 1), edge=("wrap", "clip", "shift"))
     return {
-        f"hopper grid {name} {columns} {more}": call
+        f"{of} {name} {columns} {more}": call
         for columns, (near, more) in product((64, 128), ((plane, False), (volume, True)))
-        for name, call in launched(columns, near, more)
+        for name, call in launched(module, columns, near, more)
     }
 
 
@@ -210,7 +223,10 @@ def hopper_kernels() -> dict[str, tuple]:
 def kernels_for(architecture: int) -> dict[str, tuple]:
     """What `compiled` takes for every kernel that an architecture has, by name, before the architecture."""
     every = plain_kernels() | decode_kernels() | curve_kernels() | row_kernels()
-    return every | hopper_kernels() | grids_on_hopper() if architecture == 90 else every
+    if architecture != 90:
+        return every
+    grids = for_grids(grid_launch, "grid") | for_grids(box_launch, "hopper grid")
+    return every | hopper_kernels() | grids
 
 
 def sass_of(kernel) -> str:
@@ -251,6 +267,7 @@ def facts(name: str, architecture: int) -> dict:
         "hash": f"{architecture} {name}: {hashlib.sha256(ptx.encode()).hexdigest()[:16]}",
         "shared": made.metadata.shared,
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
+        "overwritten": overwritten_tiles(made.asm["ttgir"]),
         **(of_warp_specialised(made) if name.startswith("hopper") else {}),
     }
 
@@ -258,7 +275,7 @@ def facts(name: str, architecture: int) -> dict:
 # A forward and a backward of each file, which take seconds.
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "decode one", "decode merge", "curve decode 2", "curve encode 2")
 SAMPLE += ("rows merge 16", "rows add 16", "hopper forward 64 True False", "hopper backward 64 True True True")
-SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")
+SAMPLE += ("grid dkv 64 False", "hopper grid forward 64 False", "hopper grid forward 128 False")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

@@ -1,6 +1,8 @@
-"""What the machine code of a Hopper kernel does to operands of its products that it holds in registers."""
+"""What a Hopper kernel does to operands of its products before these have read them."""
 
 import re
+from collections import Counter
+from itertools import product
 
 
 def held_operands(sass: str) -> dict:
@@ -47,3 +49,44 @@ def held_operands(sass: str) -> dict:
                     spoilt.append(code[n])
                     break
     return {"held": held, "spoilt": spoilt}
+
+
+def overwritten_tiles(ttgir: str) -> list[str]:
+    """Tiles in shared memory that a pass of an innermost loop writes while a product may still read them.
+
+    A product runs on until a wait leaves fewer behind it. A tile is one of `count` slots, which the passes take in
+    turn; a copy fills that of as many passes ahead as copies stand before the loop.
+    """
+    lines = ttgir.splitlines()
+    tile_of, counts = {}, {}
+    for line in lines:
+        if made := re.match(r"\s*(%\S+) = ttg\.local_alloc (:?).*?memdesc<(\d+)x", line):
+            tile_of[made[1]], counts[made[1]] = made[1], int(made[3]) if made[2] else 1
+        elif (view := re.match(r"\s*(%\S+) = ttg\.memdesc_\w+ (%[\w#]+)", line)) and view[2] in tile_of:
+            tile_of[view[1]] = tile_of[view[2]]
+
+    def written(line: str) -> str | None:
+        into = re.match(r"\s*(%\S+) = ttg\.local_alloc %", line)
+        into = into or re.search(r"async_copy_global_to_local %\S+, (%[\w#]+)", line)
+        return tile_of.get(into[1]) if into else None
+
+    loops = []
+    for n, line in enumerate(lines):
+        if " scf.for " in line:
+            end = " " * (len(line) - len(line.lstrip())) + "}"
+            loops.append(range(n, next(m for m in range(n, len(lines)) if lines[m].startswith(end)) + 1))
+    found = set()
+    for loop in loops:
+        if any(other[0] in loop for other in loops if other != loop):
+            continue
+        ahead = Counter(written(line) for line in lines[: loop[0]] if "async_copy" in line)
+        running = []  # of products that may not have ended: the pass, and the tiles that they read
+        for n, line in product(range(4), lines[loop[0] + 1 : loop[-1]]):
+            if reads := re.search(r"warp_group_dot (%[\w#]+), (%[\w#]+),.*isAsync = true", line):
+                running.append((n, {tile_of.get(each) for each in reads.groups()}))
+            elif wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+                running = running[max(0, len(running) - int(wait[1])) :]
+            elif tile := written(line):
+                same = [(n + ahead[tile] - m) % counts[tile] == 0 for m, tiles in running if tile in tiles]
+                found |= {tile} if any(same) else set()
+    return sorted(found)

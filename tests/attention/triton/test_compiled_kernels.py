@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from held_operands import held_operands
+from held_operands import held_operands, overwritten_tiles
 
 from hilbert_lib.attention.triton.limits import SHARED_BYTES
 
@@ -154,6 +154,32 @@ def test_a_held_operand_that_anything_writes_is_told(place, planted):
     lines = [*LOOPS[:place], *([planted] if planted else []), *LOOPS[place:]]
     sass = "\n".join(line if line.endswith(":") else f"        /*0000*/  {line} ;" for line in lines)
     assert held_operands(sass) == {"held": 1, "spoilt": [LOOPS[4]] if planted else []}
+
+
+def test_no_product_reads_a_tile_that_is_written_meanwhile(run):
+    for name, facts in run[2].items():
+        assert facts["overwritten"] == [], name
+
+
+@pytest.mark.parametrize(
+    ("slots", "ahead", "left", "is_told"),
+    [(2, 1, 1, False), (1, 1, 1, True), (1, 1, 0, False), (2, 2, 1, True), (2, 1, 3, True), (3, 2, 3, True)],
+)
+def test_a_tile_that_is_copied_over_under_a_product_is_told(slots, ahead, left, is_told):
+    """A loop with one product, of which `left` run on when the next tile is copied."""
+    copy = "%c = ttg.async_copy_global_to_local %p, %at mask %m : tensor<64x!tt.ptr<bf16>> -> <64xbf16, #smem>"
+    ttgir = f"""
+      %tile = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64xbf16, #shared, #smem, mutable>
+      %at = ttg.memdesc_index %tile[%zero] : !ttg.memdesc<{slots}x64xbf16> -> !ttg.memdesc<64xbf16>
+      {(copy + chr(10)) * ahead}
+      %r:1 = scf.for %i = %zero to %n step %one iter_args(%acc = %none) -> (tensor<64x64xf32>) : i32 {{
+        %read = ttg.memdesc_index %tile[%now] : !ttg.memdesc<{slots}x64xbf16> -> !ttg.memdesc<64xbf16>
+        %dot = ttng.warp_group_dot %other, %read, %acc {{isAsync = true}} : tensor<64x64xbf16> * !ttg.memdesc<64xbf16>
+        %out:2 = ttng.warp_group_dot_wait %dot, %read {{pendings = {left} : i32}} : tensor<64x64xf32>
+        {copy}
+        scf.yield %out#0 : tensor<64x64xf32>
+      }}"""
+    assert overwritten_tiles(ttgir) == (["%tile"] if is_told else [])
 
 
 def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
