@@ -148,8 +148,8 @@ def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: Proce
     held = shards.count(near.shape, rank), f"rank {rank} in {shards}"
     given, request = validated(q, k, v, neighbourhood, held=held, **options)
     whole = tuple(map(range, near.shape))
-    name = choose(given, replace(request, part=Part(whole, whole, whole)), options["backend"])
-    return _Asked(given, request, shards, name)
+    choose(given, replace(request, part=Part(whole, whole, whole)), options["backend"])  # refuses what no rank can do
+    return _Asked(given, request, shards, options["backend"])
 
 
 def _words(asked: _Asked, backend: str) -> dict[str, str]:
@@ -168,11 +168,17 @@ def _run(asked: _Asked, group: ProcessGroup, confirm: Callable[[], None]) -> tup
     batch, _, heads, head_dim = given.q.shape
     if not batch:  # nothing to compute, and nothing to send
         confirm()
-        return operators.forward(given, request, asked.backend)
+        return operators.forward(given, request, "eager")
     sizes = {"batch": batch, "heads": heads, "kv_heads": given.k.shape[2], "head_dim": head_dim}
     near = request.neighbourhoods
     layout = _layout(group.rank(), given.q.device, near, asked.shards, dtype=given.q.dtype, **sizes)
-    return _Halo.apply(*given, HaloJob(layout, request, asked.backend, ref(group)), confirm)
+    parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
+    names = [_backend(given, replace(request, part=part, slots=slots), asked.backend) for part, slots in parts]
+    return _Halo.apply(*given, HaloJob(layout, request, names[0], tuple(names[1:]), ref(group)), confirm)
+
+
+def _backend(given: Tensors, request: Request, asked: str) -> str:
+    return choose(given, request, asked) if request.part else ""
 
 
 @lru_cache(maxsize=64)

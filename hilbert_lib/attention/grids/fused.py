@@ -56,6 +56,7 @@ BACKENDS = (
         limits=_hopper_limits,
         here=_hopper_here,
         workspace=_workspace,
+        options=("part",),
     ),
     Backend(
         name="triton",

@@ -1,13 +1,13 @@
 """What one call of neighbourhood attention asks for, validated: everything but the tensors with gradients."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.grid import Axis, Neighbourhood
 from hilbert_lib.ordering import Ordering
 
 
@@ -52,6 +52,41 @@ class Tensors(NamedTuple):
     v: Tensor
     extra_k: Tensor  # (batch, extra, kv_heads, head_dim), extra may be 0
     extra_v: Tensor
+
+
+def on_its_keys(request: Request) -> Request:
+    """A part of a grid as a part of the smaller grid that its keys are: each query sees the same keys there.
+
+    Raises ValueError where the rules along an axis are not those of a grid that ends with the keys.
+    """
+    frames, part = _on_its_keys(request.neighbourhoods, request.part)
+    return replace(request, neighbourhoods=frames, part=part)
+
+
+@lru_cache(maxsize=256)
+def _on_its_keys(windows: tuple[Neighbourhood, ...], part: Part) -> tuple[tuple[Neighbourhood, ...], Part | None]:
+    lines = [_on_keys(n, axis, part) for n, axis in enumerate(windows[0].axes)]
+    rows, queries, edges = zip(*lines, strict=True)
+    shape = tuple(map(len, part.keys))
+    frames = tuple(Neighbourhood(shape, x.window, x.dilation, x.stride, x.is_causal, edges) for x in windows)
+    own = Part(rows, queries, tuple(map(range, shape)), part.in_float)
+    is_whole = own.rows == own.queries == own.keys and not own.in_float
+    return frames, None if is_whole else own
+
+
+def _on_keys(n: int, axis: Axis, part: Part) -> tuple[range, range, str]:
+    # Of an axis: the rows of q and those computed, from the first key on, and what happens at the ends.
+    rows, queries, keys = part.rows[n], part.queries[n], part.keys[n]
+    is_whole = keys == range(axis.cells) == queries == rows
+    wraps = axis.edge == "wrap" and not axis.is_causal
+    cuts_groups = keys.start % axis.stride or (axis.is_causal and keys.stop % axis.stride and keys.stop != axis.cells)
+    goes_round = wraps and len(keys) == axis.cells
+    if not is_whole and (axis.dilation > 1 or (axis.stride > 1 and cuts_groups) or goes_round):
+        raise ValueError(f"the keys along axis {n} are not a grid with the same rules: {axis}, {queries}, {keys}")
+    first = (queries.start - keys.start) % axis.cells
+    before = first - (queries.start - rows.start)
+    edge = "clip" if wraps and not is_whole else axis.edge
+    return range(before, before + len(rows)), range(first, first + len(queries)), edge
 
 
 def cells_of(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:

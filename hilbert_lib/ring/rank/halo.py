@@ -1,6 +1,6 @@
 """One rank's part of attention on a grid: the interior, rows of k and v on their way beside it, then the border."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from weakref import ref
 
@@ -47,8 +47,14 @@ class HaloJob:
 
     layout: HaloLayout
     request: Request  # with the shard's padding mask
-    backend: str
+    backend: str  # of the interior
+    border_backends: tuple[str, ...]  # one for each border
     known_group: "ref[ProcessGroup]"
+
+    @property
+    def borders(self) -> Iterator[tuple[Border, str]]:
+        """The borders, and the backend of each."""
+        return zip(self.layout.borders, self.border_backends, strict=True)
 
 
 def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
@@ -135,7 +141,7 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
     confirm()
     with beside:
         received, padding = _received(given.k, given.v, job)
-        found = [_border_forward(given, border, job, received, padding) for border in layout.borders]
+        found = [_border_forward(given, *border, job, received, padding) for border in job.borders]
     if out is None:  # the border is all, or there are no cells
         none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
         return *(found[0] if found else none), received, padding
@@ -157,8 +163,8 @@ def backward(
         dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)
     with beside:
         answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
-        for border in layout.borders:
-            found.append(_border_backward(dout, given, out, lse, border, job, received, padding))
+        for border, backend in job.borders:
+            found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
             places, heads, rows = border.theirs
             for n in (0, 1):
                 answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
@@ -186,18 +192,21 @@ def backward(
     return Tensors(dq, *grads[:2], *sums[2:])
 
 
-def _border_forward(given: Tensors, border: Border, job: HaloJob, *received: Tensor | None) -> tuple[Tensor, Tensor]:
+def _border_forward(
+    given: Tensors, border: Border, backend: str, job: HaloJob, *received: Tensor | None
+) -> tuple[Tensor, Tensor]:
     framed, asked = _framed(given, border, job.request, *received)
-    return operators.forward(framed, asked, job.backend)
+    return operators.forward(framed, asked, backend)
 
 
 def _border_backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, border: Border, job: HaloJob, *received: Tensor | None
-) -> Tensors:
+    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, border: Border, backend: str, job: HaloJob,
+    *received: Tensor | None,
+) -> Tensors:  # fmt: skip
     framed, asked = _framed(given, border, job.request, *received)
     if border.queries is not None:
         dout, out, lse = dout[:, border.queries], out[:, border.queries], lse[:, :, border.queries]
-    return operators.backward(dout, framed, out, lse, asked, job.backend)
+    return operators.backward(dout, framed, out, lse, asked, backend)
 
 
 def _received(k: Tensor, v: Tensor, job: HaloJob) -> tuple[Tensor, Tensor | None]:

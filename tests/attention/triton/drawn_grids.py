@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from allpairspy import AllPairs
 from cases import LAYOUTS
-from grid_cases import MORE, dense
+from grid_cases import MORE, boxed, dense, ranges
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.grids.request import Tensors
@@ -18,6 +18,22 @@ STEPS = ((), ("stride",), ("dilation",), ("stride", "dilation"))
 HEADS = {"one": (1, 1, 1), "grouped": (1, 4, 2), "windows": (1, 2, 2), "shared": (2, 2, 1)}  # batch, heads, kv_heads
 # What a case is of; the rest is drawn.
 CASES = list(AllPairs([(128, 64, 40, 80, 16), EDGES, (2, 3, 1), STEPS, MORE, list(HEADS), LAYOUTS]))
+
+
+# Parts of grids that boxes serve: the grid, the rows that are held, and those of them that are computed.
+BOXED = {
+    "inside": (Neighbourhood((22, 30), (5, 7)), ranges(3, 20, 0, 25), ranges(5, 18, 0, 22)),
+    "a border": (Neighbourhood((22, 30), (5, 7)), ranges(0, 3, 4, 30), ranges(0, 3, 4, 30)),
+    "round the end": (Neighbourhood((20, 24), (5, 6), edge="wrap"), ranges(17, 20, 3, 20), ranges(17, 20, 3, 20)),
+    "strip of a globe": (Neighbourhood((30, 12), 5, edge=("clip", "wrap")), ranges(8, 20, 0, 12), ranges(8, 20, 0, 12)),
+    "dilated along the whole": (
+        Neighbourhood((20, 24), (4, 5), dilation=(1, 2)), ranges(4, 12, 0, 24), ranges(6, 12, 0, 24)
+    ),
+    "strided": (Neighbourhood((24, 20), 6, stride=(4, 1), edge="clip"), ranges(0, 20, 0, 20), ranges(0, 16, 2, 15)),
+    "causal line": (Neighbourhood((150,), 20, is_causal=True), ranges(30, 140), ranges(50, 135)),
+    "volume": (Neighbourhood((6, 10, 12), (3, 4, 5)), ranges(1, 5, 0, 8, 4, 12), ranges(1, 5, 2, 8, 4, 12)),
+    "one cell": (Neighbourhood((9, 9), 3), ranges(4, 5, 8, 9), ranges(4, 5, 8, 9)),
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -82,3 +98,8 @@ def expected(case: Case) -> tuple:
     out, lse = dense(*leaves, case.windows, case.head_dim**-0.5, *masks)
     grads = torch.autograd.grad(out, leaves, dout.double())
     return given, dout, masks, (out.detach(), lse.detach(), *grads)
+
+
+def boxed_part(name: str) -> tuple:
+    """One of `BOXED`, as `check_part` takes it."""
+    return boxed(*BOXED[name])

@@ -5,8 +5,8 @@ from mutations import Mutation
 MUTATIONS = [
     Mutation(
         "hopper.boxes",
-        "tile % per * SIZE, tile // per",
-        "tile % per * SIZE, 0",
+        "begin + tile % per * SIZE, tile // per",
+        "begin + tile % per * SIZE, 0",
         "residue 0 is all there is",
         14,
     ),
@@ -117,8 +117,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.masks",
-        "boxes.cell_of(ranks, place.residue, axes)",
-        "boxes.cell_of(ranks, (0, 0, 0), axes)",
+        "boxes.cell_of(ranks, place.residue, axes.d, axes.n)",
+        "boxes.cell_of(ranks, (0, 0, 0), axes.d, axes.n)",
         "every residue has the first one's padding",
         6,
     ),
@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.grid_forward",
-        "exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), axes)",
+        "exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)",
         "exists = own0 >= 0",
         "lse of rows past the end of an axis is written",
         14,
@@ -215,8 +215,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.grid_backward",
-        " & (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])",
-        "",
+        "here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])",
+        "here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)",
         "queries that two boxes of a round axis hold count twice",
         2,
     ),
@@ -236,8 +236,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.grid_backward",
-        "rows = (place.b * heads + head)",
-        "rows = head",
+        "_store_rows(lse, delta, place.b * heads + head, box,",
+        "_store_rows(lse, delta, head, box,",
         "sequences share their lse",
         17,
     ),
@@ -268,5 +268,41 @@ MUTATIONS = [
         "return lse * LOG2_E",
         "a query without keys has a slope",
         46,
+    ),
+    # Of parts of grids; the cases that show them are named.
+    Mutation(
+        "hopper.boxes",
+        "return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]",
+        "return ranks",
+        "queries lie where their keys do",
+        "inside",
+    ),
+    Mutation(
+        "hopper.boxes",
+        "begin = gl.maximum(start, own.begin[AXIS])",
+        "begin = gl.maximum(start, 0)",
+        "queries before the first that is computed have gradients",
+        "inside",
+    ),
+    Mutation(
+        "hopper.boxes",
+        "count = gl.minimum(end, stop) - begin",
+        "count = gl.minimum(end, m) - begin",
+        "queries behind the last that is computed have gradients",
+        "inside",
+    ),
+    Mutation(
+        "hopper.grid_backward",
+        "a_first = own.first if OF_KEYS else (0, 0, 0)",
+        "a_first = (0, 0, 0)",
+        "dk and dv are made of other queries",
+        "a border",
+    ),
+    Mutation(
+        "hopper.grid_backward",
+        "& (column < HEAD_DIM)",
+        "",
+        "a narrow row is written over the next",
+        "a border",
     ),
 ]

@@ -10,7 +10,7 @@ class Mutation(NamedTuple):
     before: str
     after: str
     why: str  # it is wrong, or, of `EQUAL`, it is not
-    seed: int = 0  # of a case that shows it
+    seed: int | str = 0  # of a case that shows it
 
 
 MUTATIONS = [

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 from cases import stored
-from drawn_grids import CASES, EDGES, Case, drawn, expected
-from grid_cases import dense, mask_of
+from drawn_grids import BOXED, CASES, EDGES, Case, boxed_part, drawn, expected
+from grid_cases import check_part, dense, mask_of
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.grids.request import Request, Tensors
@@ -62,6 +62,17 @@ def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
     assert [name for name in modules if ".hopper." in name] == KERNELS
 
 
+@pytest.mark.parametrize("part", BOXED)
+def test_a_part_of_a_grid_is_what_it_is_in_the_whole(sources, part):
+    run_part(sources, part)
+
+
+def run_part(sources, part: str) -> None:
+    """Compares a part, of 40 columns or of 128 in turn."""
+    functions = sources.grids.forward, sources.grids.backward
+    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=(40, 128)[list(BOXED).index(part) % 2])
+
+
 def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):
     monkeypatch.setattr(sources, "run", lambda each: None)
     flags, both = ("EXTRA", "PADDING", "EXTRA_PADDING"), (False, True)
@@ -102,10 +113,18 @@ def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
 def is_seen(mutation: Mutation, numbers) -> bool:
     """Whether some case shows that a source was edited."""
     edits = {mutation.module: (mutation.before, mutation.after)}
-    return any(fault_of(emulator.Sources(edits), drawn(number)) for number in numbers)
+    for number in numbers:
+        if isinstance(number, int) and fault_of(emulator.Sources(edits), drawn(number)):
+            return True
+        if isinstance(number, str):
+            try:
+                run_part(emulator.Sources(edits), number)
+            except (AssertionError, emulator.Fault):
+                return True
+    return False
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.why)
 def test_an_edited_source_fails(mutation):
     # The case that showed it first: others may once the sources or the order of threads have changed.
-    assert is_seen(mutation, (mutation.seed, *range(len(CASES))))
+    assert is_seen(mutation, (mutation.seed, *range(len(CASES)), *BOXED))

@@ -5,8 +5,8 @@ import torch
 from allpairspy import AllPairs
 from cases import LAYOUTS, norms, stored
 from cases import drawn as tokens
-from drawn_grids import CASES, drawn, expected
-from grid_cases import HEADS, MORE, RULES, check, dense, mask_of, neighbourhoods
+from drawn_grids import BOXED, CASES, boxed_part, drawn, expected
+from grid_cases import HEADS, MORE, RULES, boxed, check, check_part, dense, mask_of, neighbourhoods, ranges
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
 from hilbert_lib.lab.sweeps.memory import captured
@@ -86,6 +86,13 @@ def test_what_the_emulator_runs_is_right_here_too(number):
     options = {name: mask.to(DEVICE) for name, mask in zip(names, masks, strict=True) if mask is not None}
     found = attended(tensors, case.windows, **options)
     assert_right([x.cpu() for x in found], (out, lse, *grads[:count]), case.dtype)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("part", [*BOXED, "large"])
+def test_a_part_of_a_grid_is_what_it_is_in_the_whole(part, head_dim):
+    large = boxed(Neighbourhood((90, 100), (17, 9)), ranges(10, 70, 20, 100), ranges(20, 70, 20, 90))
+    check_part(large if part == "large" else boxed_part(part), "hopper", DEVICE, torch.bfloat16, head_dim)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -30,6 +30,7 @@ class Rules:
     edge: tuple[int, int, int]  # of hilbert_lib.grid.EDGES
     axes: int  # that the grid has, the last of the three
     is_dilated: bool
+    is_part: bool  # of the grid of keys, q has some cells or some are computed
 
 
 # Gluon reads no attributes of a constant, but asks functions.
@@ -82,12 +83,27 @@ def is_dilated(rules):
     return rules.is_dilated
 
 
+@gluon.constexpr_function
+def is_part(rules):
+    return rules.is_part
+
+
+class Asked(NamedTuple):
+    """The queries of a launch among the keys, a value for each axis."""
+
+    first: tuple  # rank of the first that q has
+    cells: tuple  # that q has
+    begin: tuple  # ranks of those computed, from the first to the last and one
+    stop: tuple
+
+
 class Axes(NamedTuple):
-    """The sizes of a grid, a value for each of three axes."""
+    """The sizes of a grid of keys, a value for each of three axes."""
 
     m: tuple  # ranks of a residue
     d: tuple  # dilation
     n: tuple  # cells
+    part: tuple  # `Asked`, or nothing where queries are all of the grid
 
 
 class Place(NamedTuple):
@@ -121,14 +137,53 @@ class Box(NamedTuple):
 
 
 @gluon.jit
+def axes_of(n, d, part, RULES: gl.constexpr):
+    """The axes of a launch. part: for each axis the first cell of q, how many, and the first and last + 1 computed."""
+    m = n[0] // d[0], n[1] // d[1], n[2] // d[2]
+    if is_part(RULES):
+        first0, cells0, begin0, stop0 = _line(part, d[0])
+        first1, cells1, begin1, stop1 = _line(part + 8, d[1])
+        first2, cells2, begin2, stop2 = _line(part + 16, d[2])
+        own = Asked((first0, first1, first2), (cells0, cells1, cells2), (begin0, begin1, begin2), (stop0, stop1, stop2))
+        return Axes(m, d, n, own)
+    else:
+        return Axes(m, d, n, ())
+
+
+@gluon.jit
+def _line(at, d):
+    return gl.load(at) // d, gl.load(at + 1), gl.load(at + 2) // d, gl.load(at + 3) // d
+
+
+@gluon.jit
+def asked(axes, RULES: gl.constexpr):
+    """The queries of a launch."""
+    if is_part(RULES):
+        return axes.part
+    else:
+        return Asked((0, 0, 0), axes.n, (0, 0, 0), axes.m)
+
+
+@gluon.jit
+def _tiled(axes, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
+    """The first rank of which there are tiles, and how many ranks."""
+    if OF_KEYS or not is_part(RULES):
+        return (0, 0, 0), axes.m
+    else:
+        begin, stop = axes.part.begin, axes.part.stop
+        return begin, (stop[0] - begin[0], stop[1] - begin[1], stop[2] - begin[2])
+
+
+@gluon.jit
 def counts_of(axes, heads, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
     """How many there are of what numbers a tile: tiles along each axis, the last first, then heads and KV heads.
 
     A tile of keys is one for all heads of its KV head.
     """
-    tiles0 = axes.d[0] * gl.cdiv(axes.m[0], size(RULES, 0))
-    tiles1 = axes.d[1] * gl.cdiv(axes.m[1], size(RULES, 1))
-    tiles2 = axes.d[2] * gl.cdiv(axes.m[2], size(RULES, 2))
+    _, ranks = _tiled(axes, RULES, OF_KEYS)
+    tiles0 = axes.d[0] * gl.cdiv(ranks[0], size(RULES, 0))
+    tiles1 = axes.d[1] * gl.cdiv(ranks[1], size(RULES, 1))
+    tiles2 = axes.d[2] * gl.cdiv(ranks[2], size(RULES, 2))
     return tiles2, tiles1, tiles0, 1 if OF_KEYS else group, heads // group
 
 
@@ -164,21 +219,22 @@ def _digit(one, other, more, count):
 
 
 @gluon.jit
-def place_of(digits, axes, group, RULES: gl.constexpr):
+def place_of(digits, axes, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
     """The tile with a number."""
-    first0, residue0 = _first(digits[2], axes.m[0], size(RULES, 0), is_dilated(RULES))
-    first1, residue1 = _first(digits[1], axes.m[1], size(RULES, 1), is_dilated(RULES))
-    first2, residue2 = _first(digits[0], axes.m[2], size(RULES, 2), is_dilated(RULES))
+    begin, ranks = _tiled(axes, RULES, OF_KEYS)
+    first0, residue0 = _first(digits[2], begin[0], ranks[0], size(RULES, 0), is_dilated(RULES))
+    first1, residue1 = _first(digits[1], begin[1], ranks[1], size(RULES, 1), is_dilated(RULES))
+    first2, residue2 = _first(digits[0], begin[2], ranks[2], size(RULES, 2), is_dilated(RULES))
     h = digits[4] * group + digits[3]
     return Place(digits[5], h, digits[4], (first0, first1, first2), (residue0, residue1, residue2))
 
 
 @gluon.jit
-def _first(tile, m, SIZE: gl.constexpr, DILATED: gl.constexpr):
+def _first(tile, begin, ranks, SIZE: gl.constexpr, DILATED: gl.constexpr):
     if not DILATED:
-        return tile * SIZE, 0
-    per = gl.cdiv(m, SIZE)
-    return tile % per * SIZE, tile // per
+        return begin + tile * SIZE, 0
+    per = gl.cdiv(ranks, SIZE)
+    return begin + tile % per * SIZE, tile // per
 
 
 @gluon.jit
@@ -198,16 +254,30 @@ def ranks_of(number, own, RULES: gl.constexpr):
 
 
 @gluon.jit
-def is_there(ranks, axes):
-    """Whether ranks lie on the grid; they are not below 0."""
-    return (ranks[0] < axes.m[0]) & (ranks[1] < axes.m[1]) & (ranks[2] < axes.m[2])
+def is_there(ranks, stop):
+    """Whether ranks are below those where the grid, or what is computed of it, stops."""
+    return (ranks[0] < stop[0]) & (ranks[1] < stop[1]) & (ranks[2] < stop[2])
 
 
 @gluon.jit
-def cell_of(ranks, residue, axes):
+def cell_of(ranks, residue, d, n):
     """The position of a cell, row by row."""
-    row = ((ranks[0] * axes.d[0] + residue[0]) * axes.n[1] + ranks[1] * axes.d[1] + residue[1]) * axes.n[2]
-    return row + ranks[2] * axes.d[2] + residue[2]
+    row = ((ranks[0] * d[0] + residue[0]) * n[1] + ranks[1] * d[1] + residue[1]) * n[2]
+    return row + ranks[2] * d[2] + residue[2]
+
+
+@gluon.jit
+def row_of(sequence, ranks, residue, axes, RULES: gl.constexpr):
+    """The row of a query in lse and delta, of a sequence's head."""
+    own = asked(axes, RULES)
+    row = sequence * own.cells[0] * own.cells[1] * own.cells[2]
+    return row + cell_of(within(ranks, own.first), residue, axes.d, own.cells)
+
+
+@gluon.jit
+def within(ranks, first):
+    """Ranks from the first that a tensor has."""
+    return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]
 
 
 @gluon.jit
@@ -237,19 +307,25 @@ def _reach(place, windows, axes, AXIS: gl.constexpr, RULES: gl.constexpr, OF_KEY
     EDGE: gl.constexpr = edge(RULES, AXIS)
     m, first = axes.m[AXIS], place.first[AXIS]
     w = gl.load(windows + 3 * place.g + AXIS)
+    own = asked(axes, RULES)
+    stop = own.stop[AXIS]
     if OF_KEYS:
         start, end = queries_of(first, m, m, w, STRIDE, SIZE, CAUSAL, EDGE)
     else:
         start, _ = window(first, m, w, STRIDE, CAUSAL, EDGE)
-        _, end = window(gl.minimum(first + SIZE, m) - 1, m, w, STRIDE, CAUSAL, EDGE)
+        _, end = window(gl.minimum(first + SIZE, stop) - 1, m, w, STRIDE, CAUSAL, EDGE)
     if EDGE == WRAP:
         more = gl.where(start < 0, m, 0) + gl.where(start < -m, m, 0)
         begin = start + more
         count = gl.minimum(end - start, m)
         run = gl.minimum(count, m - begin)
         return Reach(w, begin, count, run, gl.cdiv(run, SIDE) + gl.cdiv(count - run, SIDE), more, end - start > m)
-    begin = gl.maximum(start, 0)
-    count = gl.minimum(end, m) - begin
+    if OF_KEYS & is_part(RULES):
+        begin = gl.maximum(start, own.begin[AXIS])
+        count = gl.minimum(end, stop) - begin  # below 1 where no query sees a key
+    else:
+        begin = gl.maximum(start, 0)
+        count = gl.minimum(end, m) - begin
     return Reach(w, begin, count, count, gl.cdiv(count, SIDE), 0, False)
 
 
@@ -309,10 +385,10 @@ def following(step, reaches, RULES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tile(x, at, place, full, x_tiles, buffer, RULES: gl.constexpr):
-    """Copies both groups' rows of a tile."""
+def fetch_tile(x, at, place, first, full, x_tiles, buffer, RULES: gl.constexpr):
+    """Copies both groups' rows of a tile of x, which has ranks from `first` on."""
     for half in gl.static_range(2):
-        own = own_ranks(half, place.first, RULES)
+        own = within(own_ranks(half, place.first, RULES), first)
         tma.async_copy_global_to_shared(x, [own[0], own[1], own[2], at, 0], full, x_tiles.index(2 * buffer + half))
 
 

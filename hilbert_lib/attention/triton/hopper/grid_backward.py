@@ -34,16 +34,17 @@ class Shared(NamedTuple):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def backward_kernel(
-    lse, delta, x, y, a, b, extra_a, extra_b, u, w, windows, padding, extra_padding, scale,
+    lse, delta, x, y, a, b, extra_a, extra_b, u, w, windows, part, padding, extra_padding, scale,
     xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr,
-    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
+    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
 ):  # fmt: skip
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
-    With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). A key or a value
-    that is not finite may reach the gradients of those near it.
+    With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All but lse,
+    delta and masks are descriptors; with IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. A key
+    or a value that is not finite may reach the gradients of those near it.
     """
     dtype: gl.constexpr = x.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
@@ -66,7 +67,7 @@ def backward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
     shared = Shared(x_tiles, y_tiles, a_tiles, b_tiles, lse_rows, delta_rows, tile_full, tile_free, full)
-    axes = boxes.Axes((n0 // d0, n1 // d1, n2 // d2), (d0, d1, d2), (n0, n1, n2))
+    axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
@@ -75,9 +76,11 @@ def backward_kernel(
         gl.warp_specialize([
             (_differentiate_keys, (
                 0, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+                IN_FLOAT,
             )),
             (_differentiate_keys, (
                 1, u, w, windows, padding, scale, u_moves, w_moves, shared, axes, sizes, BLOCK_D, RULES, PADDING,
+                IN_FLOAT,
             )),
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
@@ -121,12 +124,15 @@ def _copy(
     heads, group, extra, total, programs = sizes
     x_moves, y_moves, a_moves, b_moves, extra_moves = moves
     members = group if OF_KEYS else 1  # heads of queries for which the boxes are walked over
+    own = boxes.asked(axes, RULES)
+    x_first = (0, 0, 0) if OF_KEYS else own.first
+    a_first = own.first if OF_KEYS else (0, 0, 0)
     block = 0
     turn = 0
     counts = boxes.counts_of(axes, heads, group, RULES, OF_KEYS)
     digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES)
+        place = boxes.place_of(digits, axes, group, RULES, OF_KEYS)
         digits = boxes.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
         if turn >= boxes.BUFFERS:
@@ -135,8 +141,9 @@ def _copy(
         full = shared.tile_full.index(buffer)
         mbarrier.expect(full, 2 * (x.block_type.nbytes + y.block_type.nbytes))
         head = place.g if OF_KEYS else place.h
-        boxes.fetch_tile(x, boxes.moved(head, place, x_moves), place, full, shared.x_tiles, buffer, RULES)
-        boxes.fetch_tile(y, boxes.moved(head, place, y_moves), place, full, shared.y_tiles, buffer, RULES)
+        x_at, y_at = boxes.moved(head, place, x_moves), boxes.moved(head, place, y_moves)
+        boxes.fetch_tile(x, x_at, place, x_first, full, shared.x_tiles, buffer, RULES)
+        boxes.fetch_tile(y, y_at, place, x_first, full, shared.y_tiles, buffer, RULES)
         reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
@@ -145,11 +152,10 @@ def _copy(
             for _j in range(boxes.count_of(reaches)):
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
-                at0, at1, at2 = box.at
+                at0, at1, at2 = boxes.within(box.at, a_first)
                 _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block)
                 if OF_KEYS:
-                    rows = (place.b * heads + head) * axes.n[0] * axes.n[1] * axes.n[2]
-                    _store_rows(lse + rows, delta + rows, box, place, axes, shared, block, RULES)
+                    _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
                 block += 1
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
@@ -171,14 +177,14 @@ def _fetch(a, b, a_at, b_at, shared, block):
 
 
 @gluon.jit
-def _store_rows(lse, delta, box, place, axes, shared, block, RULES: gl.constexpr):
+def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
     """lse (to base 2) and delta of a box of queries; those outside of the box's part of the grid weigh nothing."""
     stage = block % shared.a_tiles.shape[0]
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
     r0, r1, r2 = boxes.ranks_of(number, (0, 0, 0), RULES)
     ranks = boxes.ranks_of(number, box.at, RULES)
-    here = boxes.is_there(ranks, axes) & (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
-    row = boxes.cell_of(ranks, place.residue, axes)
+    here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
+    row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)
     shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
     shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
     mbarrier.arrive(shared.full.index(stage))
@@ -203,20 +209,20 @@ def _differentiate_queries(
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    asked = boxes.asked(axes, RULES)
     block = 0
     turn = 0
     counts = boxes.counts_of(axes, heads, group, RULES, False)
     digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES)
+        place = boxes.place_of(digits, axes, group, RULES, False)
         digits = boxes.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
         ranks = boxes.ranks_of(number, own, RULES)
-        here = boxes.is_there(ranks, axes)
-        row = (place.b * heads + place.h) * axes.n[0] * axes.n[1] * axes.n[2]
-        row = row + boxes.cell_of(ranks, place.residue, axes)
+        here = boxes.is_there(ranks, asked.stop)
+        row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)
         lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))
         delta_row = gl.load(delta + row, mask=here, other=0.0)
         buffer = turn % boxes.BUFFERS
@@ -235,7 +241,7 @@ def _differentiate_queries(
             step = boxes.following(step, reaches, RULES)
             seen = masks.sees(sights, box, RULES)
             if EXTRA:
-                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, axes))
+                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, asked.stop))
             if seen:
                 tiles.wait_full(shared.full, block)
                 k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
@@ -268,7 +274,8 @@ def _differentiate_queries(
             block += 1
         if last >= 0:
             acc = _late(slopes, acc, shared, last)
-        boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, own, boxes.moved(place.h, place, moves))
+        to = boxes.within(own, asked.first)
+        boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
         tma.store_wait(0)
         mbarrier.arrive(shared.tile_free.index(buffer))
 
@@ -285,7 +292,7 @@ def _late(slopes, acc, shared, last):
 @gluon.jit
 def _differentiate_keys(
     NUMBER: gl.constexpr, dk, dv, windows, padding, scale, k_moves, v_moves, shared, axes, sizes,
-    BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr,
+    BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries."""
     heads, group, _extra, total, programs = sizes
@@ -299,7 +306,7 @@ def _differentiate_keys(
     counts = boxes.counts_of(axes, heads, group, RULES, True)
     digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES)
+        place = boxes.place_of(digits, axes, group, RULES, True)
         digits = boxes.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
@@ -340,11 +347,26 @@ def _differentiate_keys(
         if PADDING:
             ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
             cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-            at = padding + cell + boxes.cell_of(ranks, place.residue, axes)
-            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes), other=1) == 0)[:, None]
+            at = padding + cell + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
+            weighs = (gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[:, None]
             dk_acc, dv_acc = gl.where(weighs, dk_acc, 0.0), gl.where(weighs, dv_acc, 0.0)
-        own_tile = 2 * buffer + NUMBER
-        boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, own, boxes.moved(place.g, place, k_moves))
-        boxes.send(dv_acc, shared.y_tiles, own_tile, dv, own, boxes.moved(place.g, place, v_moves))
-        tma.store_wait(0)
+        if IN_FLOAT:
+            _store(dk_acc * scale, dk, own, place, axes, heads // group, RULES, IN_FLOAT)
+            _store(dv_acc, dv, own, place, axes, heads // group, RULES, IN_FLOAT)
+        else:
+            own_tile = 2 * buffer + NUMBER
+            boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, own, boxes.moved(place.g, place, k_moves))
+            boxes.send(dv_acc, shared.y_tiles, own_tile, dv, own, boxes.moved(place.g, place, v_moves))
+            tma.store_wait(0)
         mbarrier.arrive(shared.tile_free.index(buffer))
+
+
+@gluon.jit
+def _store(values, to, own, place, axes, kv_heads, RULES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Writes a group's rows to a dense tensor, as they are."""
+    ranks = boxes.ranks_of(gl.arange(0, values.shape[0], gl.SliceLayout(1, values.type.layout)), own, RULES)
+    column = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]
+    row = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
+    row = row + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
+    at = to + ((row * kv_heads + place.g) * HEAD_DIM)[:, None] + column
+    gl.store(at, values, mask=boxes.is_there(ranks, axes.m)[:, None] & (column < HEAD_DIM))

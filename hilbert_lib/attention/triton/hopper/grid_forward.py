@@ -37,7 +37,7 @@ def holds_queries(columns):
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *MOVES, "total", "programs"])
 def forward_kernel(
-    lse, flag, q, k, v, extra_k, extra_v, out, windows, padding, extra_padding, scale,
+    lse, flag, q, k, v, extra_k, extra_v, out, windows, part, padding, extra_padding, scale,
     qb, q0, q1, q2, kb, k0, k1, k2, vb, v0, v1, v2, ob, o0, o1, o2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
@@ -69,7 +69,7 @@ def forward_kernel(
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_free.index(buffer), count=2)
     ring, shared = tiles.Ring(k_tiles, v_tiles, k_full, v_full), Shared(out_tiles, q_tiles, q_full, q_free)
-    axes = boxes.Axes((n0 // d0, n1 // d1, n2 // d2), (d0, d1, d2), (n0, n1, n2))
+    axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
     sizes = (heads, group, extra, total, programs)
@@ -99,7 +99,7 @@ def _copy(
     counts = boxes.counts_of(axes, heads, group, RULES, False)
     digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES)
+        place = boxes.place_of(digits, axes, group, RULES, False)
         digits = boxes.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
         if turn >= boxes.BUFFERS:
@@ -107,7 +107,8 @@ def _copy(
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         mbarrier.expect(shared.q_full.index(buffer), 2 * q.block_type.nbytes)
         at = boxes.moved(place.h, place, q_moves)
-        boxes.fetch_tile(q, at, place, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
+        first = boxes.asked(axes, RULES).first
+        boxes.fetch_tile(q, at, place, first, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
         step = (0, 0, 0, 0)
@@ -149,6 +150,7 @@ def _attend(
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     LATE: gl.constexpr = holds_queries(BLOCK_D)  # products with v, and with them a tile's output
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    stop = boxes.asked(axes, RULES).stop
     acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
     weights = steps.as_operand(gl.zeros([ROWS, ROWS], gl.float32, SCORES), shared.q_tiles.dtype, BLOCK_D)
     block = 0
@@ -158,7 +160,7 @@ def _attend(
     counts = boxes.counts_of(axes, heads, group, RULES, False)
     digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES)
+        place = boxes.place_of(digits, axes, group, RULES, False)
         digits = boxes.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
@@ -178,7 +180,7 @@ def _attend(
         for j in range(every):
             seen = masks.sees(sights, box, RULES)
             if EXTRA:
-                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, axes))
+                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, stop))
             now = box
             if seen:
                 score_token = steps.start_scores(q_tile, ring, block)
@@ -209,7 +211,7 @@ def _attend(
                     if is_first:
                         _write(NUMBER, acc, before_sums, before, goal, out, shared, lse, flag, axes, RULES)
                         acc = gl.zeros_like(acc)
-                        goal = _goal_of(place, own, moves, axes, heads)
+                        goal = _goal_of(place, own, moves, axes, heads, RULES)
                     else:
                         acc = steps.scaled_if_any(acc, decay)
                     is_first = False
@@ -235,7 +237,7 @@ def _attend(
             block += 1
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))
-            goal = _goal_of(place, own, moves, axes, heads)
+            goal = _goal_of(place, own, moves, axes, heads, RULES)
             _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
             acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
     if LATE:
@@ -255,9 +257,9 @@ def _start_late(weights, acc, ring, last):
 
 
 @gluon.jit
-def _goal_of(place, own, moves, axes, heads):
+def _goal_of(place, own, moves, axes, heads, RULES: gl.constexpr):
     """Where a group's output begins: ranks, the descriptor's axis of heads, and the row of lse."""
-    row = (place.b * heads + place.h) * axes.n[0] * axes.n[1] * axes.n[2] + boxes.cell_of(own, place.residue, axes)
+    row = boxes.row_of(place.b * heads + place.h, own, place.residue, axes, RULES)
     return own[0], own[1], own[2], boxes.moved(place.h, place, moves), row
 
 
@@ -267,10 +269,11 @@ def _write(NUMBER: gl.constexpr, acc, sums, largest, goal, out, shared, lse, fla
     own0, own1, own2, at, row = goal
     result, result_lse = steps.normalized(acc, sums, largest)
     tma.store_wait(0)  # the tile before has left
-    boxes.send(result, shared.out_tiles, NUMBER, out, (own0, own1, own2), at)
+    asked = boxes.asked(axes, RULES)
+    boxes.send(result, shared.out_tiles, NUMBER, out, boxes.within((own0, own1, own2), asked.first), at)
     number = gl.arange(0, tiles.GROUP_ROWS, largest.type.layout)
-    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), axes)
-    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes)
+    exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)
+    row = row + boxes.cell_of(boxes.ranks_of(number, (0, 0, 0), RULES), (0, 0, 0), axes.d, asked.cells)
     gl.store(lse + row, result_lse, mask=exists)
     total = gl.convert_layout(gl.sum(result, 1), largest.type.layout)  # NaN if one of them is
     gl.store(flag + gl.zeros_like(number), gl.zeros_like(number) + 1, mask=exists & (total != total))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.grids.request import Part, Request, Tensors, on_its_keys
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import Start, start
@@ -23,14 +23,20 @@ EXTRA_BOX = (1, 1, 64)
 
 def refusal(q: Tensor, request: Request) -> str:
     """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
-    near = request.neighbourhoods[0]
     if q.element_size() != 2:
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= 128:
         return f"serves a head_dim of 16 to 128, a multiple of 8; got {q.shape[-1]}"
     if request.ordering is not None:
         return f"reads boxes of tokens that are stored row by row, got {request.ordering!r}"
-    for n, axis in enumerate(near.axes):
+    if request.slots is not None:
+        return "reads boxes of tokens that are stored row by row, got runs of an ordering"
+    if request.part:
+        try:
+            request = on_its_keys(request)
+        except ValueError as error:
+            return f"reads no such part of a grid: {error}"
+    for n, axis in enumerate(request.neighbourhoods[0].axes):
         if axis.cells % axis.dilation:
             return f"serves sides that are multiples of dilation, got {axis.cells} and {axis.dilation} along axis {n}"
     return ""
@@ -40,6 +46,7 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
+    request = on_its_keys(request) if request.part else request
     q, k, v, extra_k, extra_v = given = _as_read(given, request)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
@@ -47,7 +54,7 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
     tensors = (q, k, v), (extra_k, extra_v), (out,)
     starts = [
-        _start(forward_kernel, MOVES, (lse, flag), tensors, given, request, q.shape[2], **named),
+        _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), given, request, q.shape[2], **named),
         plain.of_queries(given, request, out=out, lse=lse, flag=flag),
     ]
     start(starts)
@@ -58,15 +65,19 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     """Gradients of q, k, v and of the extra keys, from out and lse; the same bits every time."""
     from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
 
+    request = on_its_keys(request) if request.part else request
+    in_float = request.part is not None and request.part.in_float
     q, k, v, extra_k, extra_v = given = _as_read(given, request)
     dout = _as_read(given._replace(q=dout), request).q
-    grads = Tensors(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given))
+    dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
+    grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
     starts = [plain.delta_of(dout, out, delta)] + [
         _start(
-            backward_kernel, MOVES, (lse, delta), tensors, given, request, heads, STAGES=3, OF_KEYS=tensors is of_keys
+            backward_kernel, MOVES, (lse, delta), tensors, (q, dout, grads.q), given, request, heads, STAGES=3,
+            OF_KEYS=tensors is of_keys, IN_FLOAT=q.shape[3] if in_float and tensors is of_keys else 0,
         )
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2]))
     ]  # fmt: skip
@@ -77,24 +88,30 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
 
 
 def _start(
-    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, given: Tensors, request: Request, heads: int,
-    *, programs: int = 1, **named,
+    kernel, moves: tuple[str, ...], pointers: tuple, tensors: tuple, by_query: tuple, given: Tensors, request: Request,
+    heads: int, *, programs: int = 1, **named,
 ) -> Start:  # fmt: skip
     # A launch for the tiles of `heads` heads, `programs` on a multiprocessor. tensors: those of the grid that are read,
-    # the extra keys, and results. moves: names of how coordinates move, for the first, the results and the extra keys.
+    # the extra keys, and results; by_query: those with a row for each query, not for each key. moves: names of how
+    # coordinates move, for the first, the results and the extra keys.
     from hilbert_lib.attention.triton.hopper import box_descriptors as descriptors
 
-    q, (read, extra, results), form = given.q, tensors, _form(request.neighbourhoods[0])
-    columns, sides, count = columns_of(q), (form.shape, form.dilation), extra[0].shape[1]
-    described = [descriptors.described(x, *sides, form.rules.box, columns) for x in (*read, *results)]
+    q, (read, extra, results), form = given.q, tensors, _form(request.neighbourhoods[0], request.part)
+    columns, count, grid = columns_of(q), extra[0].shape[1], [*read, *results]
+    sides = [(form.rows if any(x is each for each in by_query) else form.shape, form.dilation) for x in grid]
+    described = [
+        x if x.dtype == torch.float32 else descriptors.described(x, *side, form.rules.box, columns)
+        for x, side in zip(grid, sides, strict=True)
+    ]
     more = described[len(read) - 2 : len(read)]
     if count:
         more = [descriptors.described(x, (1, 1, count), (1, 1, 1), EXTRA_BOX, columns) for x in extra]
     described[len(read) : len(read)] = more
-    steps = [step for x in (*read, *results) for step in descriptors.steps_of(x, *sides)]
+    steps = [step for x, side in zip(grid, sides, strict=True) for step in descriptors.steps_of(x, *side)]
     steps += [descriptors.steps_of(x, (1, 1, max(count, 1)), (1, 1, 1))[0] for x in extra]
-    total = form.tiles * q.shape[0] * heads
-    named = plain.rules(given, request) | named | dict(zip(moves, steps, strict=True)) | {
+    total = form.tiles[named.get("OF_KEYS", False)] * q.shape[0] * heads
+    rules = plain.rules(given, request)
+    named = rules | {"part": rules["boxes"]} | named | dict(zip(moves, steps, strict=True)) | {
         "extra_padding": plain.extra_padding(given, request), "BLOCK_D": columns, "RULES": form.rules,
         "EXTRA": count > 0, "PADDING": request.key_padding_mask is not None,
         "EXTRA_PADDING": request.extra_padding_mask is not None,
@@ -119,21 +136,25 @@ class _Form(NamedTuple):
     """What the launches for a grid have in common, along three axes."""
 
     shape: tuple[int, ...]
+    rows: tuple[int, ...]  # cells of q
     dilation: tuple[int, ...]
-    tiles: int  # of two groups, of a sequence and a head
+    tiles: tuple[int, int]  # of two groups, of a sequence and a head: of queries and of keys
     rules: "Rules"  # noqa: F821 - of a module that is imported where it runs
 
 
 @lru_cache(maxsize=256)
-def _form(near: Neighbourhood) -> _Form:
+def _form(near: Neighbourhood, part: Part | None) -> _Form:
     # With the box of which the fewest are multiplied.
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 
     axes, ndim = plain.axes_of(near), len(near.axes)
     shape, dilation = tuple(axis.cells for axis in axes), tuple(axis.dilation for axis in axes)
 
-    def tiles(sizes: Iterable[int]) -> int:
-        return prod(d * ceil(n // d / size) for n, d, size in zip(shape, dilation, sizes, strict=True))
+    first = (1,) * (3 - ndim)
+    rows, queries = ((*first, *map(len, x)) for x in (part.rows, part.queries)) if part else (shape, shape)
+
+    def tiles(sizes: Iterable[int], cells: tuple[int, ...] = shape) -> int:
+        return prod(d * ceil(n // d / size) for n, d, size in zip(cells, dilation, sizes, strict=True))
 
     def work(box: tuple[int, int, int]) -> int:
         return tiles(box) * prod(ceil((axis.window + size - 1) / size) for axis, size in zip(axes, box, strict=True))
@@ -141,21 +162,22 @@ def _form(near: Neighbourhood) -> _Form:
     box = min(BOXES[ndim], key=work)
     rules = Rules(
         box, STACK[ndim], tuple(axis.stride for axis in axes), tuple(axis.is_causal for axis in axes),
-        tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation),
+        tuple(map(plain.edge_of, axes)), ndim, any(step > 1 for step in dilation), part is not None,
     )  # fmt: skip
     both = [size * (1 + (n == STACK[ndim])) for n, size in enumerate(box)]
-    return _Form(shape, dilation, tiles(both), rules)
+    return _Form(shape, rows, dilation, (tiles(both, queries), tiles(both)), rules)
 
 
 def _as_read(given: Tensors, request: Request) -> Tensors:
     # A tensor that the copy engine cannot read is copied once.
     from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
 
-    sides = _form(request.neighbourhoods[0])[:2]
+    form = _form(request.neighbourhoods[0], request.part)
+    own, sides = (form.rows, form.dilation), (form.shape, form.dilation)
     extra = ((1, 1, given.extra_k.shape[1]), (1, 1, 1))
     return Tensors(
         *(
             x if not x.numel() or is_reached(x, *rule) else x.contiguous()
-            for x, rule in zip(given, (sides, sides, sides, extra, extra), strict=True)
+            for x, rule in zip(given, (own, sides, sides, extra, extra), strict=True)
         )
     )

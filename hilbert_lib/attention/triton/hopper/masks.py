@@ -29,14 +29,15 @@ class Sight(NamedTuple):
 def sights_of(own, number, reaches, axes, RULES: gl.constexpr):
     """What a group of queries sees along each axis; `number` are those of its rows."""
     ranks = boxes.ranks_of(number, own, RULES)
-    sight0 = _sight(own[0], ranks[0], reaches[0], axes.m[0], 0, RULES)
-    sight1 = _sight(own[1], ranks[1], reaches[1], axes.m[1], 1, RULES)
-    sight2 = _sight(own[2], ranks[2], reaches[2], axes.m[2], 2, RULES)
+    stop = boxes.asked(axes, RULES).stop
+    sight0 = _sight(own[0], ranks[0], reaches[0], axes.m[0], stop[0], 0, RULES)
+    sight1 = _sight(own[1], ranks[1], reaches[1], axes.m[1], stop[1], 1, RULES)
+    sight2 = _sight(own[2], ranks[2], reaches[2], axes.m[2], stop[2], 2, RULES)
     return sight0, sight1, sight2
 
 
 @gluon.jit
-def _sight(own, ranks, reach, m, AXIS: gl.constexpr, RULES: gl.constexpr):
+def _sight(own, ranks, reach, m, stop, AXIS: gl.constexpr, RULES: gl.constexpr):
     if not boxes.exists(RULES, AXIS):
         return Sight(0, 1, 0, 1, ranks, ranks)
     STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
@@ -44,12 +45,12 @@ def _sight(own, ranks, reach, m, AXIS: gl.constexpr, RULES: gl.constexpr):
     EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
     low, high = window(ranks, m, reach.w, STRIDE, CAUSAL, EDGE)
     begin, full_end = window(own, m, reach.w, STRIDE, CAUSAL, EDGE)
-    full_begin, end = window(gl.minimum(own + boxes.side(RULES, AXIS), m) - 1, m, reach.w, STRIDE, CAUSAL, EDGE)
-    none = own >= m
+    full_begin, end = window(gl.minimum(own + boxes.side(RULES, AXIS), stop) - 1, m, reach.w, STRIDE, CAUSAL, EDGE)
+    none = own >= stop
     begin, end = gl.where(none, FAR, begin + reach.moved), gl.where(none, -FAR, end + reach.moved)
     full_begin = full_begin + reach.moved
     if EDGE == WRAP:
-        everywhere = reach.is_round & (own < m)
+        everywhere = reach.is_round & (own < stop)
         begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)
         full_begin = gl.where(everywhere, FAR, full_begin)
     return Sight(begin, end, full_begin, full_end + reach.moved, low + reach.moved, high - low)
@@ -189,8 +190,8 @@ def _without_padding(scores, padding, place, box, axes, RULES: gl.constexpr):
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
     ranks = boxes.ranks_of(column, box.at, RULES)
     cells = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
-    at = padding + cells + boxes.cell_of(ranks, place.residue, axes)
-    return gl.where((gl.load(at, mask=boxes.is_there(ranks, axes), other=1) == 0)[None, :], scores, float("-inf"))
+    at = padding + cells + boxes.cell_of(ranks, place.residue, axes.d, axes.n)
+    return gl.where((gl.load(at, mask=boxes.is_there(ranks, axes.m), other=1) == 0)[None, :], scores, float("-inf"))
 
 
 @gluon.jit
