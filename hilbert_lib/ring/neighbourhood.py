@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 from weakref import ref
 
@@ -16,6 +15,7 @@ from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.api import by_kv_head, choose, neighbourhood_attention, validated
 from hilbert_lib.attention.grids.request import Part, Request, Tensors
 from hilbert_lib.checks import boolean, suggesting
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
@@ -109,7 +109,7 @@ def _attend(q, k, v, neighbourhood, shards, ordering, options, group, validate) 
     try:
         boolean("validate", validate)
         asked = _checked(q, k, v, neighbourhood, spread(shards, ordering, neighbourhood, group.size()), options, group)
-        words = _words(asked, options["backend"])
+        words = _words(asked, options["backend"]) if validate else {}
     except (TypeError, ValueError) as error:
         if not validate:
             raise
@@ -170,14 +170,14 @@ def _run(asked: _Asked, group: ProcessGroup, confirm: Callable[[], None]) -> tup
         confirm()
         return operators.forward(given, request, asked.backend)
     sizes = {"batch": batch, "heads": heads, "kv_heads": given.k.shape[2], "head_dim": head_dim}
-    near = request.neighbourhoods
-    layout = _layout(group.rank(), given.q.device, near, asked.shards, dtype=given.q.dtype, **sizes)
+    sizes = tuple((sizes | {"dtype": given.q.dtype}).items())
+    layout = _layout(request.neighbourhoods, asked.shards, sizes, group.rank(), given.q.device)
     return _Halo.apply(*given, HaloJob(layout, request, asked.backend, ref(group)), confirm)
 
 
-@lru_cache(maxsize=64)
-def _layout(rank: int, device: torch.device, *asked, **sizes) -> HaloLayout:
-    return halo.layout_of(plan_halo(*asked, **sizes), rank, device)
+@cached_for_graphs(maxsize=64)
+def _layout(neighbourhoods: tuple, shards: Shards, sizes: tuple, rank: int, device: torch.device) -> HaloLayout:
+    return halo.layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)
 
 
 class _Halo(torch.autograd.Function):
