@@ -57,6 +57,8 @@ def ring_dilated_attention(
     Only dilated rows travel, only between ranks that share a segment (`plan_ring` shows which). All ranks must call it,
     and where gradients are needed all must run the backward. On one rank it is `dilated_attention`.
 
+    A CUDA graph captures a call of a kind that has run; ranks then compare their arguments at the capture alone.
+
     Over NCCL the exchange runs beside attention if the group's streams have a high priority: set
     TORCH_NCCL_HIGH_PRIORITY=1 before the group is made. `run_ranks` does.
 

@@ -50,7 +50,8 @@ def ring_neighbourhood_attention(
 
     Only rows of k and v that the windows of other ranks reach travel, each once to each rank (`plan_halo` shows which),
     while queries that see own keys alone are computed. All ranks must call it, and where gradients are needed all must
-    run the backward. Over NCCL set TORCH_NCCL_HIGH_PRIORITY=1 before the group is made, as `run_ranks` does.
+    run the backward. Over NCCL set TORCH_NCCL_HIGH_PRIORITY=1 before the group is made, as `run_ranks` does. A CUDA
+    graph captures a call of a kind that has run; ranks then compare their arguments at the capture alone.
 
     Args:
         q: (batch, rows, heads, head_dim), the cells of this rank as it stores them; there may be none.

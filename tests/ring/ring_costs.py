@@ -67,6 +67,7 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
         call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **how | options)
     places = [(graph_cache, "made_to_share", "table"), (attention, "plan_ring", "plan")]
     places += [(neighbourhood, "plan_halo", "plan"), (DilatedPattern, "__post_init__", "pattern")]
+    places += [(passes, "Shard", "table"), (passes, "name_table", "table"), (blocks, "name_table", "table")]
     places += [(place, "exchange", "message") for place in (exchange, passes, halo)]
     found = []
     with noting(places) as events:
