@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import ref
 
@@ -132,8 +133,7 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
     if shards is not None and ordering is not None:
         raise ValueError("ordering must be None where shards are given: Runs have an ordering of their own")
     if ordering is not None:
-        length = ordering.length if isinstance(ordering, Ordering) else ranks
-        shards = Runs(ordering, shard_lengths_for(length, ranks))
+        shards = _runs(ordering, ranks) if isinstance(ordering, Ordering) else Runs(ordering, ())  # which refuses it
     near = neighbourhood[0] if isinstance(neighbourhood, tuple | list) and neighbourhood else neighbourhood
     shape = by_kv_head(near, 1)[0].shape
     shards = Rectangles.compact(shape, ranks) if shards is None else check_shards(shards)
@@ -141,6 +141,11 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
     if ranks is not None and shards.ranks != ranks:
         raise ValueError(f"shards must be those of {ranks} ranks, got {shards}")
     return shards
+
+
+@lru_cache(maxsize=64)
+def _runs(ordering: Ordering, ranks: int) -> Runs:
+    return Runs(ordering, shard_lengths_for(ordering.length, ranks))
 
 
 def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: ProcessGroup) -> _Asked:

@@ -60,13 +60,19 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
     """What a first forward and backward makes of lengths, pattern and group, and sends; and a second one's, elsewhere
     in memory."""
     x = [torch.randn(2, 24, 4, 8, device=device()) for _ in range(4)]
+    spec = SPECS[options.pop("ordering", "none")]
     if what == "grid":
+        options["ordering"] = spec.ordering(48)
         call = partial(ring_neighbourhood_attention, neighbourhood=Neighbourhood((12, 4), (5, 3)), **options)
     else:
-        how = options | {"kv_ordering": SPECS[options.pop("ordering", "none")], "transport": what}
-        call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **how | options)
+        options |= {"kv_ordering": spec, "transport": what}
+        call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **options)
     places = [(graph_cache, "made_to_share", "table"), (attention, "plan_ring", "plan")]
-    places += [(neighbourhood, "plan_halo", "plan"), (DilatedPattern, "__post_init__", "pattern")]
+    places += [
+        (neighbourhood, "plan_halo", "plan"),
+        (neighbourhood, "shard_lengths_for", "plan"),
+        (DilatedPattern, "__post_init__", "pattern"),
+    ]
     places += [(passes, "Shard", "table"), (passes, "name_table", "table"), (blocks, "name_table", "table")]
     places += [(place, "exchange", "message") for place in (exchange, passes, halo)]
     found = []

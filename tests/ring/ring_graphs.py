@@ -26,6 +26,7 @@ def replays(what: str, *, padded: bool = False, ordering: str = "none", **option
     if padded:
         options["key_padding_mask"] = torch.arange(ROWS, device=device())[None] % 3 == 0
     if what == "grid":
+        options["ordering"] = SPECS[ordering] and SPECS[ordering].ordering(dist.get_world_size() * ROWS)
         call = partial(ring_neighbourhood_attention, neighbourhood=Neighbourhood((32, 16), (5, 7)), **options)
     else:
         options |= {"transport": what, "kv_ordering": SPECS[ordering]}

@@ -129,7 +129,7 @@ MADE = {
     "ring": ({"ordering": "hilbert", "is_causal": True}, 0),
     "all_gather": ({"dropout_p": 0.3, "backend": "eager"}, 3),
     "all_to_all": ({"dropout_p": 0.3, "backend": "eager", "ordering": "random"}, 4),
-    "grid": ({}, 2),
+    "grid": ({"ordering": "hilbert"}, 2),
 }
 DISAGREEMENTS = {
     "pattern": (
@@ -231,7 +231,7 @@ CAPTURED = [
     {"what": "all_to_all", "dropout_p": 0.3, "backend": "triton"},
     {"what": "all_gather", "dropout_p": 0.3, "backend": "triton", "validate": False},
     {"what": "grid"},
-    {"what": "grid", "padded": True, "validate": False},
+    {"what": "grid", "ordering": "hilbert", "padded": True, "validate": False},
 ]
 CAPTURED = [["ring_graphs:replays", case] for case in CAPTURED] + [["ring_graphs:graphed_module", {}]]
 
