@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.dropout import NAME, named
+from hilbert_lib.attention.dropout import NAME, name_table, named
 from hilbert_lib.checks import integer
 
 LOOPED = "attends to one document after the other; the host waits for the device to tell their lengths"
@@ -67,5 +67,5 @@ def documents(call: Call, q: Tensor) -> Iterator[tuple[slice, Call]]:
         if seed is not None:
             names = torch.tensor([number, 0, 1, 0, 0, 0, 0], device=q.device).repeat(1, len(heads), 1)
             names[..., 1] = heads
-            seed = named(seed, names.view(1, -1, NAME), tuple(range(len(call.pattern.branches))))
+            seed = named(seed, name_table(names.view(1, -1, NAME), tuple(range(len(call.pattern.branches)))))
         yield rows, replace(call, cu_seqlens=None, max_seqlen=None, seed=seed)

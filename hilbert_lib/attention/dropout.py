@@ -50,23 +50,30 @@ def drop_below(dropout_p: float) -> int:
     return round(dropout_p * 2**32)
 
 
-def named(seed: Tensor, names: Tensor, branches: tuple[int, ...]) -> Tensor:
-    """A seed with which rows of a larger call drop what that call drops; every backend takes it for a seed.
+def named(seed: Tensor, table: Tensor) -> Tensor:
+    """A seed (1,) int64 with which rows drop what a larger call drops, int32; every backend takes it for a seed.
+
+    table: of `name_table`, on the seed's device.
+    """
+    return torch.cat([seed.view(torch.int32), table])
+
+
+def name_table(names: Tensor, branches: tuple[int, ...]) -> Tensor:
+    """Which rows of a larger call those of a call are.
 
     Row i of q and row j of k are at positions first_query + step * i and first_key + step * j of the larger call; from
     row `before` of k on, `missing` more rows of k lie between.
 
     Args:
-        seed: (1,) int64.
         names: (batch, heads, 7) integers: sequence and query head in the larger call; step, first_query, first_key,
             before, missing.
         branches: indices of the branches in the larger call.
 
     Returns:
-        int32: the seed's two words, the number of heads and of branches, the branches, and the names.
+        int32: the number of heads and of branches, the branches, and the names.
     """
-    sizes = torch.tensor([names.shape[1], len(branches), *branches], dtype=torch.int32, device=seed.device)
-    return torch.cat([seed.view(torch.int32), sizes, names.flatten().to(torch.int32)])
+    sizes = torch.tensor([names.shape[1], len(branches), *branches], dtype=torch.int32, device=names.device)
+    return torch.cat([sizes, names.flatten().to(torch.int32)])
 
 
 def _renamed(

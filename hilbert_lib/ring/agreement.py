@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from functools import cached_property
+from functools import cached_property, lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,8 +63,7 @@ class Agreement:
 
     def __init__(self, request: dict[str, str], length: int, refusal: Exception | None, group: ProcessGroup):
         self._request, self._refusal, self._group = request, refusal, group
-        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
-        header = bytearray(_HEADER.pack(refusal is not None, length, digest))
+        header = bytearray(_HEADER.pack(refusal is not None, length, _digest(tuple(request.items()))))
         self._own = torch.frombuffer(header, dtype=torch.uint8)
         self._companion = _companion(group)
         self._gathered = [torch.empty_like(self._own) for _ in range(group.size())]
@@ -91,6 +90,11 @@ class Agreement:
         dist.all_gather_object(asked, (text, self._request), group=self._companion)
         by_rank = {rank: asked[at] for rank, at in zip(ranks, order, strict=True)}
         return self._refusal or ValueError(_difference(by_rank))
+
+
+@lru_cache(maxsize=64)
+def _digest(request: tuple[tuple[str, str], ...]) -> bytes:
+    return hashlib.sha256(json.dumps(request).encode()).digest()
 
 
 def _difference(asked: dict[int, tuple[str | None, dict[str, str]]]) -> str:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -19,6 +19,7 @@ from hilbert_lib.attention.api import attend, needs_gradient, refuse_jit_trace, 
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.checks import boolean, suggesting
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
@@ -55,6 +56,8 @@ def ring_dilated_attention(
 
     Only dilated rows travel, only between ranks that share a segment (`plan_ring` shows which). All ranks must call it,
     and where gradients are needed all must run the backward. On one rank it is `dilated_attention`.
+
+    A CUDA graph captures a call of a kind that has run; ranks then compare their arguments at the capture alone.
 
     Over NCCL the exchange runs beside attention if the group's streams have a high priority: set
     TORCH_NCCL_HIGH_PRIORITY=1 before the group is made. `run_ranks` does.
@@ -208,7 +211,8 @@ def _run(asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = 
     sizes = {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
     kind = {"dtype": q.dtype, "is_causal": call.is_causal, "padded": call.key_padding_mask is not None}
     kind["ordered"] = asked.kv_ordering is not None
-    layout = _layout(group.rank(), q.device, call.pattern, lengths, **sizes, **kind, **asked.planning)
+    options = tuple((sizes | kind | asked.planning).items())
+    layout = _layout(call.pattern, lengths, options, group.rank(), q.device)
     if call.dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
         dist.broadcast(seed, group=group, group_src=0)
@@ -217,9 +221,11 @@ def _run(asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = 
     return _Ring.apply(q, k, asked.v, job, confirm)
 
 
-@lru_cache(maxsize=64)
-def _layout(rank: int, device: torch.device, *asked, **options) -> Layout:
-    plan = plan_ring(*asked, **options)
+@cached_for_graphs(maxsize=64)
+def _layout(
+    pattern: DilatedPattern, lengths: tuple[int, ...], options: tuple, rank: int, device: torch.device
+) -> Layout:
+    plan = plan_ring(pattern, lengths, **dict(options))
     with torch.device("cpu"):  # where it is computed, whatever torch's default device is
         return layout_of(plan, rank, device)
 

@@ -16,6 +16,7 @@ from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.api import by_kv_head, choose, neighbourhood_attention, validated
 from hilbert_lib.attention.grids.request import Part, Request, Tensors
 from hilbert_lib.checks import boolean, suggesting
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
@@ -50,7 +51,8 @@ def ring_neighbourhood_attention(
 
     Only rows of k and v that the windows of other ranks reach travel, each once to each rank (`plan_halo` shows which),
     while queries that see own keys alone are computed. All ranks must call it, and where gradients are needed all must
-    run the backward. Over NCCL set TORCH_NCCL_HIGH_PRIORITY=1 before the group is made, as `run_ranks` does.
+    run the backward. Over NCCL set TORCH_NCCL_HIGH_PRIORITY=1 before the group is made, as `run_ranks` does. A CUDA
+    graph captures a call of a kind that has run; ranks then compare their arguments at the capture alone.
 
     Args:
         q: (batch, rows, heads, head_dim), the cells of this rank as it stores them; there may be none.
@@ -109,7 +111,7 @@ def _attend(q, k, v, neighbourhood, shards, ordering, options, group, validate) 
     try:
         boolean("validate", validate)
         asked = _checked(q, k, v, neighbourhood, spread(shards, ordering, neighbourhood, group.size()), options, group)
-        words = _words(asked, options["backend"])
+        words = _words(asked, options["backend"]) if validate else {}
     except (TypeError, ValueError) as error:
         if not validate:
             raise
@@ -131,8 +133,7 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
     if shards is not None and ordering is not None:
         raise ValueError("ordering must be None where shards are given: Runs have an ordering of their own")
     if ordering is not None:
-        length = ordering.length if isinstance(ordering, Ordering) else ranks
-        shards = Runs(ordering, shard_lengths_for(length, ranks))
+        shards = _runs(ordering, ranks) if isinstance(ordering, Ordering) else Runs(ordering, ())  # which refuses it
     near = neighbourhood[0] if isinstance(neighbourhood, tuple | list) and neighbourhood else neighbourhood
     shape = by_kv_head(near, 1)[0].shape
     shards = Rectangles.compact(shape, ranks) if shards is None else check_shards(shards)
@@ -140,6 +141,11 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
     if ranks is not None and shards.ranks != ranks:
         raise ValueError(f"shards must be those of {ranks} ranks, got {shards}")
     return shards
+
+
+@lru_cache(maxsize=64)
+def _runs(ordering: Ordering, ranks: int) -> Runs:
+    return Runs(ordering, shard_lengths_for(ordering.length, ranks))
 
 
 def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: ProcessGroup) -> _Asked:
@@ -170,8 +176,8 @@ def _run(asked: _Asked, group: ProcessGroup, confirm: Callable[[], None]) -> tup
         confirm()
         return operators.forward(given, request, "eager")
     sizes = {"batch": batch, "heads": heads, "kv_heads": given.k.shape[2], "head_dim": head_dim}
-    near = request.neighbourhoods
-    layout = _layout(group.rank(), given.q.device, near, asked.shards, dtype=given.q.dtype, **sizes)
+    sizes = tuple((sizes | {"dtype": given.q.dtype}).items())
+    layout = _layout(request.neighbourhoods, asked.shards, sizes, group.rank(), given.q.device)
     parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
     names = [_backend(given, replace(request, part=part, slots=slots), asked.backend) for part, slots in parts]
     return _Halo.apply(*given, HaloJob(layout, request, names[0], tuple(names[1:]), ref(group)), confirm)
@@ -181,9 +187,9 @@ def _backend(given: Tensors, request: Request, asked: str) -> str:
     return choose(given, request, asked) if request.part else ""
 
 
-@lru_cache(maxsize=64)
-def _layout(rank: int, device: torch.device, *asked, **sizes) -> HaloLayout:
-    return halo.layout_of(plan_halo(*asked, **sizes), rank, device)
+@cached_for_graphs(maxsize=64)
+def _layout(neighbourhoods: tuple, shards: Shards, sizes: tuple, rank: int, device: torch.device) -> HaloLayout:
+    return halo.layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)
 
 
 class _Halo(torch.autograd.Function):

@@ -10,17 +10,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from ring_ranks import SPECS, device, inputs
+from ring_ranks import SPECS, device, inputs, noting, results
 
+from hilbert_lib import Neighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import attention
+from hilbert_lib.ring import attention, neighbourhood, ring_neighbourhood_attention
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
-from hilbert_lib.ring.rank import blocks, local, passes
+from hilbert_lib.ring.rank import blocks, exchange, halo, local, passes
 
 
 def count_bytes(
@@ -53,6 +54,34 @@ def count_bytes(
     cost = plan.ranks[rank]
     planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
     return [[forward["sent"], forward["received"], backward["sent"], backward["received"]], planned]
+
+
+def made_by_two_calls(what: str, **options) -> list[list[str]]:
+    """What a first forward and backward makes of lengths, pattern and group, and sends; and a second one's, elsewhere
+    in memory."""
+    x = [torch.randn(2, 24, 4, 8, device=device()) for _ in range(4)]
+    spec = SPECS[options.pop("ordering", "none")]
+    if what == "grid":
+        options["ordering"] = spec.ordering(48)
+        call = partial(ring_neighbourhood_attention, neighbourhood=Neighbourhood((12, 4), (5, 3)), **options)
+    else:
+        options |= {"kv_ordering": spec, "transport": what}
+        call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **options)
+    places = [(graph_cache, "made_to_share", "table"), (attention, "plan_ring", "plan")]
+    places += [
+        (neighbourhood, "plan_halo", "plan"),
+        (neighbourhood, "shard_lengths_for", "plan"),
+        (DilatedPattern, "__post_init__", "pattern"),
+    ]
+    places += [(passes, "Shard", "table"), (passes, "name_table", "table"), (blocks, "name_table", "table")]
+    places += [(place, "exchange", "message") for place in (exchange, passes, halo)]
+    found = []
+    with noting(places) as events:
+        for _ in range(2):
+            results(call, [each.clone() for each in x[:3]], x[3])
+            found.append(events[:])
+            events.clear()
+    return found
 
 
 @contextmanager
@@ -107,7 +136,8 @@ def peak_memory(
         out, forward = with_peak(partial(call, *leaves))
         _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
     held = sum(x.nbytes for x in leaves) + _bytes_of(layouts[0])
-    held += 0 if ordering == "none" else length * (8 + 8 + 4)  # perm and inverse, int64; slots, int32
+    if ordering != "none":  # perm and inverse, and the slots of touched rows, int64; slots, int32
+        held += length * (8 + 8 + 4) + 8 * layouts[0].touched.shape[1]
     forward, backward = forward + held, backward + held + 2 * dout.nbytes + 4 * length * 8  # dout, out and lse
     how = asked | sizes | {"batch": 1, "dtype": torch.bfloat16, "ordered": ordering != "none", "padded": padded}
     cost = plan_ring(call.keywords["pattern"], (length,) * dist.get_world_size(), **how).ranks[dist.get_rank()]
@@ -119,8 +149,8 @@ def _layouts():
     """The layouts of the calls inside, in the list that it gives."""
     found, layout_of = [], attention._layout
 
-    def noted(*asked, **how):
-        found.append(layout_of(*asked, **how))
+    def noted(*asked):
+        found.append(layout_of(*asked))
         return found[-1]
 
     with patch.object(attention, "_layout", noted):
@@ -161,7 +191,7 @@ def _stand_ins():
     with (
         patch.multiple(operators, forward=forward, backward=backward),
         patch.multiple(blocks, choose=lambda *_, **__: "triton", **nothing),
-        patch.multiple(passes, choose=lambda *_, **__: "triton", **nothing),
+        patch.multiple(passes, **nothing),
         patch.multiple(local, **nothing),
     ):
         yield

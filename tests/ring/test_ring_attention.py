@@ -124,6 +124,13 @@ PLANNED = [
     | planning
     for planning in ({}, {"weights": [2, 2, 1, 1]}, {"memory_limit": 50_000})
 ]
+# By what is called: how many collectives a forward and backward takes.
+MADE = {
+    "ring": ({"ordering": "hilbert", "is_causal": True}, 0),
+    "all_gather": ({"dropout_p": 0.3, "backend": "eager"}, 3),
+    "all_to_all": ({"dropout_p": 0.3, "backend": "eager", "ordering": "random"}, 4),
+    "grid": ({"ordering": "hilbert"}, 2),
+}
 DISAGREEMENTS = {
     "pattern": (
         {"pattern": "uneven"},
@@ -201,6 +208,7 @@ CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEME
 CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_headers:around_the_header", {}]]
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
+CALLS[2] += [["ring_costs:made_by_two_calls", {"what": what, **options}] for what, (options, _) in MADE.items()]
 for ranks, *call, _ in EXACTLY.values():
     CALLS[ranks] += [call]
 CALLS[2] += [["ring_costs:measured", MEASURED]]
@@ -217,6 +225,15 @@ CALLS[4] += [["halo_ranks:peak_memory", {"shards": shards}] for shards in HELD_H
 CALLS[2] += [["halo_ranks:disagree", {"asked": asked}] for asked, _ in ON_GRIDS.values()]
 CALLS[2] += [["halo_ranks:promises", {}]]
 CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
+CAPTURED = [
+    *({"what": transport} for transport in ("auto", *TRANSPORTS)),
+    {"what": "ring", "ordering": "hilbert", "padded": True, "is_causal": True},
+    {"what": "all_to_all", "dropout_p": 0.3, "backend": "triton"},
+    {"what": "all_gather", "dropout_p": 0.3, "backend": "triton", "validate": False},
+    {"what": "grid"},
+    {"what": "grid", "ordering": "hilbert", "padded": True, "validate": False},
+]
+CAPTURED = [["ring_graphs:replays", case] for case in CAPTURED] + [["ring_graphs:graphed_module", {}]]
 
 
 def calls_of(ranks: int, backend: str) -> list[list]:
@@ -340,6 +357,13 @@ def test_nccl_computes_and_sends_the_same(ranks):
 
 
 @pytest.mark.multigpu
+def test_a_cuda_graph_of_a_ring_replays_it_with_other_values():
+    found = run_ranks("ring_ranks:run", 2, {"calls": CAPTURED}, seconds=300, stall_seconds=120, backend="nccl")
+    for call, *differing in zip(CAPTURED, *found, strict=True):
+        assert differing == [[], []], call
+
+
+@pytest.mark.multigpu
 @pytest.mark.alone
 def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
     ranks = torch.cuda.device_count()
@@ -392,6 +416,14 @@ def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
     for found in others:
         assert all(counted == planned for counted, planned in found)
         assert found != plain
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_second_call_of_a_kind_makes_no_plan_and_no_table(what):
+    options, messages = MADE[what]
+    for first, second in answers(2, "ring_costs:made_by_two_calls", {"what": what, **options}):
+        assert {"plan", "table"} <= set(first)
+        assert second == ["message"] * messages
 
 
 def check_disagreement(what: str, backend: str = "gloo") -> None:
@@ -459,11 +491,12 @@ def test_compiling_and_checkpointing_change_nothing(how):
 
 
 def test_a_layout_does_not_depend_on_the_default_device():
-    asked = {"pattern": DilatedPattern(*BRANCHES["uneven"]), "shard_lengths": (9, 4), "dtype": torch.float32}
-    asked |= {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "is_causal": True, "transport": "ring"}
-    expected = _layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)
+    options = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "is_causal": True, "transport": "ring"}
+    options |= {"dtype": torch.float32, "padded": True}
+    asked = DilatedPattern(*BRANCHES["uneven"]), (9, 4), tuple(options.items()), 1, torch.device("cpu")
+    expected = _layout.__wrapped__(*asked)
     with torch.device("meta"):
-        assert repr(_layout.__wrapped__(1, torch.device("cpu"), padded=True, **asked)) == repr(expected)
+        assert repr(_layout.__wrapped__(*asked)) == repr(expected)
     sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
     near = Neighbourhood((8, 12), (3, 5), edge=("shift", "wrap"))
     for shards in (Rectangles((2, 2)), Runs(Ordering.linear(96), (40, 56))):

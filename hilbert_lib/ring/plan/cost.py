@@ -320,7 +320,10 @@ def _tables(plan: RingPlan, rank: int, blocks: list[_Block], touched: int) -> in
         message.size for between in plan.messages.values() for (source, _), message in between.items() if source == rank
     )
     ordering = plan.shard_lengths[rank] * (8 + 8 + 4) if plan.sizes.ordered else 0
-    return 8 * (2 * touched + 3 * sent + sum(block.queries + block.keys for block in blocks)) + ordering
+    return (
+        8 * ((2 + plan.sizes.ordered) * touched + 3 * sent + sum(block.queries + block.keys for block in blocks))
+        + ordering
+    )
 
 
 def _pairs(plan: RingPlan, rank: int) -> int:

@@ -55,14 +55,7 @@ class Rectangles:
         >>> Rectangles.compact((512, 512), 8).parts
         (2, 4)
         """
-        counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
-
-        def border(parts: tuple[int, ...]) -> int:
-            sides = [-(-n // count) for n, count in zip(shape, parts, strict=True)]
-            # Of a part in the middle, which has another on both sides of an axis that is cut more than once.
-            return sum(prod(sides) // side * min(count - 1, 2) for side, count in zip(sides, parts, strict=True))
-
-        return cls(min((each for each in product(counts, repeat=len(shape)) if prod(each) == ranks), key=border))
+        return cls(_compact_parts(tuple(shape), ranks))
 
     @property
     def ranks(self) -> int:
@@ -113,6 +106,18 @@ class Rectangles:
     def _ends(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
         cut, count = self.cuts and self.cuts[n], self.parts[n]
         return (0, *cut, shape[n]) if cut is not None else tuple(shape[n] * i // count for i in range(count + 1))
+
+
+@lru_cache(maxsize=64)
+def _compact_parts(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
+
+    def border(parts: tuple[int, ...]) -> int:
+        sides = [-(-n // count) for n, count in zip(shape, parts, strict=True)]
+        # Of a part in the middle, which has another on both sides of an axis that is cut more than once.
+        return sum(prod(sides) // side * min(count - 1, 2) for side, count in zip(sides, parts, strict=True))
+
+    return min((each for each in product(counts, repeat=len(shape)) if prod(each) == ranks), key=border)
 
 
 @dataclass(frozen=True)

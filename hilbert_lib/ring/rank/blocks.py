@@ -1,6 +1,6 @@
 """Dense attention over gathered rows, by the library's own backends: one branch of rate 1, whose segment is all."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import ref
 
 import torch
@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import choose
-from hilbert_lib.attention.dropout import NAME, named
+from hilbert_lib.attention.dropout import NAME, name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.rank.exchange import alive
 from hilbert_lib.ring.rank.layout import Block, Layout
 from hilbert_lib.ring.rank.local import Merged
@@ -30,11 +30,18 @@ class Job:
     gradient: bool  # whether the backward will run
     ordering: Ordering | None  # in which the shards of k and v are stored
     known_group: "ref[ProcessGroup]"
+    chosen: dict[Block | None, str] = field(default_factory=dict)  # backends by block; None: of the fused call
 
     @property
     def group(self) -> ProcessGroup:
         """The ranks."""
         return alive(self.known_group)
+
+    def backend_for(self, q: Tensor, call: Call, block: Block | None = None) -> str:
+        """The backend of a block, or of the fused call, in the backward that of the forward."""
+        if block not in self.chosen:
+            self.chosen[block] = choose(q, call, self.backend, gradient=self.gradient)
+        return self.chosen[block]
 
 
 def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None, merged: Merged) -> None:
@@ -80,13 +87,13 @@ def _prepared(
         mask = padding[block.keys[:, :, 0]].bool().transpose(1, 2).flatten(0, 1)
     call = replace(
         job.call,
-        pattern=DilatedPattern((max(queries, keys),), (1,)),
+        pattern=block.pattern,
         is_causal=block.is_causal,
         seed=_seed(block, job.call.seed, q.shape[0], q.shape[2]),
         key_padding_mask=mask,
         is_part=True,
     )
-    name = choose(q, call, job.backend, gradient=job.gradient)
+    name = job.backend_for(q, call, block)
     if name == "triton" and queries != keys:
         # Its kernels look for a query's segment among those that the keys fill, and take lengths that differ for
         # decoding: keys without weight make up for those that are missing.
@@ -101,19 +108,24 @@ def _prepared(
 
 def _seed(block: Block, seed: Tensor | None, rows: int, heads: int) -> Tensor | None:
     # For a call of so many rows (a segment of a sequence each) and query heads.
-    if seed is None:
-        return None
+    return None if seed is None else named(seed, _names(block, rows, heads, seed.device))
+
+
+@cached_for_graphs()
+def _names(block: Block, rows: int, heads: int, device: torch.device) -> Tensor:
     segments, kv_heads = block.names.shape[1:]
-    batch, group = (torch.arange(n, device=seed.device) for n in (rows // segments, heads // kv_heads))
+    batch, group = (torch.arange(n, device=device) for n in (rows // segments, heads // kv_heads))
     kv_head, *words = block.names[:, :, None, :, None]
     words = torch.broadcast_tensors(batch[:, None, None], kv_head * len(group) + group, *words)
-    return named(seed, torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
+    return name_table(torch.stack(words, -1).view(rows, heads, NAME), (block.branch,))
 
 
 def _dense(x: Tensor) -> Tensor:
     """(segments, rows, kv_heads, group, batch, d) -> (segments * batch, rows, heads, d)."""
-    return x.permute(0, 4, 1, 2, 3, 5).flatten(3, 4).flatten(0, 1)
+    segments, rows, kv_heads, group, batch, d = x.shape
+    return x.permute(0, 4, 1, 2, 3, 5).reshape(segments * batch, rows, kv_heads * group, d)
 
 
 def _by_row(x: Tensor, segments: int, group: int) -> Tensor:
-    return x.unflatten(2, (-1, group)).unflatten(0, (segments, -1)).permute(0, 2, 3, 4, 1, 5)
+    sequences, rows, heads, d = x.shape
+    return x.view(segments, sequences // segments, rows, heads // group, group, d).permute(0, 2, 3, 4, 1, 5)

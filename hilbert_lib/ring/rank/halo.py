@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from weakref import ref
 
 import torch
@@ -39,6 +41,13 @@ class HaloLayout:
     sent: tuple[int, ...]  # how many to each rank
     received: tuple[int, ...]  # how many from each rank
     travels: bool  # whether any rank sends anything
+
+    @cached_property
+    def answers(self) -> tuple[tuple[slice, Tensor, Tensor], ...]:
+        """For each rank that rows are sent to: which these are of all that are sent, and their KV heads and places."""
+        ends = tuple(accumulate(self.sent))
+        spans = [slice(end - count, end) for end, count in zip(ends, self.sent, strict=True) if count]
+        return tuple((span, *self.rows[1:, span]) for span in spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +189,8 @@ def backward(
             places, _, touched = border.own
             sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))  # each once: no sum depends on chance
             sums[n + 2] += more[n + 3]
-        for (_, heads, touched), more in zip(layout.rows.split(layout.sent, 1), answer.split(layout.sent), strict=True):
-            sums[n][:, touched, heads] += more[:, n].transpose(0, 1)
+        for span, heads, touched in layout.answers:
+            sums[n][:, touched, heads] += answer[span, n].transpose(0, 1)
     sums = [total.to(x.dtype) for total, x in zip(sums, given[1:], strict=True)]
     if not layout.interior:
         return Tensors(found[0].q if found else torch.empty_like(given.q), *sums)

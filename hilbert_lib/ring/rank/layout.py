@@ -6,6 +6,7 @@ tensors hold places of rows: in the own rows that the layout touches, or among t
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,12 @@ class Block:
     is_causal: bool
     queries: Tensor  # (segments, rows, heads), their places
     keys: Tensor
-    names: Tensor  # (6, segments, heads), KV heads and positions: the last six words of `dropout.named`
+    names: Tensor  # (6, segments, heads), KV heads and positions: the last six words of `dropout.name_table`
+
+    @cached_property
+    def pattern(self) -> DilatedPattern:
+        """One segment that holds all."""
+        return DilatedPattern((max(self.queries.shape[1], self.keys.shape[1]),), (1,))
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,4 +60,5 @@ class Shard:
             add_rows(x, self._stored, more_dkv[:, n : n + 1])
 
     def _by_row(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (self._kv_heads, -1)).permute(1, 2, 3, 0, 4)
+        batch, positions, heads, d = x.shape
+        return x.view(batch, positions, self._kv_heads, heads // self._kv_heads, d).permute(1, 2, 3, 0, 4)

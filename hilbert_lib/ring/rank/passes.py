@@ -13,10 +13,11 @@ from torch import Tensor
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.choice import choose
-from hilbert_lib.attention.dropout import named
+from hilbert_lib.attention.dropout import name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.attention.zero_keys import add_zero_keys
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
 from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
@@ -38,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], Non
     kept = {}
     if not job.layout.is_fused:
         with beside:
-            shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
+            shard = _shard(job.layout, job.ordering, q.device)
             merged, kept = _beside_forward(q, k, v, lse, shard, job)
         shard.merge(out, lse, merged)
     add_zero_keys(out, lse, job.call, job.layout.start, job.layout.length, job.layout.kv_heads)
@@ -54,10 +55,15 @@ def backward(
     if job.layout.is_fused:
         return grads
     with beside:
-        shard = Shard(job.layout.touched, job.layout.kv_heads, job.ordering)
+        shard = _shard(job.layout, job.ordering, q.device)
         sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
     shard.add(grads, *sums)
     return grads
+
+
+@cached_for_graphs(maxsize=64)
+def _shard(layout: Layout, ordering: Ordering | None, device: torch.device) -> Shard:
+    return Shard(layout.touched, layout.kv_heads, ordering)
 
 
 def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, job: Job) -> tuple[Merged, Kept]:
@@ -76,7 +82,7 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
         blocks.forward(*queries, shard.keys(block.keys, k, v), block, job, padding, merged)
     if exchanging:
         kept["exchanged"] = arriving.wait()
-        answers = _exchanged_forward(exchanging, kept, job, lse)
+        answer = _exchanged_forward(exchanging, kept, job, lse)
     for transport, gather in gathers.items():
         mail = layout.mail[transport]
         for arrived in gather:
@@ -86,9 +92,9 @@ def _beside_forward(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shard: Shard, 
                 blocks.forward(*queries, arrived.rows[block.keys], block, job, padding, merged)
         arrived = None  # with what it sent
     if exchanging:
-        their_out, their_lse = (answer.wait() for answer in answers)
+        their_out, their_lse = _apart(answer.wait(), q.shape[3], lse.dtype)
         for rows, places in exchanging.answers[None]:
-            merge_rows(*merged, (places,), their_out[rows], their_lse[rows])
+            merge_rows(*merged, (places,), their_out[rows], their_lse[rows, ..., 0])
     return merged, kept
 
 
@@ -103,10 +109,8 @@ def _beside_backward(
     if exchanging:
         own_dout, own_out, own_lse = shard.queries(exchanging.rows, dout, out, lse_rows)
         delta = (own_dout.to(lse.dtype) * own_out.to(lse.dtype)).sum(-1)
-        arriving = [
-            exchange(rows, exchanging.sent, exchanging.received, job.group)
-            for rows in (own_dout, torch.stack([own_lse[..., 0], delta], 1))
-        ]
+        rows = _joined(own_dout, torch.cat([own_lse, delta[..., None]], -1))
+        arriving = exchange(rows, exchanging.sent, exchanging.received, job.group)
     padding = shard.padding(job.call.key_padding_mask)
     shape = _shape_of_touched(q, job)
     dq = lse.new_zeros(shape)
@@ -115,7 +119,7 @@ def _beside_backward(
         mine = shard.queries(block.queries, *by_query)
         blocks.backward(*mine, shard.keys(block.keys, k, v), block, job, padding, dq, dkv)
     if exchanging:
-        answer = _exchanged_backward(exchanging, arriving, kept, job)
+        answer = _exchanged_backward(exchanging, arriving, kept, job, lse.dtype)
     for transport, gather in gathers.items():
         mail, late = layout.mail[transport], None
         for arrived in gather:
@@ -154,20 +158,31 @@ def _start_gathers(k: Tensor, v: Tensor, shard: Shard, job: Job) -> dict[str, Al
     }
 
 
-def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> tuple[Arriving, Arriving]:
+def _joined(rows: Tensor, sums: Tensor) -> Tensor:
+    # Rows (..., d) and sums (..., n) of a wider dtype as one message.
+    return torch.cat([rows, sums.view(rows.dtype)], -1)
+
+
+def _apart(joined: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # What `_joined` put together; the sums begin where their dtype may not.
+    return joined[..., :d], joined[..., d:].contiguous().view(dtype)
+
+
+def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> Arriving:
     # Attention of all ranks' rows of the heads that this rank computes; sends out and lse back.
     q, kv = kept["exchanged"][:, :-2], kept["exchanged"][:, -2:]  # (rows, group or 2, batch, head_dim)
     out, lse = none_merged(q.shape, lse)
     padding = _padding(kept, EXCHANGING, mail, None)
     for block in mail.blocks[None]:
         blocks.forward(q[block.queries], kv[block.keys], block, job, padding, (out, lse))
-    back = mail.received, mail.sent, job.group
-    return exchange(out.to(q.dtype), *back), exchange(lse, *back)
+    return exchange(_joined(out.to(q.dtype), lse[..., None]), mail.received, mail.sent, job.group)
 
 
-def _exchanged_backward(mail: Mail, arriving: list[Arriving], kept: Kept, job: Job) -> Arriving:
-    # Likewise; sends dq, dk and dv back.
-    received, dout, (lse, delta) = kept["exchanged"], arriving[0].wait(), arriving[1].wait().unbind(1)
+def _exchanged_backward(mail: Mail, arriving: Arriving, kept: Kept, job: Job, dtype: torch.dtype) -> Arriving:
+    # Likewise; sends dq, dk and dv back. dtype: that of sums.
+    received = kept["exchanged"]
+    dout, sums = _apart(arriving.wait(), received.shape[-1], dtype)
+    lse, delta = sums.unbind(-1)
     by_query = dout, received[:, :-2], _with_product(dout, delta), lse[..., None]
     sums = lse.new_zeros(received.shape)
     padding = _padding(kept, EXCHANGING, mail, None)
@@ -209,10 +224,10 @@ def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tens
     # k and v as the backend reads them: as they are stored, or in sequence order.
     layout, seed = job.layout, job.call.seed
     if seed is not None:
-        seed = _shard_seed(seed, layout, *q.shape[::2])
+        seed = named(seed, _shard_names(layout, *q.shape[::2], q.device))
     is_part = not layout.is_fused or job.call.pattern.padding == "zeros"
     call = replace(job.call, pattern=layout.fused, seed=seed, is_part=is_part)
-    name = choose(q, call, job.backend, gradient=job.gradient)
+    name = job.backend_for(q, call)
     if job.ordering is not None and BACKENDS[name].reads_orderings:
         call = replace(call, inverse=job.ordering.slots(k.device))
     elif job.ordering is not None:
@@ -220,11 +235,12 @@ def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tens
     return k, v, call, name
 
 
-def _shard_seed(seed: Tensor, layout: Layout, batch: int, heads: int) -> Tensor:
-    names = torch.tensor([0, 0, 1, layout.start, layout.start, 0, 0], device=seed.device).repeat(batch, heads, 1)
-    names[..., 0] = torch.arange(batch, device=seed.device)[:, None]
-    names[..., 1] = torch.arange(heads, device=seed.device)
-    return named(seed, names, layout.branches)
+@cached_for_graphs(maxsize=64)
+def _shard_names(layout: Layout, batch: int, heads: int, device: torch.device) -> Tensor:
+    names = torch.tensor([0, 0, 1, layout.start, layout.start, 0, 0], device=device).repeat(batch, heads, 1)
+    names[..., 0] = torch.arange(batch, device=device)[:, None]
+    names[..., 1] = torch.arange(heads, device=device)
+    return name_table(names, layout.branches)
 
 
 def _exchanged_padding(own: Tensor | None, job: Job) -> Kept:
