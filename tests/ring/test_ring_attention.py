@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, ON_GRIDS
+from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, LARGE_HALOS, ON_GRIDS
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
@@ -224,7 +224,9 @@ def calls_of(ranks: int, backend: str) -> list[list]:
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
     groups = [call for number, *call, _ in GROUPS.values() if backend == "gloo" and ranks == number]
     documents = [["calls_of_the_documents", DOCUMENTED]] if backend == "gloo" and ranks == 2 else []  # on a CPU
-    return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents
+    large = [["halo_ranks:compare", case] for case in LARGE_HALOS.get(ranks, ()) if backend == "nccl"]
+    fault = [["halo_ranks:disagree", {"asked": ON_GRIDS["window"][0]}]] if backend == "nccl" and ranks == 4 else []
+    return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents + large + fault
 
 
 @cache
@@ -270,7 +272,7 @@ def name_of(case: dict) -> str:
 
 
 def check_halos(ranks: int, backend: str = "gloo") -> None:
-    for case in HALOS[ranks]:
+    for case in HALOS[ranks] + (LARGE_HALOS.get(ranks, []) if backend == "nccl" else []):
         check_error(case, answers(ranks, "halo_ranks:compare", case, backend))
     for case in COUNTED_HALOS.get(ranks, ()):
         found = answers(ranks, "halo_ranks:count_bytes", case, backend)
@@ -293,19 +295,28 @@ def test_memory_on_a_grid_is_the_plans(shards):
             assert 0.93 * planned <= allocated <= 1.15 * planned  # what was sent is freed a little late
 
 
+def check_halo_fault(what: str, ranks: int = 2, backend: str = "gloo") -> None:
+    asked, said = ON_GRIDS[what]
+    said, last = [words.replace("rank 1", f"rank {ranks - 1}") for words in said], f"rank {ranks - 1} {REFUSED} "
+    is_refused = not any("on rank" in words for words in said)
+    for rank, one in enumerate(answers(ranks, "halo_ranks:disagree", {"asked": asked}, backend)):
+        assert all(words in one for words in said), one
+        assert (f"ValueError: {last}" in one) == (is_refused and rank < ranks - 1)
+
+
 @pytest.mark.parametrize("what", ON_GRIDS)
 def test_ranks_that_disagree_on_a_grid_all_raise(what):
-    asked, said = ON_GRIDS[what]
-    is_refused = not any("on rank" in words for words in said)
-    for rank, one in enumerate(answers(2, "halo_ranks:disagree", {"asked": asked})):
-        assert all(words in one for words in said), one
-        assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
+    check_halo_fault(what)
+
+
+def check_halo_promises(backend: str = "gloo") -> None:
+    for found in answers(2, "halo_ranks:promises", {}, backend):
+        assert [promise for promise, kept in found.items() if not kept] == []
+        assert len(found) == 9
 
 
 def test_promises_on_a_grid_are_kept():
-    for found in answers(2, "halo_ranks:promises", {}):
-        assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 9
+    check_halo_promises()
 
 
 @pytest.fixture(autouse=True)
@@ -334,6 +345,10 @@ def test_nccl_computes_and_sends_the_same(ranks):
         check_bytes(ranks, case, "nccl")
     check_halos(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
+    for what in ON_GRIDS if ranks == 2 else ["window"] if ranks == 4 else ():
+        check_halo_fault(what, ranks, "nccl")
+    if ranks == 2:
+        check_halo_promises("nccl")
     for what in DISAGREEMENTS if ranks == 2 else ():
         if what != "backend":  # which serves on a GPU
             check_disagreement(what, "nccl")
