@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from grid_cases import RULES, SCALE, expected
 from halo_cases import LARGE_RULES
-from ring_costs import counted, with_peak
+from ring_costs import with_peak
 from ring_ranks import NoGradient, device, noting
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.request import Tensors
+from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.plan.balance import shard_lengths_for

@@ -356,13 +356,18 @@ def test_nccl_computes_and_sends_the_same(ranks):
 
 @pytest.mark.multigpu
 @pytest.mark.alone
-def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
+@pytest.mark.parametrize("what", ["sequence", "grid"])
+def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention(what):
     ranks = torch.cuda.device_count()
     if ranks < 2:
         pytest.skip("needs two CUDA devices")
-    branches = {"segment_lengths": [2048, 2**19 * ranks], "dilation_rates": [1, 256 * ranks]}
-    work = {"sweep": "one", "ranks": ranks, "tokens": 2**19 * ranks, "heads": 16, "kv_heads": 16, "head_dim": 64}
-    call = ["ring_costs:measured", work | branches | {"repetitions": 3}]
+    work = {"sweep": "one", "ranks": ranks, "heads": 16, "head_dim": 64, "repetitions": 3}
+    if what == "grid":
+        work |= {"shape": [1024 * ranks, 1024], "window": [33, 33]}
+    else:
+        branches = {"segment_lengths": [2048, 2**19 * ranks], "dilation_rates": [1, 256 * ranks]}
+        work |= {"tokens": 2**19 * ranks, "kv_heads": 16, **branches}
+    call = ["ring_costs:measured", work]
     found = run_ranks("ring_ranks:run", ranks, {"calls": [call]}, seconds=120, stall_seconds=60)[0][0][0]
     for name in ("forward", "backward"):
         begins, took = max(found[f"exchange_begins_ms_{name}"]), found[f"exchange_ms_{name}"]
