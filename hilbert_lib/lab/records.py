@@ -146,17 +146,19 @@ def run_environment(run: Path, file: str = RESULTS) -> dict:
     return read_records(run / (RESULTS if has_records(run / RESULTS) else file))[-1]["environment"]
 
 
-def committed_records(notebook: str = "06_kernel_benchmarks") -> list[dict]:
+def committed_records(notebook: str = "06_kernel_benchmarks", file: str = RESULTS) -> list[dict]:
     """The records of a notebook's `newest_run`; empty where there is none."""
-    run = newest_run(notebook)
-    return read_records(run / RESULTS) if run else []
+    run = newest_run(notebook, file)
+    return read_records(run / file) if run else []
 
 
-def records_to_draw(records: list[dict], notebook: str = "06_kernel_benchmarks") -> tuple[list[dict], str]:
+def records_to_draw(
+    records: list[dict], notebook: str = "06_kernel_benchmarks", file: str = RESULTS
+) -> tuple[list[dict], str]:
     """These records where they hold times, otherwise a notebook's committed ones; and their source, for a title."""
     if any(record.get("kind") != "check" for record in records):
         return records, say_hardware(records[0]["environment"])
-    committed = committed_records(notebook)
+    committed = committed_records(notebook, file)
     return committed, f"committed record, {say_hardware(committed[0]['environment'])}" if committed else ""
 
 

@@ -8,9 +8,11 @@ from time import process_time
 import matplotlib
 import pytest
 import torch
+from grid_cases import mask_of
 from ipywidgets import Dropdown, Image, IntSlider, Label
 from matplotlib.figure import Figure
 
+from hilbert_lib import Neighbourhood, plan_halo
 from hilbert_lib.curves.coordinates import curve_coordinates
 from hilbert_lib.lab.cache.sweeps import compared_orderings, count_units
 from hilbert_lib.lab.figures import explore as exploring
@@ -20,7 +22,8 @@ from hilbert_lib.lab.figures.grids import draw_reads
 from hilbert_lib.lab.figures.locality import draw_reading
 from hilbert_lib.lab.figures.patterns import draw_query
 from hilbert_lib.lab.figures.record import STYLE, in_256_colours
-from hilbert_lib.lab.figures.ring import draw_plan
+from hilbert_lib.lab.figures.ring import draw_halos, draw_plan
+from hilbert_lib.lab.sweeps.halos import RECTANGLES, SHARDINGS, sharding
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -35,6 +38,7 @@ STARTS = {  # as the notebooks show them first
     "02": partial(draw_query, PATTERN, length=48, kv_heads=4, is_causal=False, branch=0, head=0, position=20),
     "03": partial(draw_reading, **READ, ordering="hilbert"),
     "07": partial(draw_plan, spanning_pattern(2**24, 2048), tokens=2**24, ranks=8, transport="auto", **SIZES),
+    "07, grids": partial(draw_halos, side=48, window=9, shards=RECTANGLES, ranks=8, **SIZES),
     "08": partial(draw_reads, side=16, block_size=4, **SEEN),
 }
 
@@ -171,6 +175,26 @@ def test_a_plan_is_drawn_with_its_bytes_and_memory(transport):
     assert f"at most {held:.3g} GB" in figure.get_suptitle()
 
 
+@pytest.mark.parametrize("shards", SHARDINGS)
+@pytest.mark.parametrize("ranks", [1, 6])
+def test_a_grid_is_drawn_with_its_shards_halos_and_bytes(shards, ranks):
+    near = Neighbourhood((12, 12), 5)
+    figure = draw_halos(side=12, window=5, shards=shards, ranks=ranks, **SIZES)
+    cells, bars = figure.axes
+    plan = plan_halo(near, sharding(shards, near.shape, ranks), **SIZES)
+    most = [cost.received_forward for cost in plan.ranks]
+    assert [bar.get_height() * 1e6 for bar in bars.patches] == pytest.approx(most)
+    owner, sees = plan.shards.owner(near.shape, torch.arange(144)), mask_of(near)
+    seen_by = torch.stack([sees[owner == rank].any(0) & (owner != rank) for rank in range(ranks)]).sum(0)
+    kinds = list(zip(owner.tolist(), seen_by.clamp(max=2).tolist(), strict=True))
+    colours = [tuple(colour.tolist()) for colour in cells.images[0].get_array().reshape(144, 3)]
+    assert len(set(kinds)) == len(set(colours)) == len(set(zip(kinds, colours, strict=True)))
+    assert cells.get_title().startswith(f"{int((seen_by > 0).sum())} of 144 cells")
+    assert f"at most {max(most) / 1e6:.3g} MB" in figure.get_suptitle()
+
+
 def test_a_plan_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="all_to_all"):
         draw_plan(DilatedPattern((64,), (1,)), tokens=64, ranks=16, transport="all_to_all", **SIZES)
+    with pytest.raises(ValueError, match="window"):
+        draw_halos(side=4, window=5, shards=RECTANGLES, ranks=2, **SIZES)

@@ -123,6 +123,25 @@ def test_the_pages_job_runs_one_group_over_all_machines(job, machines):
     assert results == [{"result": [1, 128, 8, 64]}] * 2
 
 
+@pytest.mark.full
+def test_rings_over_two_launchers_compute_what_one_process_does(job, monkeypatch):
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(tests), str(tests / "ring")]))
+    sequence = {"branches": "longer", "lengths": [5, 9, 4, 8], "heads": 4, "is_causal": True}
+    grid = {"rules": "plane", "heads": "grouped", "more": "extra and padding"}
+    shards = [{"parts": [2, 2]}, {"order": "hilbert", "lengths": [30, 20, 40, 18]}]
+    calls = [["compare", sequence | {"transport": transport}] for transport in ("ring", "all_gather", "all_to_all")]
+    calls += [["halo_ranks:compare", grid | {"shards": each}] for each in shards]
+    script = block("--job-name=ring").replace('{"tokens": 16777216}', json.dumps({"calls": calls}))
+    script = script.replace("long_context:attend", "ring_ranks:run").replace("29400", str(free_port()))
+    job(script, NNODES=2, GPUS_ON_NODE=2, JOB_ID=1, JOB_NODELIST="both")
+    by_rank = [json.loads(Path(f"results/rank-{rank}.json").read_text())["result"] for rank in range(4)]
+    for call, *found in zip(calls, *by_rank, strict=True):
+        for name in found[0]:
+            mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
+            assert mine <= 2 * one, (call, name, mine, one)
+
+
 def test_the_pages_call_returns_one_value_a_rank(job, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

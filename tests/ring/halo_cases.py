@@ -19,6 +19,13 @@ CUT = {
     (8, 3): {"parts": [2, 2, 2]},
 }
 SPREAD = ("strips", "cut", "hilbert", "random")
+# Grids of several tiles of a GPU, as `grid_cases.RULES` has them, and even rectangles of them.
+LARGE_RULES = {
+    "large plane": ((48, 40), (9, 17), 1, 1, False, "shift"),
+    "large plane, wrapped": ((40, 48), (5, 8), (1, 2), (1, 2), False, ("clip", "wrap")),
+    "large volume": ((8, 16, 16), (3, 5, 7), 1, 1, (True, False, False), "shift"),
+}
+EVEN = {2: [1, 2], 4: [2, 2]}
 
 
 def spread(kind: str, shape: tuple[int, ...], ranks: int) -> dict:
@@ -26,6 +33,8 @@ def spread(kind: str, shape: tuple[int, ...], ranks: int) -> dict:
         return {"parts": [ranks, *[1] * (len(shape) - 1)]}
     if kind == "cut":
         return CUT[ranks, len(shape)]
+    if kind == "even":
+        return {"parts": [*[1] * (len(shape) - 2), *EVEN[ranks]]}
     cells = 1
     for side in shape:
         cells *= side
@@ -54,7 +63,26 @@ HALOS[4] += [{"rules": "line", "shards": CUT[4, 1], **PLAIN}]
 HALOS[8] += [
     {"rules": "line", "heads": "windows", "shards": CUT[8, 1], "more": "extra and padding", "backend": "triton"}
 ]
+# On GPUs alone: there the whole of a rank's work is compiled kernels, beside an exchange on a stream of its own.
+_LARGE = AllPairs([list(LARGE_RULES), ["even", "strips", "hilbert"], ["float32", "bfloat16"], ["nothing", MORE[-1]]])
+_LARGE = [(rules, kind, {"dtype": dtype, "more": more}) for rules, kind, dtype, more in _LARGE]
+LARGE_HALOS = {
+    ranks: [
+        {"rules": rules, "shards": spread(kind, LARGE_RULES[rules][0], ranks), "heads": "grouped"}
+        | {"head_dim": 64, **rest}
+        for rules, kind, rest in _LARGE
+    ]
+    for ranks in EVEN
+}
+_COUNTED = (("plane", "even", False), ("volume", "strips", True), ("plane", "hilbert", True))
 COUNTED_HALOS = {
+    **{
+        ranks: [
+            {"rules": rules, "heads": "grouped", "shards": spread(kind, RULES[rules][0], ranks), "padded": padded}
+            for rules, kind, padded in _COUNTED
+        ]
+        for ranks in EVEN
+    },
     3: [
         {"rules": "plane", "heads": "grouped", "shards": {"parts": [3, 1]}, "padded": True},
         {"rules": "line", "heads": "windows", "shards": {"parts": [3], "cuts": [[0, 10]]}},  # an empty rank

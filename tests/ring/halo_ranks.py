@@ -6,12 +6,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from grid_cases import RULES, SCALE, expected
-from ring_costs import counted, with_peak
+from halo_cases import LARGE_RULES
+from ring_costs import with_peak
 from ring_ranks import NoGradient, device, noting
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.request import Tensors
+from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -34,11 +36,12 @@ def compare(
     head_dim: int = 8,
 ) -> dict:  # fmt: skip
     """For output, lse and gradients: squared error of this rank's rows, and of one process's, against float64."""
-    dtype = getattr(torch, dtype)
+    dtype, rules = getattr(torch, dtype), LARGE_RULES.get(rules, rules)
     near, given, dout, masks, *truth = expected(rules, heads, more, dtype, head_dim)
     truth = [truth[0], truth[1].transpose(1, 2), *truth[2]]
-    spread = shards_of(RULES[rules][0], **shards)
-    rows = spread.cells(RULES[rules][0], dist.get_rank())
+    shape = RULES.get(rules, rules)[0]
+    spread = shards_of(shape, **shards)
+    rows = spread.cells(shape, dist.get_rank())
     scale = SCALE * head_dim**-0.5
 
     def run(call, own) -> list[torch.Tensor]:
@@ -102,7 +105,8 @@ def count_bytes(rules: str, heads: str, shards: dict, *, padded: bool = False) -
 NEAR = Neighbourhood((8, 6), (3, 5))
 
 
-def inputs(rows: int = 24, **options) -> list[torch.Tensor]:
+def inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
+    rows = 48 // dist.get_world_size() if rows is None else rows
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randn(1, rows, 2, 4, generator=generator).to(device()).requires_grad_(**options) for _ in range(3)]
 
@@ -115,7 +119,7 @@ def disagree(asked: dict) -> str:
         made = {
             "neighbourhood": lambda side: Neighbourhood((8, 6), side),
             "shards": lambda parts: Rectangles(tuple(parts)),
-            "key_padding_mask": lambda _: torch.zeros(1, 24, dtype=torch.bool, device=device()),
+            "key_padding_mask": lambda _: torch.zeros(q.shape[:2], dtype=torch.bool, device=device()),
             "requires_grad": lambda _: q.requires_grad_(),
         }
         options = {name: made[name](value) if name in made else value for name, value in asked.items()}

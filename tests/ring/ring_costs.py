@@ -1,6 +1,5 @@
 """What ranks send, hold and take, in the tests of the ring."""
 
-import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from hilbert_lib import Neighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.sweeps import ring as benchmarks
+from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import attention, neighbourhood, ring_neighbourhood_attention
@@ -82,32 +82,6 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
             found.append(events[:])
             events.clear()
     return found
-
-
-@contextmanager
-def counted():
-    """Counts the bytes that torch's collectives carry between ranks, but for the header's, and their calls."""
-    total = {"sent": 0, "received": 0, "calls": 0}
-    all_to_all, batched = dist.all_to_all_single, dist.batch_isend_irecv
-
-    def counting_all_to_all(output, input, output_split_sizes, input_split_sizes, **options):
-        total["calls"] += 1
-        for name, x, sizes in (("sent", input, input_split_sizes), ("received", output, output_split_sizes)):
-            row = math.prod(x.shape[1:]) * x.element_size()
-            total[name] += row * (sum(sizes) - sizes[dist.get_rank()])
-        return all_to_all(output, input, output_split_sizes, input_split_sizes, **options)
-
-    def counting_batched(operations):
-        for operation in operations:
-            name = "sent" if operation.op is dist.isend else "received"
-            total[name] += operation.tensor.numel() * operation.tensor.element_size()
-        return batched(operations)
-
-    dist.all_to_all_single, dist.batch_isend_irecv = counting_all_to_all, counting_batched
-    try:
-        yield total
-    finally:
-        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
 
 
 def peak_memory(
@@ -213,4 +187,4 @@ def with_peak(run) -> tuple:
 
 def measured(**work) -> list[dict]:
     """What the benchmark reports."""
-    return benchmarks.measure(benchmarks.Work(**work))
+    return benchmarks.measure(benchmarks.work_of(work))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, ON_GRIDS
+from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, LARGE_HALOS, ON_GRIDS
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
@@ -241,7 +241,9 @@ def calls_of(ranks: int, backend: str) -> list[list]:
     flex = (FLEX if backend == "gloo" else FLEX[:1]) if ranks == 2 else []
     groups = [call for number, *call, _ in GROUPS.values() if backend == "gloo" and ranks == number]
     documents = [["calls_of_the_documents", DOCUMENTED]] if backend == "gloo" and ranks == 2 else []  # on a CPU
-    return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents
+    large = [["halo_ranks:compare", case] for case in LARGE_HALOS.get(ranks, ()) if backend == "nccl"]
+    fault = [["halo_ranks:disagree", {"asked": ON_GRIDS["window"][0]}]] if backend == "nccl" and ranks == 4 else []
+    return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents + large + fault
 
 
 @cache
@@ -287,7 +289,7 @@ def name_of(case: dict) -> str:
 
 
 def check_halos(ranks: int, backend: str = "gloo") -> None:
-    for case in HALOS[ranks]:
+    for case in HALOS[ranks] + (LARGE_HALOS.get(ranks, []) if backend == "nccl" else []):
         check_error(case, answers(ranks, "halo_ranks:compare", case, backend))
     for case in COUNTED_HALOS.get(ranks, ()):
         found = answers(ranks, "halo_ranks:count_bytes", case, backend)
@@ -310,19 +312,28 @@ def test_memory_on_a_grid_is_the_plans(shards):
             assert 0.93 * planned <= allocated <= 1.15 * planned  # what was sent is freed a little late
 
 
+def check_halo_fault(what: str, ranks: int = 2, backend: str = "gloo") -> None:
+    asked, said = ON_GRIDS[what]
+    said, last = [words.replace("rank 1", f"rank {ranks - 1}") for words in said], f"rank {ranks - 1} {REFUSED} "
+    is_refused = not any("on rank" in words for words in said)
+    for rank, one in enumerate(answers(ranks, "halo_ranks:disagree", {"asked": asked}, backend)):
+        assert all(words in one for words in said), one
+        assert (f"ValueError: {last}" in one) == (is_refused and rank < ranks - 1)
+
+
 @pytest.mark.parametrize("what", ON_GRIDS)
 def test_ranks_that_disagree_on_a_grid_all_raise(what):
-    asked, said = ON_GRIDS[what]
-    is_refused = not any("on rank" in words for words in said)
-    for rank, one in enumerate(answers(2, "halo_ranks:disagree", {"asked": asked})):
-        assert all(words in one for words in said), one
-        assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
+    check_halo_fault(what)
+
+
+def check_halo_promises(backend: str = "gloo") -> None:
+    for found in answers(2, "halo_ranks:promises", {}, backend):
+        assert [promise for promise, kept in found.items() if not kept] == []
+        assert len(found) == 9
 
 
 def test_promises_on_a_grid_are_kept():
-    for found in answers(2, "halo_ranks:promises", {}):
-        assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 9
+    check_halo_promises()
 
 
 @pytest.fixture(autouse=True)
@@ -351,6 +362,10 @@ def test_nccl_computes_and_sends_the_same(ranks):
         check_bytes(ranks, case, "nccl")
     check_halos(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
+    for what in ON_GRIDS if ranks == 2 else ["window"] if ranks == 4 else ():
+        check_halo_fault(what, ranks, "nccl")
+    if ranks == 2:
+        check_halo_promises("nccl")
     for what in DISAGREEMENTS if ranks == 2 else ():
         if what != "backend":  # which serves on a GPU
             check_disagreement(what, "nccl")
@@ -365,13 +380,18 @@ def test_a_cuda_graph_of_a_ring_replays_it_with_other_values():
 
 @pytest.mark.multigpu
 @pytest.mark.alone
-def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention():
+@pytest.mark.parametrize("what", ["sequence", "grid"])
+def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention(what):
     ranks = torch.cuda.device_count()
     if ranks < 2:
         pytest.skip("needs two CUDA devices")
-    branches = {"segment_lengths": [2048, 2**19 * ranks], "dilation_rates": [1, 256 * ranks]}
-    work = {"sweep": "one", "ranks": ranks, "tokens": 2**19 * ranks, "heads": 16, "kv_heads": 16, "head_dim": 64}
-    call = ["ring_costs:measured", work | branches | {"repetitions": 3}]
+    work = {"sweep": "one", "ranks": ranks, "heads": 16, "head_dim": 64, "repetitions": 3}
+    if what == "grid":
+        work |= {"shape": [1024 * ranks, 1024], "window": [33, 33]}
+    else:
+        branches = {"segment_lengths": [2048, 2**19 * ranks], "dilation_rates": [1, 256 * ranks]}
+        work |= {"tokens": 2**19 * ranks, "kv_heads": 16, **branches}
+    call = ["ring_costs:measured", work]
     found = run_ranks("ring_ranks:run", ranks, {"calls": [call]}, seconds=120, stall_seconds=60)[0][0][0]
     for name in ("forward", "backward"):
         begins, took = max(found[f"exchange_begins_ms_{name}"]), found[f"exchange_ms_{name}"]

@@ -255,7 +255,7 @@ def test_memory_planned_is_what_committed_rings_allocated():
         for record in (each for each in records if each["peak_bytes"] and each["side"] != benchmarks.GATHERED):
             fields = benchmarks.Work.__dataclass_fields__.keys() - {"sides", "repetitions"}
             work = benchmarks.Work(**{name: record[name] for name in fields & record.keys()})
-            planned = benchmarks._planned(record["side"], work)["planned_bytes"]
+            planned = work.planned(record["side"])["planned_bytes"]
             if record["sweep"] in ("transports", "lengths"):
                 planned += kept[work.ranks]
             if record["side"] in benchmarks.ORDERS:  # beside the ordered k and v the benchmark holds the others

@@ -1,15 +1,21 @@
-"""The picture of a ring's plan: what each branch sends and how, and what each rank does."""
+"""Pictures of plans: what each branch of a ring sends and how; the shards of a grid, and which cells travel."""
 
 import numpy as np
+import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.figures.axes import short
+from hilbert_lib.lab.sweeps.halos import sharding
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.halo import plan_halo
 from hilbert_lib.ring.plan.plan import plan_ring
 
 TRANSPORT_COLOURS = {"local": "#DDDDDD", "ring": "#D55E00", "all_gather": "#0072B2", "all_to_all": "#009E73"}
+SHADES = (0.45, 1.0, 0.6)  # of a cell that stays, of one that goes to one rank and of one that goes to more
 
 
 def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: str, **options) -> Figure:
@@ -37,4 +43,34 @@ def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: st
     held = max(cost.memory_backward for cost in plan.ranks) / 1e9
     said = f"{short(tokens)} tokens, {ranks} ranks, {transport}: a rank holds at most {held:.3g} GB, backward"
     figure.suptitle(f"{said}\n(computed, not measured)")
+    return figure
+
+
+def draw_halos(*, side: int, window: int, shards: str, ranks: int, **sizes) -> Figure:
+    """The cells of a square grid in the colours of their ranks, those that travel shaded, and bytes a rank.
+
+    Args:
+        side: cells along a side. window: cells along a side of the window. shards: a kind of `sharding`.
+        sizes: batch, heads, kv_heads, head_dim and dtype, as of `plan_halo`.
+    """
+    near = Neighbourhood((side, side), window)
+    plan = plan_halo(near, sharding(shards, near.shape, ranks), **sizes)
+    owner = plan.shards.owner(near.shape, torch.arange(near.length, device="cpu")).numpy()
+    goes = torch.cat([cells[heads == 0] for cells, heads, _ in plan.arriving]).bincount(minlength=near.length)
+    colours = colormaps["tab10"](owner % 10)[:, :3]
+    shade = np.array(SHADES)[goes.clamp(max=2).numpy(), None]
+    shaded = np.where(goes.numpy()[:, None] > 0, shade * colours, 1 - shade * (1 - colours))
+    figure = Figure(figsize=(9, 4.6))  # placed by hand: a layout engine would double the time that a slider waits
+    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.12, top=0.82, wspace=0.2)
+    grid, each_rank = figure.subplots(1, 2)
+    grid.imshow(shaded.reshape(side, side, 3))
+    travel = int((goes > 0).sum())
+    grid.set(title=f"{travel:,} of {near.length:,} cells travel (shaded)", xlabel="column", ylabel="row")
+    received = np.array([cost.received_forward for cost in plan.ranks]) / 1e6
+    each_rank.bar(range(ranks), received, color=colormaps["tab10"](np.arange(ranks) % 10))
+    each_rank.set(xlabel="rank", ylabel="forward [MB]", title="what a rank receives")
+    each_rank.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    border = max(cost.border / max(cost.cells, 1) for cost in plan.ranks)
+    said = f"{shards} on {ranks} ranks, window {window}: at most {received.max():.3g} MB a rank"
+    figure.suptitle(f"{said}, up to {border:.0%} of its queries wait\n(computed, not measured)")
     return figure

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
 from hilbert_lib.lab.sweep import Kept
+from hilbert_lib.lab.sweeps.halos import ALONE, OF_ALL_SIDES, GridOverRanks
 from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
-from hilbert_lib.lab.sweeps.ring_trace import exchange_of
+from hilbert_lib.lab.sweeps.ring_trace import counted, exchange_of
 from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import OrderingSpec
@@ -31,7 +33,7 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 Pass = Callable[[], object]
 TRANSPORTS = ("auto", "ring", "all_gather", "all_to_all")
-GATHERED, DENSE_RING, ALONE = "gathered", "dense ring", "each by itself"
+GATHERED, DENSE_RING = "gathered", "dense ring"
 ORDERS = {"linear order": "linear", "hilbert order": "hilbert"}
 SIDES = {
     "auto": "dilated rows of k and v travel, each branch by the way that the plan chooses",
@@ -45,7 +47,6 @@ SIDES = {
 }
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
-OF_ALL_SIDES = ("sides", "repetitions")
 WARM_UP = 1  # after the calls that were checked
 SECONDS = 540.0  # of all that one number of ranks measures
 STALL_SECONDS = 180.0  # the first call of a kernel is compiled while other ranks wait
@@ -74,6 +75,7 @@ class Work:
     repetitions: int = 10
     dtype: str = "bfloat16"
     sustained_seconds: float = 0.0
+    is_counted: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates", "sides"):
@@ -106,32 +108,82 @@ class Work:
         """What a record of a side is known by."""
         return {name: value for name, value in asdict(self).items() if name not in OF_ALL_SIDES} | {"side": side}
 
+    @property
+    def rows(self) -> int:
+        """How many tokens a rank holds."""
+        return self.tokens // self.ranks
 
-def run_works(works: Iterable[Work], *, output_dir: str = "", backend: str | None = None) -> list[dict]:
+    def planned(self, side: str) -> dict:
+        """What the plan says of the costliest rank."""
+        dtype = getattr(torch, self.dtype)
+        sizes = {"batch": 1, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": dtype}
+        how = {"is_causal": self.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
+        costs = plan_ring(self.pattern_of(side), (self.rows,) * self.ranks, **how).ranks
+        names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
+        names["planned_bytes"] = "memory_backward" if self.backward else "memory_forward"
+        found = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
+        if side == GATHERED:
+            sent = 2 * self.rows * self.kv_heads * self.head_dim * (self.ranks - 1)
+            found |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
+        return found
+
+    def attention(self, side: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
+        """A call that gives a side's output, and the leaves that it depends on."""
+        pattern, options = self.pattern_of(side), {}
+        if side in ORDERS:
+            options["kv_ordering"] = OrderingSpec(ORDERS[side])
+            order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
+            k, v = (order.apply(x.detach(), dim=1).requires_grad_(self.backward) for x in (k, v))
+
+        def attend() -> Tensor:
+            if side == GATHERED:
+                whole, start = map(_Gathered.apply, (k, v)), q.shape[1] * dist.get_rank()
+                return dilated_attention(q, *whole, pattern, is_causal=self.is_causal, query_start=start)
+            if side == ALONE:
+                return dilated_attention(q, k, v, pattern, is_causal=self.is_causal)
+            how = {"transport": _transport(side), "is_causal": self.is_causal}
+            out = ring_dilated_attention(q, k, v, pattern, **how, **options)
+            options["validate"] = False  # the first call was, and the shards are equal
+            return out
+
+        return attend, (q, k, v)
+
+    def errors(self, side: str, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]) -> dict:
+        """Relative errors of sampled rows, by name; none for attention that is another function."""
+        if side == DENSE_RING:
+            return {}
+        call, dq = Call(self.pattern_of(side), is_causal=self.is_causal), grads[0] if grads else None
+        return sampled_errors(*inputs, out, dq, call)
+
+
+def run_works(
+    works: Iterable[Work | GridOverRanks], *, output_dir: str = "", file: str = RESULTS, backend: str | None = None
+) -> list[dict]:
     """Measure works, those of equal ranks in one process group, and print a line for each side.
 
-    What the folder's results.jsonl holds from this code on this hardware is not measured again, and what ranks found
+    What the folder's file holds from this code on this hardware is not measured again, and what ranks found
     before one of them failed is in it.
 
     Args:
-        works: what to measure. output_dir: folder of results.jsonl; empty writes nothing. backend: as in `run_ranks`.
+        works: what to measure. output_dir: folder of the file; empty writes nothing. backend: as in `run_ranks`.
 
     Returns:
         The records of `measure`, in order, each with its environment.
     """
-    works, found = list(works), Kept(output_dir, _key).known
+    works, found = list(works), Kept(output_dir, _key, file=file).known
     for ranks in sorted({work.ranks for work in works}):
         todo = []
         for work in (each for each in works if each.ranks == ranks):
             sides = tuple(side for side in work.sides if _key(work.identity(side)) not in found)
             todo += [asdict(replace(work, sides=sides))] if sides else []
         if todo:
-            file = str(Path(output_dir).resolve() / RESULTS) if output_dir else ""
-            order = {"works": todo, "file": file, "facts": environment()}
+            path = str(Path(output_dir).resolve() / file) if output_dir else ""
+            order = {"works": todo, "file": path, "facts": environment()}
             limits = {"seconds": SECONDS, "stall_seconds": STALL_SECONDS, "backend": backend}
             for record in run_ranks("hilbert_lib.lab.sweeps.ring:measure_all", ranks, order, **limits)[0]:
                 found[_key(record)] = record
-                title = f"{record['sweep']}, {ranks} ranks, {record['tokens']:,} tokens, {record['side']}"
+                size = f"{record['tokens']:,} tokens" if "tokens" in record else f"{record['shape']} cells"
+                title = f"{record['sweep']}, {ranks} ranks, {size}, {record['side']}"
                 print(f"{title}: errors {record['out_error']}, {record['dq_error']}", flush=True)
     return [found[_key(work.identity(side))] for work in works for side in work.sides]
 
@@ -140,14 +192,19 @@ def measure_all(order: dict) -> list[dict]:
     """A target of `run_ranks`: measures "works"; rank 0 adds each record, with "facts", to "file"."""
     records = []
     for given in order["works"]:
-        for record in measure(Work(**given)):
+        for record in measure(work_of(given)):
             records.append({**record, "environment": order["facts"]})
             if order["file"] and dist.get_rank() == 0:
                 append_lines(records[-1:], Path(order["file"]))
     return records
 
 
-def measure(work: Work) -> list[dict]:
+def work_of(given: dict) -> Work | GridOverRanks:
+    """A work by its fields."""
+    return (GridOverRanks if "window" in given else Work)(**given)
+
+
+def measure(work: Work | GridOverRanks) -> list[dict]:
     """Times one work on this rank and all others, its sides in turn.
 
     Returns:
@@ -157,10 +214,11 @@ def measure(work: Work) -> list[dict]:
         watts_by_rank as `back_to_back` finds them; sent_forward and sent_backward (planned bytes of the costliest
         rank), flop_forward (of the costliest rank), peak_bytes (None without a GPU) and planned_bytes of memory;
         out_error and dq_error of sampled rows against float64 (None for "dense ring"); exchange_ms, hidden and
-        exchange_begins_ms, each _forward and _backward, as `_traced` finds them. What was not asked for is None.
+        exchange_begins_ms, each _forward and _backward, as `_traced` finds them. What was not asked for is None. A grid
+        has received_forward and received_backward in place of what is sent, and what was counted_ of both.
     """
     q, k, v, dout = _inputs(work)
-    records = {side: work.identity(side) | _planned(side, work) for side in work.sides}
+    records = {side: work.identity(side) | work.planned(side) for side in work.sides}
     for side, record in records.items():  # alone: another side's tensors would count as this one's
         record |= _checked(side, work, _passes(side, work, q, k, v, dout), (q, k, v, dout))
     passes = {side: _passes(side, work, q, k, v, dout) for side in work.sides}
@@ -175,58 +233,31 @@ def measure(work: Work) -> list[dict]:
     return list(records.values())
 
 
-def _inputs(work: Work) -> list[Tensor | None]:
+def _transport(side: str) -> str:
+    return "ring" if side == DENSE_RING else side if side in TRANSPORTS else "auto"
+
+
+def _inputs(work: Work | GridOverRanks) -> list[Tensor | None]:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    rows = work.tokens // work.ranks
-    shapes = [(1, rows, n, work.head_dim) for n in (work.heads, work.kv_heads, work.kv_heads)]
+    shapes = [(1, work.rows, n, work.head_dim) for n in (work.heads, work.kv_heads, work.kv_heads)]
     shapes += [shapes[0]] * work.backward
     like = {"generator": generator, "dtype": getattr(torch, work.dtype), "device": device}
     q, k, v, *dout = (torch.randn(shape, **like) for shape in shapes)
     return [*(x.requires_grad_(work.backward) for x in (q, k, v)), *(dout or [None])]
 
 
-def _transport(side: str) -> str:
-    return "ring" if side == DENSE_RING else side if side in TRANSPORTS else "auto"
-
-
-def _planned(side: str, work: Work) -> dict:
-    dtype, rows = getattr(torch, work.dtype), work.tokens // work.ranks
-    sizes = {"batch": 1, "heads": work.heads, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "dtype": dtype}
-    how = {"is_causal": work.is_causal, "transport": _transport(side), "ordered": side in ORDERS, **sizes}
-    costs = plan_ring(work.pattern_of(side), (rows,) * work.ranks, **how).ranks
-    names = {name: name for name in ("sent_forward", "sent_backward", "flop_forward")}
-    names["planned_bytes"] = "memory_backward" if work.backward else "memory_forward"
-    found = {name: max(getattr(cost, planned) for cost in costs) for name, planned in names.items()}
-    if side == GATHERED:
-        sent = 2 * rows * work.kv_heads * work.head_dim * (work.ranks - 1)
-        found |= {"sent_forward": sent * dtype.itemsize, "sent_backward": sent * 4, "planned_bytes": None}
-    return found
-
-
-def _passes(side: str, work: Work, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> tuple[Pass, Pass]:
+def _passes(side: str, work: Work | GridOverRanks, *inputs: Tensor | None) -> tuple[Pass, Pass]:
     # The forward keeps its output for the backward after it, which drops it.
-    pattern, graph, options = work.pattern_of(side), [], {}
-    if side in ORDERS:
-        options["kv_ordering"] = OrderingSpec(ORDERS[side])
-        order = options["kv_ordering"].ordering(k.shape[1]).to(k.device)
-        k, v = (order.apply(x.detach(), dim=1).requires_grad_(work.backward) for x in (k, v))
+    *given, dout = inputs
+    (attend, leaves), graph = work.attention(side, *given), []
 
     def forward() -> Tensor:
         graph.clear()
-        if side == GATHERED:
-            whole, start = map(_Gathered.apply, (k, v)), q.shape[1] * dist.get_rank()
-            out = dilated_attention(q, *whole, pattern, is_causal=work.is_causal, query_start=start)
-        elif side == ALONE:
-            out = dilated_attention(q, k, v, pattern, is_causal=work.is_causal)
-        else:
-            how = {"transport": _transport(side), "is_causal": work.is_causal}
-            out = ring_dilated_attention(q, k, v, pattern, **how, **options)
-            options["validate"] = False  # the first call was, and the shards are equal
-        graph.append(out)
-        return out
+        graph.append(attend())
+        return graph[-1]
 
-    return forward, lambda: torch.autograd.grad(graph.pop(), (q, k, v), dout)
+    return forward, lambda: torch.autograd.grad(graph.pop(), leaves, dout)
 
 
 class _Gathered(torch.autograd.Function):
@@ -245,27 +276,28 @@ class _Gathered(torch.autograd.Function):
         return own.to(grad.dtype)
 
 
-def _checked(side: str, work: Work, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
-    # The first call compiles; the second one's memory is looked at, and its results.
+def _checked(side: str, work: Work | GridOverRanks, passes: tuple[Pass, Pass], inputs: Sequence[Tensor | None]) -> dict:
+    # The first call compiles; the second one's memory is looked at, and its bytes and results.
     device, found = inputs[0].device, {"peak_bytes": None, "out_error": None, "dq_error": None}
     for _ in range(2):
-        out = dq = None
+        out, grads = None, ()
         if device.type == "cuda":
             begin_peak(device)
-        out = passes[0]().detach()
-        dq = passes[1]()[0] if work.backward else None
+        with counted() as there:
+            out = passes[0]().detach()
+        with counted() as back:
+            grads = passes[1]() if work.backward else ()
     if device.type == "cuda":
         found["peak_bytes"] = int(max(_from_ranks(float(torch.cuda.max_memory_allocated()), device)))
-    if side != DENSE_RING:
-        call = Call(work.pattern_of(side), is_causal=work.is_causal)
-        errors = sampled_errors(*(x if x is None else x.detach() for x in inputs), out, dq, call)
-        if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
-            raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
-        found |= {f"{name}_error": error for name, error in errors.items()}
-    return found
+    for name, total in (("forward", there), ("backward", back)) if work.is_counted else ():
+        found[f"counted_{name}"] = int(max(_from_ranks(float(total["received"]), device)))
+    errors = work.errors(side, [x if x is None else x.detach() for x in inputs], out, grads)
+    if any(error is not None and not error < LARGEST_ERROR for error in errors.values()):  # NaN too
+        raise ArithmeticError(f"{side} of {work} is off by more than rounding: {errors}")
+    return found | {f"{name}_error": error for name, error in errors.items()}
 
 
-def _times(passes: dict[str, tuple[Pass, Pass]], work: Work, device: torch.device) -> dict[str, dict]:
+def _times(passes: dict[str, tuple[Pass, Pass]], work: Work | GridOverRanks, device: torch.device) -> dict[str, dict]:
     samples = {side: {"forward": [], "backward": []} for side in passes}
     for n in range(WARM_UP + work.repetitions):
         for side, calls in passes.items():
@@ -291,7 +323,7 @@ def _over_ranks(name: str, own_ms: list[float], device: torch.device) -> dict[st
     return found | {f"{name}_by_rank_ms": _from_ranks(statistics.median(own_ms), device)}
 
 
-def _sustained(calls: Sequence[Pass], single: dict, work: Work, device: torch.device) -> dict:
+def _sustained(calls: Sequence[Pass], single: dict, work: Work | GridOverRanks, device: torch.device) -> dict:
     names = ("host", "mhz", "watts")
     if not work.sustained_seconds:
         return _over_ranks("sustained", [], device) | {f"{name}_by_rank": None for name in names}
@@ -341,5 +373,5 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
 
 
 def _key(record: dict) -> str:
-    names = {*Work.__dataclass_fields__, "side"} - set(OF_ALL_SIDES)
+    names = {*Work.__dataclass_fields__, *GridOverRanks.__dataclass_fields__, "side"} - set(OF_ALL_SIDES)
     return json.dumps({name: record[name] for name in names if name in record}, sort_keys=True)

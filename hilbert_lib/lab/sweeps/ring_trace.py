@@ -1,6 +1,11 @@
-"""What a trace of the kernels of one call tells of the exchange in it."""
+"""The exchange in one call: what a trace of its kernels tells, and the bytes that torch is given to carry."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 Kernel = tuple[str, float, float]  # name, begin and end in microseconds
 
@@ -39,3 +44,26 @@ def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts what is "sent" and "received" inside: bytes between ranks, but for a call's header, and "calls"."""
+    total = {"sent": 0, "received": 0, "calls": 0}
+    all_to_all, batched = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counting_all_to_all(output, input, output_split_sizes, input_split_sizes, **options):
+        total["calls"] += 1
+        for name, x, sizes in (("sent", input, input_split_sizes), ("received", output, output_split_sizes)):
+            row = math.prod(x.shape[1:]) * x.element_size()
+            total[name] += row * (sum(sizes) - sizes[dist.get_rank()])
+        return all_to_all(output, input, output_split_sizes, input_split_sizes, **options)
+
+    def counting_batched(operations):
+        for operation in operations:
+            name = "sent" if operation.op is dist.isend else "received"
+            total[name] += operation.tensor.numel() * operation.tensor.element_size()
+        return batched(operations)
+
+    with patch.multiple(dist, all_to_all_single=counting_all_to_all, batch_isend_irecv=counting_batched):
+        yield total

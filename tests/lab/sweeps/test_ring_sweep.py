@@ -5,9 +5,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from grid_cases import exact
 
 from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
 from hilbert_lib.lab.sweeps import ring
+from hilbert_lib.lab.sweeps.halos import RECTANGLES, RUNS, SHARDINGS, STRIPS, GridOverRanks
 from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work, run_works
 
 SIZES = {"heads": 2, "head_dim": 8, "first_segment": 16}
@@ -18,18 +21,24 @@ EVERY = (*TRANSPORTS, GATHERED, *ORDERS, DENSE_RING)
 def measured(tmp_path_factory):
     """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
     folder, timed = tmp_path_factory.mktemp("ring"), {"repetitions": 3, **SIZES}
+    grid = {"sides": (*SHARDINGS, ALONE), "sustained_seconds": 0.01, "dtype": "float32", **timed}
+    grid.pop("first_segment")
     works = [
         Work.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
         Work.spanning("strong", 1, 64, **timed),
         Work.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
         Work.spanning("strong", 2, 64, sides=EVERY, **timed),
         Work.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
+        GridOverRanks("grid", 2, (8, 12), (3, 5), **grid),
+        GridOverRanks("grid", 2, (4, 6, 6), (2, 3, 3), **grid | {"backward": False, "sustained_seconds": 0.0}),
     ]
     return works, folder, run_works(works, output_dir=str(folder), backend="gloo")
 
 
 def test_records_hold_samples_and_small_errors_of_every_side(measured):
     works, _, records = measured
+    works = [work for work in works if isinstance(work, Work)]
+    records = [record for record in records if "tokens" in record]
     assert [record["side"] for record in records] == [side for work in works for side in work.sides]
     for record, work in zip(records, [each for each in works for _ in each.sides], strict=True):
         assert len(record["forward_samples_ms"]) == 3
@@ -41,6 +50,44 @@ def test_records_hold_samples_and_small_errors_of_every_side(measured):
         assert len(record["sustained_samples_ms"]) == WINDOWS * (record["sweep"] == "weak")
     sent = {record["side"]: record["sent_forward"] for record in records if record["ranks"] == 2}
     assert sent[ALONE] == 0 < sent["auto"] < sent[GATHERED]
+
+
+def test_of_a_grid_bytes_are_the_plans_and_rows_of_every_gradient_exact(measured):
+    records = [record for record in measured[2] if "shape" in record]
+    assert [record["side"] for record in records] == [*SHARDINGS, ALONE] * 2
+    for record in records:
+        is_alone = record["side"] == ALONE
+        for name in ("forward", "backward"):
+            travels = record[f"received_{name}"] * (name == "forward" or record["backward"])
+            assert record[f"counted_{name}"] == travels
+            assert (travels == 0) == (is_alone or (name == "backward" and not record["backward"]))
+        assert record["flop_forward"] > 0
+        errors = [record["out_error"], *([record["dq_error"]] if record["backward"] else [])]
+        assert errors == [None] * len(errors) if is_alone else max(errors) < 1e-6
+        assert len(record["sustained_samples_ms"]) == WINDOWS * record["backward"]
+    plane = {record["side"]: record for record in records[:4]}
+    assert plane[RECTANGLES]["border"] == 2 / 6
+    assert plane[RUNS]["border"] == 1
+    assert plane[RECTANGLES]["received_forward"] == 2 * 8 * 2 * 2 * 8 * 4  # columns of 8 cells; k, v, heads, bytes
+    assert plane[STRIPS]["received_forward"] == 12 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("broken", [1, 2, 3])
+def test_a_wrong_row_of_a_gradient_is_found(broken):
+    work = GridOverRanks("grid", 1, (6, 8), (3, 3), heads=1, head_dim=8, dtype="float32")
+    inputs = [x.detach().double() for x in torch.randn(4, 1, 48, 1, 8, generator=torch.Generator().manual_seed(0))]
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = exact(*leaves, work.near)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        errors = [work.errors(RECTANGLES, inputs, found[0], found[1:])]
+        found[broken][0, 3 * 8 + 4] += 0.1
+        errors.append(work.errors(RECTANGLES, inputs, found[0], found[1:]))
+    finally:
+        dist.destroy_process_group()
+    assert max(errors[0].values()) < 1e-12
+    assert errors[1]["dq"] > 1e-3
 
 
 def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
@@ -69,3 +116,9 @@ def test_windows_of_calls_are_timed_by_the_call():
 def test_works_that_cannot_be_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         Work.spanning("weak", 2, **{"tokens": 64, **SIZES, **wrong})
+
+
+def test_grids_that_cannot_be_are_refused():
+    for wrong, words in (({"sides": ("ring",)}, "sides must be of rectangles"), ({"shape": (5, 5)}, "2 equal parts")):
+        with pytest.raises(ValueError, match=words):
+            GridOverRanks("grid", 2, **{"shape": (4, 4), "window": (3, 3), "heads": 1, "head_dim": 8} | wrong)
