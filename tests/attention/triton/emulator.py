@@ -32,7 +32,7 @@ EMULATED = {  # all that a call runs but what is decided without triton
     *(f"{PACKAGE}.hopper.{name}" for name in ("tiles", "steps", "forward", "backward", "launch")),
     *(
         f"{PACKAGE}.hopper.{name}"
-        for name in ("boxes", "masks", "box_descriptors", "grid_forward", "grid_backward", "grid_launch")
+        for name in ("boxes", "places", "masks", "box_descriptors", "grid_forward", "grid_backward", "grid_launch")
     ),
 }
 LAYOUTS = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")

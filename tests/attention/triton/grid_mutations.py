@@ -4,7 +4,7 @@ from mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "hopper.boxes",
+        "hopper.places",
         "begin + tile % per * SIZE, tile // per",
         "begin + tile % per * SIZE, 0",
         "residue 0 is all there is",
@@ -165,7 +165,7 @@ MUTATIONS = [
         14,
     ),
     Mutation(
-        "hopper.boxes",
+        "hopper.places",
         "gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)",
         "gl.where(total >= count, total - count, total), 0",
         "a digit is not carried",

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
-from hilbert_lib.attention.triton.hopper import boxes, masks, steps, tiles
+from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
 # As in `grid_forward`: of a tile's two tensors, of those of its boxes, and of the results.
 MOVES = (*(name + axis for name in "xyabuw" for axis in "b012"), "eb", "fb")
@@ -129,11 +129,11 @@ def _copy(
     a_first = own.first if OF_KEYS else (0, 0, 0)
     block = 0
     turn = 0
-    counts = boxes.counts_of(axes, heads, group, RULES, OF_KEYS)
-    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    counts = places.counts_of(axes, heads, group, RULES, OF_KEYS)
+    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES, OF_KEYS)
-        digits = boxes.added(digits, ahead, counts)
+        place = places.place_of(digits, axes, group, RULES, OF_KEYS)
+        digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
         if turn >= boxes.BUFFERS:
             mbarrier.wait(shared.tile_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
@@ -212,11 +212,11 @@ def _differentiate_queries(
     asked = boxes.asked(axes, RULES)
     block = 0
     turn = 0
-    counts = boxes.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    counts = places.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES, False)
-        digits = boxes.added(digits, ahead, counts)
+        place = places.place_of(digits, axes, group, RULES, False)
+        digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
@@ -303,11 +303,11 @@ def _differentiate_keys(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     block = 0
     turn = 0
-    counts = boxes.counts_of(axes, heads, group, RULES, True)
-    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    counts = places.counts_of(axes, heads, group, RULES, True)
+    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES, True)
-        digits = boxes.added(digits, ahead, counts)
+        place = places.place_of(digits, axes, group, RULES, True)
+        digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         buffer = turn % boxes.BUFFERS

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton.grid import NOT_SPECIALIZED
-from hilbert_lib.attention.triton.hopper import boxes, masks, steps, tiles
+from hilbert_lib.attention.triton.hopper import boxes, masks, places, steps, tiles
 
 # How far coordinates move on a descriptor's axis of heads, from one sequence and from one residue to the next.
 MOVES = ("qb", "q0", "q1", "q2", "kb", "k0", "k1", "k2", "vb", "v0", "v1", "v2", "ob", "o0", "o1", "o2", "eb", "fb")
@@ -96,11 +96,11 @@ def _copy(
     q_moves, k_moves, v_moves, extra_moves = moves
     block = 0
     turn = 0
-    counts = boxes.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    counts = places.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES, False)
-        digits = boxes.added(digits, ahead, counts)
+        place = places.place_of(digits, axes, group, RULES, False)
+        digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
         if turn >= boxes.BUFFERS:
             mbarrier.wait(shared.q_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
@@ -157,11 +157,11 @@ def _attend(
     turn = 0
     last = -1  # the box whose weights are still to be multiplied with its v
     goal = (-1, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
-    counts = boxes.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = boxes.digits_of(gl.program_id(0), counts), boxes.digits_of(programs, counts)
+    counts = places.counts_of(axes, heads, group, RULES, False)
+    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
-        place = boxes.place_of(digits, axes, group, RULES, False)
-        digits = boxes.added(digits, ahead, counts)
+        place = places.place_of(digits, axes, group, RULES, False)
+        digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
