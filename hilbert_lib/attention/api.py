@@ -10,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.choice import choose, explain
+from hilbert_lib.attention.choice import choose, explain, is_undone
 from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.checks import boolean, integer, number, positive, suggesting
 from hilbert_lib.ordering import Ordering
@@ -59,7 +59,8 @@ def dilated_attention(
         query_start: q's row t is position query_start + t, while k and v cover positions 0 to keys - 1 (decoding);
             by default all cover the same positions. Of a cache that is not full, give the rows that are, or fill the
             rest with zeros: some backends multiply a NaN in it by a weight of 0.
-        kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order.
+        kv_ordering: the `Ordering` in which k and v are stored; q and the output are always in sequence order. On a GPU
+            "auto" copies k and v in sequence order first where that costs less than to read through a table.
         cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and
             document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1. Each is attended to by itself, its segments and
             lengths counted from its first row; it may be empty. The first value is 0 and the last q's length. Not with
@@ -103,10 +104,10 @@ def attend(
         raise ValueError(f"backend={backend!r} {told}; see explain_backend")
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
-    if kv_ordering is not None and BACKENDS[chosen].reads_orderings:
-        call = replace(call, inverse=kv_ordering.slots(k.device))
-    elif kv_ordering is not None:
+    if kv_ordering is not None and is_undone(backend, chosen, q.device, q.shape[1], call.query_start):
         k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
+    elif kv_ordering is not None:
+        call = replace(call, inverse=kv_ordering.slots(k.device))
     out, lse = operators.forward(q, k, v, call, chosen)
     return (out, lse) if return_lse else out
 

@@ -15,6 +15,8 @@ from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
 
+UNDONE_FROM = 16_384  # rows of q from which "auto" has k and v put in sequence order
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -66,6 +68,16 @@ def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
     asked = rule_for(q, call, gradient=gradient).order if name == "auto" else (name,)
     return first_that_serves(q, call, asked, BACKENDS)
+
+
+def is_undone(asked: str, chosen: str, device: torch.device, rows: int, query_start: int | None) -> bool:
+    """Whether k and v are put in sequence order before a call, rather than found through a table in the kernels.
+
+    asked: the backend asked for; chosen: the one that serves. A copy costs each row once, a table each read of a row.
+    """
+    if not BACKENDS[chosen].reads_orderings:
+        return True
+    return asked == "auto" and device.type == "cuda" and query_start is None and rows >= UNDONE_FROM
 
 
 def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: dict[str, Backend]) -> str:

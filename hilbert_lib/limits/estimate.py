@@ -17,6 +17,7 @@ from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype
 from hilbert_lib.attention.backends import registry
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.choice import is_undone
 from hilbert_lib.attention.explain import explain_backend, is_on_grid
 from hilbert_lib.attention.grids import registry as on_grids
 from hilbert_lib.attention.grids.api import by_kv_head
@@ -90,8 +91,8 @@ def estimate_memory(
         dtype: of q, k and v.
         direction: "forward", or "backward" with what the forward left; training needs the larger of the two.
         backend, is_causal, dropout_p: as the functions take them.
-        has_key_padding, has_kv_ordering: whether there is such an argument; a backend that cannot read through an
-            ordering keeps gathered copies of k and v for the backward. Tables that later calls share are not counted.
+        has_key_padding, has_kv_ordering: whether there is such an argument; where k and v are put in sequence order
+            first, copies of both are kept for the backward. Tables that later calls share are not counted.
         queries: rows of q, the last positions (decoding); by default all.
         extra: keys beside those of a grid, which every query sees.
         device: where the tensors would be; by default as for `MemorySafetyChecker`.
@@ -137,8 +138,9 @@ def estimate_memory(
     more = k.new_empty(batch, extra, kv_heads, head_dim)
     padding = torch.empty(batch, length, dtype=torch.bool, device="meta") if has_key_padding else None
     asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
-    backend = _serving(q, k, padding, device, backend, direction == "backward", backends, {"pattern": pattern} | asked)
-    is_gathered = has_kv_ordering and not backends[backend].reads_orderings
+    asked, named = asked | {"pattern": pattern}, backend
+    backend = _serving(q, k, padding, device, named, direction == "backward", backends, asked)
+    is_gathered = has_kv_ordering and is_undone(named, backend, device, rows, start)
     if on_grid:
         call, leaves = Request(near, head_dim**-0.5, None, padding), (Tensors(q, k, k, more, more),)
     else:

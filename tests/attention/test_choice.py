@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from cases import attended, drawn, norms
 
-from hilbert_lib import DilatedPattern, dilated_attention, explain_backend, select_attention_backend
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.attention.backends import fused, presence
@@ -370,3 +371,30 @@ def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
     q = torch.ones(1, 8, 2, 4)
     with pytest.raises(ValueError, match=r"backend='auto' .*triton .*cudnn .*needs a CUDA device"):
         dilated_attention(q, q, q, DilatedPattern((4,), (1,)))
+
+
+def test_keys_are_put_in_sequence_order_where_a_copy_costs_less_than_a_table():
+    gpu, many = torch.device("cuda"), choice.UNDONE_FROM
+    assert choice.is_undone("auto", "triton", gpu, many, None)
+    assert choice.is_undone("auto", "sdpa", torch.device("cpu"), 1, 0)  # which reads through no table
+    for asked, device, rows, start in (
+        ("triton", gpu, many, None),  # asked for by name, as those do who measure it
+        ("auto", gpu, many - 1, None),
+        ("auto", gpu, many, 10),  # decoding: a few queries read few rows
+        ("auto", torch.device("cpu"), many, None),
+    ):
+        assert not choice.is_undone(asked, "triton", device, rows, start)
+
+
+@pytest.mark.gpu
+def test_undone_orderings_change_nothing():
+    length = choice.UNDONE_FROM
+    q, k, v, dout = drawn(length, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    order = Ordering.from_curve("hilbert", length)
+    stored = order.apply(k, dim=1), order.apply(v, dim=1)
+    pattern = DilatedPattern((1024, 4096), (1, 4))
+    out, lse, *grads = attended((q, k, v, dout), pattern, "auto")
+    *same, dq, dk, dv = attended((q, *stored, dout), pattern, "auto", kv_ordering=order)
+    assert all(map(torch.equal, same, (out, lse)))
+    # dq is summed in an order that varies.
+    assert max(norms((dq, order.undo(dk, dim=1), order.undo(dv, dim=1)), [x.double() for x in grads])) < 1e-3
