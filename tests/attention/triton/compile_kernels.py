@@ -55,6 +55,7 @@ STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiple
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
     **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL", "IF_FLAG"), False),
+    "documents": None,
 }
 
 
