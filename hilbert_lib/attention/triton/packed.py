@@ -23,7 +23,7 @@ class Packed(NamedTuple):
 
     tables: schedule.Tables
     first: Tensor  # (count,) int64, ascending: before which row a tile of that number begins, whatever the head
-    more: int  # a document of n rows has at most (count * n + more) / chunk tiles
+    bounds: list[tuple[int, int]]  # (a, b): a document of n rows has at most (a * n + b) / chunk tiles
 
 
 def scheduled_length(call: Call, keys: int) -> int:
@@ -52,11 +52,14 @@ def tables(
     first, order = first.sort(dim=-1, stable=True)
     items = made.items.gather(2, order[..., None].expand(made.items.shape))
     first = first.amin((0, 1))
-    begun = torch.where(first < made.chunk, torch.arange(1, len(first) + 1) * made.chunk - len(first) * (first + 1), 0)
-    more = max(0, int(begun.max()))
+    # The more rows a document has, the flatter the line that bounds it best; the flattest is that of whole chunks.
+    slopes = [len(first) << n for n in range(made.chunk.bit_length())]
+    begun = first[first < made.chunk] + 1  # rows of the shortest documents that have one tile more
+    tiles = torch.arange(1, len(begun) + 1)
+    bounds = [(a, max([0, *(tiles * made.chunk - a * begun).tolist()])) for a in slopes]
     named = {"branches": made.branches, "offsets": made.offsets, "branch_ids": made.branch_ids}
     named |= {"items": items, "classes": made.classes}
-    return Packed(replace(made, **{name: x.to(device) for name, x in named.items()}), first.to(device), more)
+    return Packed(replace(made, **{name: x.to(device) for name, x in named.items()}), first.to(device), bounds)
 
 
 def places(cu_seqlens: Tensor, total: int, packed: Packed) -> Tensor:
@@ -68,7 +71,7 @@ def places(cu_seqlens: Tensor, total: int, packed: Packed) -> Tensor:
     lengths, number_of = cu_seqlens.long().diff(), len(cu_seqlens) - 1
     tiles = lengths // chunk * count + torch.searchsorted(packed.first, lengths % chunk)
     ends = tiles.cumsum(0)
-    programs = max(1, (count * total + packed.more * min(number_of, total)) // chunk)
+    programs = max(1, min(a * total + b * min(number_of, total) for a, b in packed.bounds) // chunk)
     program = torch.arange(programs, device=cu_seqlens.device)
     document = torch.searchsorted(ends, program, right=True)
     exists = document < number_of
