@@ -13,7 +13,7 @@ import torch
 
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.grids.flex import block_mask
-from hilbert_lib.attention.triton import decode, schedule
+from hilbert_lib.attention.triton import decode, packed, schedule
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
 from hilbert_lib.ordering import ordering_tables
 
@@ -122,5 +122,5 @@ threading.Thread(target=serve).start()
 
 
 def test_the_tables_of_kernels_and_masks_are_such():
-    for tables in (ordering_tables, schedule.tables, decode._table, flex._masks, block_mask):
+    for tables in (ordering_tables, schedule.tables, packed.tables, decode._table, flex._masks, block_mask):
         assert isinstance(tables, GraphCache)

@@ -64,7 +64,8 @@ def dilated_attention(
         cu_seqlens: (documents + 1,) int32 on the device of q: documents lie one after the other in a batch of 1, and
             document i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1. Each is attended to by itself, its segments and
             lengths counted from its first row; it may be empty. The first value is 0 and the last q's length. Not with
-            key_padding_mask, query_start or kv_ordering.
+            key_padding_mask, query_start or kv_ordering. Backend "triton", which "auto" then takes first, serves all in
+            one call, and on a GPU without a wait: wrong values stop the GPU. Others loop, and wait for the lengths.
         max_seqlen: at least the length of every document, if it is known; by default it is not.
         backend: a name that `explain_backend` lists, or "auto" for the fastest that can serve.
         return_lse: whether to return the lse as well.

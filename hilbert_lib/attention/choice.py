@@ -51,8 +51,15 @@ def rule_for(q: Tensor, call: Call, *, gradient: bool) -> Rule:
     if not is_exporting:  # an exported program serves all lengths, so that none may decide
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
-                return rule
-    return _known_rule(q.device, q.dtype)
+                return _of_documents_first(rule, call)
+    return _of_documents_first(_known_rule(q.device, q.dtype), call)
+
+
+def _of_documents_first(rule: Rule, call: Call) -> Rule:
+    # Of packed documents, those that take all in one call stand before loops, for which the host waits.
+    if call.cu_seqlens is None:
+        return rule
+    return rule._replace(order=tuple(sorted(rule.order, key=lambda name: not BACKENDS[name].reads_documents)))
 
 
 def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
@@ -97,12 +104,12 @@ def explained(
 ) -> Explanation:
     """Why of some backends one was chosen, by its name or by a rule, and the others were not.
 
-    caveat: what holds for all that can serve.
+    caveat: what holds for all that can serve, but those that read documents.
     """
     reasons = {}
     for candidate, backend in backends.items():
         refusal = backend.refusal(q, call)
-        more = "".join(f"; {each}" for each in (backend.caveat, caveat) if each)
+        more = "".join(f"; {each}" for each in (backend.caveat, "" if backend.reads_documents else caveat) if each)
         more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
         if candidate == chosen:
             reasons[candidate] = f"chosen: {backend.note}{more}"

@@ -40,10 +40,10 @@ def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **others:
 
 
 def rows_of(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> list[slice]:
-    """The rows of each document, empty ones left out; the host waits for the device.
+    """The rows of each document; the host waits for the device.
 
-    >>> rows_of(torch.tensor([0, 3, 3, 4]), 4)
-    [slice(0, 3, None), slice(3, 4, None)]
+    >>> rows_of(torch.tensor([0, 3, 3]), 3)
+    [slice(0, 3, None), slice(3, 3, None)]
     """
     ends = cu_seqlens.tolist()
     rows = [slice(*pair) for pair in itertools.pairwise(ends)]
@@ -52,7 +52,31 @@ def rows_of(cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> li
     longest = max((each.stop - each.start for each in rows), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen must be at least the length of every document, {longest}, got {max_seqlen}")
-    return [each for each in rows if each.start < each.stop]
+    return rows
+
+
+def check_rows(cu_seqlens: Tensor, total: int, max_seqlen: int | None) -> None:
+    """What `rows_of` checks, without a wait: a GPU stops at what is wrong, and later calls of CUDA raise."""
+    if not cu_seqlens.is_cuda or len(cu_seqlens) == 1:  # no document: none has a length to look up
+        rows_of(cu_seqlens, total, max_seqlen)
+        return
+    lengths = cu_seqlens.diff()
+    right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths.amin() >= 0)
+    torch._assert_async(right, f"cu_seqlens must begin with 0, never fall and end with q's length {total}")
+    if max_seqlen is not None:
+        torch._assert_async(lengths.amax() <= max_seqlen, "max_seqlen must be at least the length of every document")
+
+
+def places_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(total,) int64 each: the place of every row in its document, and the length of that; no wait.
+
+    >>> places_of(torch.tensor([0, 3, 3, 4]), 4)
+    (tensor([0, 1, 2, 0]), tensor([3, 3, 3, 1]))
+    """
+    ends = cu_seqlens.long()
+    row = torch.arange(total, device=ends.device)
+    document = torch.searchsorted(ends[1:], row, right=True)
+    return row - ends[document], ends.diff()[document]
 
 
 def _some(numbers: list[int]) -> str:
@@ -63,6 +87,8 @@ def documents(call: Call, q: Tensor) -> Iterator[tuple[slice, Call]]:
     """The rows of each document and the call that it is by itself. Dropout is that of a batch of them."""
     heads = torch.arange(q.shape[2], device=q.device)
     for number, rows in enumerate(rows_of(call.cu_seqlens, q.shape[1], call.max_seqlen)):
+        if rows.start == rows.stop:
+            continue
         seed = call.seed
         if seed is not None:
             names = torch.tensor([number, 0, 1, 0, 0, 0, 0], device=q.device).repeat(1, len(heads), 1)

@@ -59,9 +59,10 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
     if not (q.numel() and k.numel()):  # dense operators do not take empty tensors
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
-    call, (run, _) = _call(*request[:-1]), BACKENDS[request[-1]].functions(q.device)
+    call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
+    run, _ = backend.functions(q.device)
     with torch.cuda.device_of(q), as_given(q.device):
-        if call.cu_seqlens is None:
+        if call.cu_seqlens is None or backend.reads_documents:
             return _forward_of_one(run, q, k, v, call)
         out, lse = _fake_forward(q, k, v)
         for rows, own in documents(call, q):
@@ -70,7 +71,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
 
 
 def _forward_of_one(run: Forward, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    # One document, or a batch of sequences.
+    # One document, a batch of sequences, or documents where the backend reads their lengths.
     out, lse = run(*map(as_kernels_load, (q, k, v)), call)
     lse = lse.contiguous()  # one layout for all backends, which the fake one has too
     add_zero_keys(out, lse, call, call.first_query, k.shape[1], k.shape[2])
@@ -82,11 +83,12 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-    call, (_, run) = _call(*request[:-1]), BACKENDS[request[-1]].functions(q.device)
+    call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
+    _, run = backend.functions(q.device)
     if call.pattern.padding == "zeros":
         call = replace(call, is_part=True)  # out and lse hold zero keys too
     with torch.cuda.device_of(q), as_given(q.device):
-        if call.cu_seqlens is None:
+        if call.cu_seqlens is None or backend.reads_documents:
             return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, call)
         grads = _fake_backward(dout, q, k, v, out, lse)
         for rows, own in documents(call, q):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.documents import places_of
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.pattern import DilatedPattern
 
@@ -19,10 +20,13 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Call, first: int, length: int,
 
     first: position of the first query in a sequence of this length.
     """
-    if not has_zero_keys(call, length):
-        return
     queries = lse.shape[2]
-    log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
+    if call.cu_seqlens is not None and call.pattern.padding == "zeros" and not call.is_causal:
+        log_count = _log_count(call.pattern, *places_of(call.cu_seqlens, queries), kv_heads, lse.dtype)
+    elif has_zero_keys(call, length):
+        log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
+    else:
+        return
     by_group = lse.unflatten(1, (kv_heads, -1))
     # A logistic function, as in `merge`. A row without any keys stays 0 and -inf: -inf minus -inf is NaN.
     weight = (by_group - log_count).sigmoid_()
@@ -44,12 +48,18 @@ def _log_counts(
     pattern: DilatedPattern, first: int, queries: int, length: int, kv_heads: int, dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    # (kv_heads, 1, queries): the log of the number of zero keys that each query sees.
     position = torch.arange(first, first + queries, device=device)
-    count = torch.zeros(kv_heads, 1, queries, dtype=torch.float64, device=device)
+    return _log_count(pattern, position, torch.tensor(length, device=device), kv_heads, dtype)
+
+
+def _log_count(
+    pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    # (kv_heads, 1, queries): the log of the number of zero keys that each query sees, in sequences of these lengths.
+    count = torch.zeros(kv_heads, 1, len(position), dtype=torch.float64, device=position.device)
     for branch, (w, r) in enumerate(pattern.branches):
-        size, within = min(w, length), position % w
-        rows = (length - (position - within)).clamp(max=size)  # of the segment, that are positions of the sequence
+        size, within = length.clamp(max=w), position % w
+        rows = torch.minimum(length - (position - within), size)  # of the segment, that are of the sequence
         for offset, heads in pattern.offset_heads(branch, kv_heads).items():
             real = (rows - offset + r - 1).div(r, rounding_mode="floor").clamp(min=0)
             count[heads] += torch.where(within % r == offset, -(-size // r) - real, 0)

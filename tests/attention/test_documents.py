@@ -1,5 +1,6 @@
 """Packed documents are attended to as if each were alone: output, lse, gradients, dropout; and what is refused."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -18,8 +19,10 @@ from hilbert_lib import (
     dilated_attention,
     explain_backend,
 )
-from hilbert_lib.attention import operators
+from hilbert_lib.attention import choice, operators
+from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.rules import FULL_RULE
 
 LENGTHS = [0, 7, 1, 0, 12, 1, 5, 0]
 TOTAL = sum(LENGTHS)
@@ -107,9 +110,22 @@ def test_which_backends_serve_and_what_it_costs_is_told():
     assert "documents" not in explain_backend(q, q, q, PATTERN).reasons["sdpa"]
     call = Call(PATTERN, cu_seqlens=CU)
     half = torch.ones(1, TOTAL, 2, 64, dtype=torch.float16)
-    for name in ("triton", "flex"):
-        assert operators.BACKENDS[name].limits(half, call).startswith("no cu_seqlens")
-    assert not operators.BACKENDS["cudnn"].limits(half, call)
+    assert BACKENDS["flex"].limits(half, call).startswith("no cu_seqlens")
+    for name in ("cudnn", "triton"):
+        assert not BACKENDS[name].limits(half, call)
+
+
+def test_what_takes_all_documents_in_one_call_stands_before_loops(monkeypatch):
+    monkeypatch.setattr(choice, "_known_rule", lambda *_: FULL_RULE)
+    q, one = torch.ones(1, TOTAL, 2, 4), Call(PATTERN)
+    assert choice.rule_for(q, one, gradient=False) == FULL_RULE
+    of_documents = choice.rule_for(q, replace(one, cu_seqlens=CU), gradient=False)
+    assert of_documents.order == ("triton", "sdpa", "eager")
+    if not BACKENDS["triton"].here(q, one):
+        told = explain_backend(q, q, q, PATTERN, cu_seqlens=CU)
+        assert told.chosen == "triton"
+        assert "one document after the other" not in told.reasons["triton"]
+        assert "one document after the other" in told.reasons["sdpa"]
 
 
 def packed(cu=CU, *, batch=1, keys=TOTAL, **options):
@@ -144,7 +160,7 @@ WRONG = {
             lambda: packed(key_padding_mask=torch.zeros(1, TOTAL, dtype=torch.bool)),
             "key_padding_mask must be None with cu_seqlens, got Tensor",
         ),
-        (lambda: packed(backend="triton"), "backend='triton' .*no cu_seqlens yet|backend='triton' no GPU"),
+        (lambda: packed(backend="flex"), "backend='flex' .*(no cu_seqlens|needs a CUDA device)"),
         (lambda: packed(CU[1:] + 1), r"must begin with 0, never fall and end with q's length 26, got \[1, 8, 9, 9, "),
         (lambda: packed(CU[2:]), r"must begin with 0, .* got \[7, 8, 8, 20, 21, 26, 26\]"),
         (lambda: packed(CU[:-3]), r"must begin with 0, .* end with q's length 26, got \[0, 0, 7, 8, 8, 20\]"),

@@ -46,6 +46,7 @@ class Backend:
     here: Refusal = serves_all  # on this machine, in its settings
     package: str = ""  # its name in `presence`, unless torch or this library brings it
     reads_orderings: bool = False  # through `Call.inverse`; for others k and v are gathered once
+    reads_documents: bool = False  # through `Call.cu_seqlens`; others are given one after the other
     caveat: str = ""  # what it lacks that the reference has
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves

@@ -24,8 +24,6 @@ absence._dynamo_marked_constant = True  # torch.compile cannot trace it (said as
 
 
 def _limits(q: Tensor, call: Call) -> str:
-    if call.cu_seqlens is not None:
-        return "no cu_seqlens yet: its schedules are of segments that begin at multiples of their length"
     return kernel_limits(q, call.first_query + q.shape[1], call.scale)
 
 
@@ -107,6 +105,7 @@ BACKENDS = (
         limits=_limits,
         here=lambda q, call: absence(q.device),
         reads_orderings=True,
+        reads_documents=True,
         workspace=_workspace,
     ),
 )

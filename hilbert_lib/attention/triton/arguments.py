@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
-from hilbert_lib.attention.triton import schedule
+from hilbert_lib.attention.triton import packed, schedule
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 
 
@@ -82,14 +82,20 @@ def launch_arguments(
         begin, length, block, tile_heads = call.first_query, queries, config.block_m, heads
     else:
         begin, length, block, tile_heads = 0, keys, config.block_n, kv_heads
-    together = config.together if length == keys else 0
-    tables = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device)
-    chunks = (begin + length - 1) // tables.chunk - begin // tables.chunk + 1
+    if call.cu_seqlens is None:
+        together = config.together if length == keys else 0
+        tables, documents = schedule.tables(call.pattern, one, keys, kv_heads, block, together, q.device), None
+        chunks = (begin + length - 1) // tables.chunk - begin // tables.chunk + 1
+        programs = chunks * tables.items.shape[2]
+    else:
+        known = packed.tables(call.pattern, one, packed.scheduled_length(call, keys), kv_heads, block, q.device)
+        tables, documents = known.tables, packed.places(call.cu_seqlens, keys, known)
+        programs = chunks = len(documents)
     phases, count = tables.items.shape[1:3]
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3]
     shared = {
         "branches": tables.branches, "offsets": tables.offsets, "branch_ids": tables.branch_ids,
-        "items": tables.items, "classes": tables.classes,
+        "items": tables.items, "classes": tables.classes, "documents": documents,
         "inverse": q if call.inverse is None else call.inverse,
         "padding": q if call.key_padding_mask is None else call.key_padding_mask.contiguous(),
         "seed": q if call.seed is None else call.seed,
@@ -104,4 +110,4 @@ def launch_arguments(
         "DROPOUT": call.dropout_p > 0.0, "READ_PARTIAL": not first, "WRITE_PARTIAL": not last,
         "PRECISION": products_of_float32(), "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    return (batch * tile_heads * chunks * count,), shared
+    return (batch * tile_heads * programs,), shared

@@ -27,7 +27,7 @@ def delta_kernel(
 @triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, partial_dq,
-    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, documents, inverse, padding, seed,
     scale, drop_below,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
@@ -38,9 +38,10 @@ def dq_kernel(
     READ_PARTIAL: tl.constexpr, WRITE_PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (batch, queries, heads, head_dim) of one tile of queries, which walks over keys as the forward does."""
-    b, h, tile = geometry.tile_of(
-        tl.program_id(0), items, classes, first_query, queries, heads, group, chunk, stride, chunks, phases, count
-    )
+    b, h, tile, name, origin, keys = geometry.place_of(
+        tl.program_id(0), documents, items, classes, first_query, queries, keys, heads, group,
+        chunk, stride, chunks, phases, count,
+    )  # fmt: skip
     if tile.size == 0:
         return
     g = h // group
@@ -48,7 +49,7 @@ def dq_kernel(
     dims = tl.arange(0, BLOCK_D)
     position = geometry.tile_positions(tile, rows)
     exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
-    row = (position - first_query).to(tl.int64)
+    row = (position - first_query).to(tl.int64) + origin
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
     q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
@@ -59,8 +60,8 @@ def dq_kernel(
     lse_row = tl.load(lse + scalars, mask=exists, other=float("-inf"))
     lse_row = tl.where(lse_row == float("-inf"), float("inf"), lse_row)  # rows without keys: probability 0
     delta_row = tl.load(delta + scalars, mask=exists, other=0.0)
-    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh
-    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh
+    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + origin * stride_kn
+    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + origin * stride_vn
     padding_row = padding + b.to(tl.int64) * keys
     dq_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
 
@@ -81,7 +82,7 @@ def dq_kernel(
                 for MASKED in tl.static_range(2):
                     acc = _dq_walk(
                         acc, q_tile, d_tile, lse_row, delta_row, k_head, v_head, padding_row, inverse, seed, position,
-                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, b, h, branch, scale,
+                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, name, h, branch, scale,
                         drop_below, stride_kn, stride_vn, dims,
                         HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                     )  # fmt: skip
@@ -125,7 +126,7 @@ def _dq_walk(
 @triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, partial_dk, partial_dv,
-    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, documents, inverse, padding, seed,
     scale, drop_below,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_db, stride_dn, stride_dh,
@@ -139,9 +140,10 @@ def dkv_kernel(
 
     Queries and keys of a segment are the same positions, so the walk over queries mirrors that over keys.
     """
-    b, g, tile = geometry.tile_of(
-        tl.program_id(0), items, classes, 0, keys, kv_heads, 1, chunk, stride, chunks, phases, count
-    )
+    b, g, tile, name, origin, keys = geometry.place_of(
+        tl.program_id(0), documents, items, classes, 0, keys, keys, kv_heads, 1,
+        chunk, stride, chunks, phases, count,
+    )  # fmt: skip
     if tile.size == 0:
         return
     rows = tl.arange(0, BLOCK_N)
@@ -150,7 +152,7 @@ def dkv_kernel(
     exists = (rows < tile.size) & (position < tile.end)
     in_dim = dims[None, :] < HEAD_DIM
     here = exists[:, None] & in_dim
-    slot = position.to(tl.int64)
+    slot = position.to(tl.int64) + origin
     if GATHER:
         slot = tl.load(inverse + position, mask=exists, other=0).to(tl.int64)
     k_ptrs = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + slot[:, None] * stride_kn + dims[None, :]
@@ -193,17 +195,17 @@ def dkv_kernel(
                 tail = free + tl.maximum(end - free, 0) // BLOCK_M * BLOCK_M
                 for member in range(group):
                     h = g * group + member
-                    q_head = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-                    d_head = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh
-                    scalars = (b.to(tl.int64) * kv_heads * group + h) * queries
+                    q_head = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + origin * stride_qn
+                    d_head = dout + b.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh + origin * stride_dn
+                    scalars = (b.to(tl.int64) * kv_heads * group + h) * queries + origin
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, begin, free, tail, end, first_query, b, h, branch, scale, drop_below,
+                        sees, start, w, o, r, begin, free, tail, end, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
                     dk_acc, dv_acc = _dkv_walk(
                         dk_acc, dv_acc, k_tile, v_tile, q_head, d_head, lse + scalars, delta + scalars, seed, position,
-                        sees, start, w, o, r, free, tail, tail, tail, first_query, b, h, branch, scale, drop_below,
+                        sees, start, w, o, r, free, tail, tail, tail, first_query, name, h, branch, scale, drop_below,
                         stride_qn, stride_dn, dims, HEAD_DIM, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
                     )  # fmt: skip
     if WRITE_PARTIAL:

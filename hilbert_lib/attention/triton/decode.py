@@ -43,7 +43,7 @@ def serves(q: Tensor, k: Tensor, call: Call) -> bool:
     True
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
-    if rows > MOST_ROWS:
+    if rows > MOST_ROWS or call.cu_seqlens is not None:
         return False
     return max(min(w, k.shape[1]) // r for w, r in call.pattern.branches) >= KEYS_PER_ROW * rows
 

@@ -9,7 +9,7 @@ from hilbert_lib.attention.triton import geometry
 @triton.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, partial_out, partial_lse, flag,
-    branches, offsets, branch_ids, items, classes, inverse, padding, seed,
+    branches, offsets, branch_ids, items, classes, documents, inverse, padding, seed,
     scale, drop_below,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     first_query, queries, keys, heads, group,
@@ -26,9 +26,10 @@ def forward_kernel(
     if IF_FLAG:  # noqa: SIM102 - a constant, apart from what is loaded
         if tl.load(flag) == 0:
             return
-    b, h, tile = geometry.tile_of(
-        tl.program_id(0), items, classes, first_query, queries, heads, group, chunk, stride, chunks, phases, count
-    )
+    b, h, tile, name, origin, keys = geometry.place_of(
+        tl.program_id(0), documents, items, classes, first_query, queries, keys, heads, group,
+        chunk, stride, chunks, phases, count,
+    )  # fmt: skip
     if tile.size == 0:
         return
     g = h // group
@@ -36,12 +37,12 @@ def forward_kernel(
     dims = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     position = geometry.tile_positions(tile, rows)
     exists = (rows < tile.size) & (position >= tile.lowest) & (position < tile.end)
-    row = (position - first_query).to(tl.int64)
+    row = (position - first_query).to(tl.int64) + origin
     in_dim = dims[None, :] < HEAD_DIM
     q_ptrs = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + row[:, None] * stride_qn + dims[None, :]
     q_tile = tl.load(q_ptrs, mask=exists[:, None] & in_dim, other=0.0)  # [BLOCK_M, BLOCK_D]
-    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh
-    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh
+    k_head = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kh + origin * stride_kn
+    v_head = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vh + origin * stride_vn
     padding_row = padding + b.to(tl.int64) * keys
     out_rows = ((b.to(tl.int64) * queries + row) * heads + h) * HEAD_DIM
     lse_rows = (b.to(tl.int64) * heads + h) * queries + row
@@ -71,7 +72,7 @@ def forward_kernel(
                 for MASKED in tl.static_range(2):
                     acc, total, m = _walk(
                         acc, total, m, q_tile, k_head, v_head, padding_row, inverse, seed, position,
-                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, b, h, branch, scale,
+                        start, w, o, r, n, full if MASKED else 0, end if MASKED else full, name, h, branch, scale,
                         drop_below, stride_kn, stride_vn, dims,
                         HEAD_DIM, BLOCK_N, MASKED, CAUSAL, GATHER, PADDING, DROPOUT, PRECISION,
                     )  # fmt: skip

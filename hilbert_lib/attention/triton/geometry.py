@@ -61,7 +61,38 @@ def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, c
     pid = pid // chunks
     h = pid % heads
     b = pid // heads
-    item = items + ((h // group * phases + at % phases) * count + number) * 4
+    return b, h, _tile(items, classes, at, number, first_row, rows, h // group, chunk, stride, phases, count)
+
+
+@triton.jit
+def place_of(
+    pid, documents, items, classes, first_row, rows, keys, heads, group, chunk, stride, chunks, phases, count
+):  # fmt: skip
+    """As `tile_of`, with what holds of packed documents (`packed.places`), if there are any.
+
+    Besides: what dropout calls the sequence, the row of the tensors that is its position 0, and its number of keys.
+    """
+    if documents is None:
+        b, h, tile = tile_of(
+            pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count
+        )  # fmt: skip
+        return b, h, tile, b, tl.full([], 0, tl.int64), keys
+    else:
+        place = documents + pid % chunks * 5
+        document = tl.load(place)
+        origin = tl.load(place + 1).to(tl.int64)
+        length = tl.load(place + 2)
+        at = tl.load(place + 3)
+        number = tl.load(place + 4)
+        h = pid // chunks
+        tile = _tile(items, classes, at, number, 0, length, h // group, chunk, stride, phases, count)
+        return pid * 0, h, tile, document, origin, length
+
+
+@triton.jit
+def _tile(items, classes, at, number, first_row, rows, g, chunk, stride, phases, count):
+    # Tile `number` of chunk `at`, for a head of k and v.
+    item = items + ((g * phases + at % phases) * count + number) * 4
     members = classes + tl.load(item)
     n = tl.load(item + 1)
     u = tl.load(item + 2)
@@ -72,7 +103,7 @@ def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, c
     lowest = tl.maximum(first, first_row)
     highest = tl.minimum(_position(start, members, n, u + tl.maximum(size, 1) - 1, stride), end - 1)
     size = tl.where(lowest > highest, 0, size)
-    return b, h, Tile(start, members, n, u, stride, size, end, first, lowest, highest)
+    return Tile(start, members, n, u, stride, size, end, first, lowest, highest)
 
 
 @triton.jit

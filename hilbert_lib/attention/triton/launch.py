@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import as_computed, config_of, launch_arguments, result
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
@@ -16,6 +17,7 @@ from hilbert_lib.attention.triton.geometry import block_d
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.limits import POSITIONS
+from hilbert_lib.attention.triton.packed import scheduled_length
 from hilbert_lib.attention.triton.start import Start, start
 
 PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
@@ -28,6 +30,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """
     if k.shape[1] > POSITIONS:
         raise ValueError(f"k must have up to {POSITIONS:,} rows with backend='triton', got {k.shape[1]:,}")
+    if call.cu_seqlens is not None:
+        check_rows(call.cu_seqlens, k.shape[1], call.max_seqlen)
     if decode.serves(q, k, call):
         return decode.forward(q, k, v, call)
     dtype = q.dtype
@@ -35,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
     if hopper.runs((q, k, v), k.shape[1], call):
         return _forward_on_hopper(q, k, v, call, lse), lse
-    todo = schedule.passes(call.pattern, k.shape[1], config_of("forward", q).block_m)
+    todo = schedule.passes(call.pattern, scheduled_length(call, k.shape[1]), config_of("forward", q).block_m)
     out = result(q, todo, call)
     partial_out, partial_lse = out, lse
     if len(todo) > 1:
@@ -90,7 +94,8 @@ def backward(
     def in_passes(name: str, *like: Tensor) -> list[Tensor]:
         # Gradients by all passes of a plain kernel; several add them up in float32 first.
         config = config_of(name, q)
-        todo = schedule.passes(call.pattern, k.shape[1], config.block_n if name == "dkv" else config.block_m)
+        length = scheduled_length(call, k.shape[1])
+        todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
         found = sums = [result(x, todo, call) for x in like]
         if len(todo) > 1:
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]

@@ -40,7 +40,8 @@ def _kind(starts: Sequence[Start]) -> tuple:
     # What is compiled depends on this, and on how arguments are aligned: what that changes is compiled at its start.
     like = starts[0].arguments[0]
     constants = [(id(each.kernel), *map(each.named.get, _constants(each.kernel))) for each in starts]
-    return like.device, like.dtype, *constants
+    has_documents = starts[-1].named.get("documents") is not None  # None is a constant too
+    return like.device, like.dtype, has_documents, *constants
 
 
 @cache

@@ -44,6 +44,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
     **dict.fromkeys(("lse", "delta", "partial_out", "partial_lse", "partial_dq", "partial_dk", "partial_dv"), "*fp32"),
     **dict.fromkeys(("branches", "offsets", "classes", "items", "branch_ids", "inverse", "flag", "table"), "*i32"),
+    "documents": "*i32",
     **{"padding": "*i1", "seed": "*i64", "scale": "fp32", "drop_below": "i64"},
 }
 ATTENTION = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
@@ -63,6 +64,7 @@ STRIDES = ("stride_", "out_", "total_")  # how arguments begin that are multiple
 ATTENTION_FLAGS = {
     **{"HEAD_DIM": 64, "BLOCK_D": 64, "CAUSAL": True, "PRECISION": "ieee"},
     **dict.fromkeys(("GATHER", "PADDING", "DROPOUT", "READ_PARTIAL", "WRITE_PARTIAL", "IF_FLAG"), False),
+    "documents": None,
 }
 
 
@@ -90,12 +92,17 @@ def configured(name: str, size: int, head_dim: int) -> tuple:
 
 
 def plain_kernels() -> dict[str, tuple]:
-    """The fused kernels as they are configured: by name, size of an element and head_dim."""
-    return {
+    """The fused kernels as they are configured: by name, size of an element and head_dim; and of packed documents."""
+    made = {
         f"{name} {size} {head_dim}": configured(name, size, head_dim)
         for name in ATTENTION
         for size, head_dim in CONFIGS[name]
     }
+    for name in ATTENTION:
+        kernel, types, constants, options = made[f"{name} 2 64"]
+        of_documents = {key: value for key, value in constants.items() if key != "documents"}
+        made[f"packed {name} 2 64"] = kernel, types, of_documents, options
+    return made
 
 
 def decode_kernels() -> dict[str, tuple]:
@@ -273,9 +280,10 @@ def facts(name: str, architecture: int) -> dict:
 
 
 # A forward and a backward of each file, which take seconds.
-SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "decode one", "decode merge", "curve decode 2", "curve encode 2")
-SAMPLE += ("rows merge 16", "rows add 16", "hopper forward 64 True False", "hopper backward 64 True True True")
-SAMPLE += ("grid dkv 64 False", "hopper grid forward 64 False", "hopper grid forward 128 False")
+SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
+SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "hopper forward 64 True False")
+SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
+SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")
 INSTRUCTIONS = re.compile(
     r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.cg|cp\.(?:reduce\.)?async\.bulk\.tensor|"
     r"(?:ex2|lg2)\.approx|(?:ld|st)\.global\.v\d\.b\d+)"

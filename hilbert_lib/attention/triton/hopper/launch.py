@@ -28,6 +28,7 @@ def serves(q: Tensor, keys: int, call: Call) -> bool:
         and q.shape[-1] % 8 == 0
         and call.inverse is None
         and call.key_padding_mask is None
+        and call.cu_seqlens is None
         and call.dropout_p == 0.0
         and any(division.is_reached(w, r, keys) for w, r in call.pattern.branches)
     )

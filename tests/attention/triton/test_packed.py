@@ -1,0 +1,180 @@
+"""The plain fused kernels take packed documents in one call: programs are found on the device, the host never waits."""
+
+import subprocess
+import sys
+from itertools import accumulate
+
+import oracle
+import pytest
+import torch
+from cases import BRANCHES, TOLERANCE, assert_close, attended, drawn, exactly, in_pairs, norms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention.call import Call
+from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
+
+pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
+from hilbert_lib.attention.triton import packed, schedule
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = {"mixed": [0, 1, 18, 0, 3], "one": [20], "short": [1, 1, 0, 3, 1, 9, 0]}
+HEADS = ((2, 1), (3, 3))
+AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, PADDING_RULES, LENGTHS, HEADS)
+AXES += ((torch.float32, torch.bfloat16, torch.float16), [False, True], [False, True])
+
+
+def ends_of(lengths: list[int], device=DEVICE) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@in_pairs(AXES, 5, kv_heads=lambda heads: heads[1])
+def test_every_document_is_as_the_oracle_has_it_alone(case):
+    branches, offsets, mixing, padding, lengths, heads, dtype, is_causal, is_bounded = case
+    pattern, lengths = DilatedPattern(*BRANCHES[branches], offsets, mixing, padding), LENGTHS[lengths]
+    tensors = drawn(sum(lengths), *heads, 5, dtype=dtype)
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
+    alone = [oracle.attention(*each, pattern, is_causal=is_causal) for each in documents]
+    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
+    expected = out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())
+    options = {"cu_seqlens": ends_of(lengths), "max_seqlen": max(lengths) if is_bounded else None}
+    found = attended([x.to(DEVICE) for x in tensors], pattern, "triton", is_causal=is_causal, **options)
+    assert found[0].dtype == dtype
+    assert_close(found, expected, (*TOLERANCE[dtype], *[TOLERANCE[dtype][2]] * 2))
+
+
+# As a whole sequence has several passes, each of which goes on from the results of the last.
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_several_passes_and_dropout_are_those_of_a_loop(dropout_p):
+    pattern, lengths = DilatedPattern((4, 11, 32), (1, 3, 32)), [0, 26, 0, 1, 6]
+    assert len(schedule.passes(pattern, 33, 16)) > 1
+    tensors, cu = drawn(33, 2, 1, 4, device=DEVICE), ends_of(lengths)
+    torch.manual_seed(0)
+    found = attended(tensors, pattern, "triton", dropout_p=dropout_p, cu_seqlens=cu, is_causal=True)
+    torch.manual_seed(0)
+    expected = exactly(tensors, pattern, dropout_p=dropout_p, cu_seqlens=cu, is_causal=True)
+    assert_close(found, expected, 2e-5)
+
+
+SEGMENTS = st.integers(1, 60).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
+DOCUMENTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 150)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(SEGMENTS, min_size=1, max_size=4), DOCUMENTS, st.sampled_from(OFFSET_RULES), st.integers(1, 3),
+    st.sampled_from([4, 16]), st.booleans(),
+)  # fmt: skip
+def test_programs_take_every_row_of_every_document_once(pairs, lengths, rule, kv_heads, block, is_bounded):
+    pattern, total = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule), sum(lengths)
+    cu = ends_of(lengths, "cpu")
+    longest = max(1, max(lengths)) if is_bounded else None
+    length = packed.scheduled_length(Call(pattern, cu_seqlens=cu, max_seqlen=longest), total)
+    assert max(lengths) <= length
+    for one in schedule.passes(pattern, length, block):
+        known = packed.tables(pattern, one, length, kv_heads, block, torch.device("cpu"))
+        places, tables = packed.places(cu, total, known).tolist(), known.tables
+        for g in range(kv_heads):
+            visited = []
+            for document, first, rows, at, number in places:
+                start, members, u, size = tables.items[g, at % tables.items.shape[1], number].tolist()
+                row = u + torch.arange(size)
+                own = at * tables.chunk + tables.classes[start + row % members] + row // members * one.stride
+                own = own[own < min((at + 1) * tables.chunk, rows)]
+                assert rows in (0, lengths[document])
+                assert first == cu[document] or not rows
+                visited.append(first + own)
+            visited = torch.cat(visited)
+            position = torch.cat([torch.arange(0), *map(torch.arange, lengths)])
+            needed = torch.full((total,), one.covers_all)
+            for i in one.branches:
+                needed |= pattern.contains(i, position, g, kv_heads)
+            assert len(visited.unique()) == len(visited)
+            assert torch.isin(needed.nonzero()[:, 0], visited).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"), [([2048] * 8, 1.2), ([200] * 80, 1.5), ([1] * 4000, 1.0), ([1, 4000] * 9, 1.5)]
+)
+def test_few_programs_are_started_in_vain(lengths, most):
+    pattern, cpu = DilatedPattern((2048, 8192), (1, 4), offsets="zero"), torch.device("cpu")
+    (one,) = schedule.passes(pattern, 8192, 128)
+    known = packed.tables(pattern, one, 8192, 1, 128, cpu)
+    places = packed.places(ends_of(lengths, "cpu"), sum(lengths), known)
+    assert len(places) <= most * int((places[:, 2] > 0).sum())
+
+
+def long_documents() -> list[int]:
+    """Ten thousand documents of 2,000,000 tokens in all: one of 50,000, most of a few hundred, some of none."""
+    shares = torch.empty(10_000).exponential_(generator=torch.Generator().manual_seed(0))
+    shares[::50] = 0
+    lengths = (shares / shares.sum() * 1_940_000).int().tolist()
+    lengths[5001] = 50_000
+    lengths[-1] += 2_000_000 - sum(lengths)
+    return lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ten_thousand_documents_are_one_call_for_which_the_host_never_waits(is_causal):
+    lengths, pattern = long_documents(), DilatedPattern((2048, 8192, 65536), (1, 4, 16))
+    assert (len(lengths), sum(lengths), max(lengths)) == (10_000, 2_000_000, 50_000)
+    tensors, cu = drawn(sum(lengths), 8, 2, 64, dtype=torch.bfloat16, device="cuda"), ends_of(lengths)
+    options = {"is_causal": is_causal, "cu_seqlens": cu, "max_seqlen": 50_000}
+    attended(tensors, pattern, "triton", **options)  # compiles kernels and makes tables
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = attended(tensors, pattern, "auto", **options)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    out, lse, *grads = found
+    for number in (1, 2, 777, 5000, 5001, 5002, 9998, 9999):
+        rows = slice(int(cu[number]), int(cu[number + 1]))
+        alone = attended([x[:, rows].float() for x in tensors], pattern, "eager", is_causal=is_causal)
+        mine = out[:, rows], lse[:, :, rows], *(x[:, rows] for x in grads)
+        assert max(norms([x for x in mine if x.numel()], [x.double() for x in alone if x.numel()])) < 1e-2, number
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_other_documents_when_it_is_replayed():
+    pattern = DilatedPattern((64, 256), (1, 4), padding="zeros")
+    q, k, v, _ = drawn(1000, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cu = ends_of([0, 400, 1, 599])
+
+    def call() -> torch.Tensor:
+        return dilated_attention(q, k, v, pattern, cu_seqlens=cu, backend="triton")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for lengths in ([250] * 4, [1000, 0, 0, 0], [0, 3, 990, 7]):
+        cu.copy_(ends_of(lengths))
+        graph.replay()
+        assert torch.equal(captured, call())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", ["[1, 8]", "[0, 7]", "[0, 5, 3, 8]", "[0, 8]), max_seqlen=7, x=("])
+def test_what_is_no_row_of_documents_stops_the_device(wrong):
+    script = f"""
+import torch
+from hilbert_lib import DilatedPattern, dilated_attention
+def call(ends, max_seqlen=None, x=None):
+    q = torch.ones(1, 8, 2, 16, device="cuda")
+    cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    dilated_attention(q, q, q, DilatedPattern((4,), (1,)), cu_seqlens=cu, max_seqlen=max_seqlen, backend="triton")
+    torch.cuda.synchronize()
+call([0, 3, 8], 5)
+print("right")
+call(({wrong}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "right\n"
+    assert done.returncode
+    assert "device-side assert" in done.stderr
