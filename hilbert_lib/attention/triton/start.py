@@ -1,17 +1,30 @@
-"""Starts the kernels of a call. The first time, all are compiled at once: the call waits for the slowest alone."""
+"""Starts the kernels of a call. The first time all are compiled at once.
+
+Triton binds the arguments of every start anew, which takes the host longer than a short call takes a GPU. So what a
+kind of call starts is kept: compiled kernels and their arguments, with places for the tensors of the next call.
+"""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 import triton
+from torch import Tensor
+
+from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
+KEPT = 512  # kinds of calls whose starts are kept
+# Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
+TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes"))
 _compiled: set[tuple] = set()
+_kept: dict[tuple, "_Call | None"] = {}  # None for a kind that came once
 
 
 class Start(NamedTuple):
@@ -23,17 +36,128 @@ class Start(NamedTuple):
     named: dict  # by name, with constants and Triton's own options
 
 
-def start(starts: Sequence[Start]) -> None:
-    """Start kernels of one device on the current stream, in order; all are compiled before the first starts."""
-    if not triton.knobs.runtime.interpret:
-        kind = _kind(starts)
-        if kind not in _compiled:
-            Context().run(_compile, starts)  # a context without another mode of compiling
-            if len(_compiled) >= KINDS:
-                _compiled.clear()
-            _compiled.add(kind)
-    for each in starts:
-        each.kernel[each.grid](*each.arguments, **each.named)
+class _Kept(NamedTuple):
+    # A start without its tensors, nor a hold on any.
+    kernel: triton.JITFunction
+    compiled: triton.compiler.CompiledKernel
+    grid: tuple[int, int, int]
+    arguments: list  # addresses of tables among them
+    places: list[tuple[int, int]]  # of an argument, and the number of the call's tensor whose address it is
+    described: list[tuple[int, int, type, dict]]  # an argument, its tensor, and all else of the tensor's descriptor
+
+
+class _Call(NamedTuple):
+    # The starts of a call, and the tables that they read.
+    starts: list[_Kept]
+    tables: list[ref]
+
+
+def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable) -> None:
+    """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
+
+    Args:
+        make: gives the starts; it is not called where those of such a call are kept, as from the second one on.
+        tensors: all that `make` takes, the first one on the device; tables apart. Without any nothing is kept.
+        asked: all else that the starts depend on.
+    """
+    if triton.knobs.runtime.interpret:
+        return _start(make())
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    kind = None if not tensors or _is_special(tensors, addresses) else _kind_of_call(tensors, asked)
+    if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
+        return None
+    starts = make()
+    compiled = _kind(starts)
+    if compiled not in _compiled:
+        Context().run(_compile, starts)  # a context without another mode of compiling
+        if len(_compiled) >= KINDS:
+            _compiled.clear()
+        _compiled.add(compiled)
+    kernels = _start(starts)
+    if kind in _kept:
+        tables: dict[int, Tensor] = {}
+        kept = [_keep(*each, tensors, tables) for each in zip(starts, kernels, strict=True)]
+        _kept[kind] = None if None in kept else _Call(kept, [*map(ref, tables.values())])
+    elif kind is not None:  # most kinds that come once do not come again: of sequences of other lengths, say
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        _kept[kind] = None
+    return None
+
+
+def _start(starts: Sequence[Start]) -> list:
+    # As Triton starts kernels; those that it compiled.
+    return [each.kernel[each.grid](*each.arguments, **each.named) for each in starts]
+
+
+def _is_special(tensors: Sequence[Tensor | None], addresses: list[int]) -> object:
+    # Whether Triton itself must start the kernels: it has more to do, or other kernels for tensors off 16 bytes. A CUDA
+    # graph keeps the tables that its capture asks for.
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return (
+        reduce(or_, addresses) % 16
+        or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+        or getattr(runtime, "add_stages_inspection_hook", None) is not None
+        or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
+    # All that starts depend on, but addresses; the current device is the first. 1, 1.0 and True are not the same.
+    knobs, ids = triton.knobs, [*map(id, tensors)]
+    same = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # where one tensor is given twice
+    forms = [x if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    if tensors[0].dtype == torch.float32:
+        compiler += (products_of_float32(),)
+    device = triton.runtime.driver.active.get_current_device()
+    return device, tensors[0].device, *compiler, same, *forms, *asked, *map(type, asked)
+
+
+def _start_kept(kept: _Call, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
+    # Whether the starts could be started: not where a table is gone, or a kernel has hooks of its own.
+    tables = [table() for table in kept.tables]  # held until all are started
+    if any(table is None for table in tables) or any(each.kernel.pre_run_hooks for each in kept.starts):
+        return False
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    for _, compiled, grid, arguments, places, described in kept.starts:
+        arguments = arguments.copy()
+        for place, number in places:
+            arguments[place] = addresses[number]
+        for place, number, kind, more in described:
+            made = arguments[place] = object.__new__(kind)
+            made.__dict__ = more | {"base": tensors[number]}
+        # Without hooks, and what they would be told.
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    return True
+
+
+def _keep(one: Start, compiled, tensors: Sequence[Tensor | None], tables: dict[int, Tensor]) -> _Kept | None:
+    # Its tables are added to `tables`. None where a tensor is not of the call, such as a copy that was made of one.
+    if compiled is None:  # by a hook of Triton's
+        return None
+    numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
+    given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
+    arguments = [given.get(each.name, each.default if each.has_default else None) for each in one.kernel.params]
+    places, described = [], []
+    for place, (name, x) in enumerate(zip(one.kernel.arg_names, arguments, strict=True)):
+        own = getattr(x, "base", None) if not isinstance(x, Tensor) else x
+        if own is None:
+            continue
+        if id(own) in numbers and own is x:
+            places.append((place, numbers[id(own)]))
+            arguments[place] = None
+        elif id(own) in numbers:
+            described.append((place, numbers[id(own)], type(x), {n: y for n, y in vars(x).items() if n != "base"}))
+            arguments[place] = None
+        elif own is x and name in TABLES:
+            tables[id(x)] = x
+            arguments[place] = x.data_ptr()
+        else:
+            return None
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    return _Kept(one.kernel, compiled, (*one.grid, 1, 1)[:3], arguments, places, described)
 
 
 def _kind(starts: Sequence[Start]) -> tuple:
