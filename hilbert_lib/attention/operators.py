@@ -72,7 +72,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
 def _forward_of_one(run: Forward, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     # One document, or a batch of sequences.
     out, lse = run(*map(as_kernels_load, (q, k, v)), call)
-    lse = lse.contiguous()  # one layout for all backends, which the fake one has too
+    lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     add_zero_keys(out, lse, call, call.first_query, k.shape[1], k.shape[2])
     return out, lse
 

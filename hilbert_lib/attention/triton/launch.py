@@ -55,7 +55,7 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
-    masked = [hopper.is_masked(call, one, k.shape[1], block_n) for one in ours]
+    masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, block_n)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
     tensors = (q, k, v, out, lse, out, lse)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from functools import cache, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import NamedTuple
 from weakref import ref
 
@@ -24,7 +24,7 @@ KEPT = 512  # kinds of calls whose starts are kept
 # Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes"))
 _compiled: set[tuple] = set()
-_kept: dict[tuple, "_Call | None"] = {}  # None for a kind that came once
+_kept: dict[tuple, "_Kept | None"] = {}  # None for a kind that came once
 
 
 class Start(NamedTuple):
@@ -37,19 +37,11 @@ class Start(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    # A start without its tensors, nor a hold on any.
-    kernel: triton.JITFunction
-    compiled: triton.compiler.CompiledKernel
-    grid: tuple[int, int, int]
-    arguments: list  # addresses of tables among them
-    places: list[tuple[int, int]]  # of an argument, and the number of the call's tensor whose address it is
-    described: list[tuple[int, int, type, dict]]  # an argument, its tensor, and all else of the tensor's descriptor
-
-
-class _Call(NamedTuple):
-    # The starts of a call, and the tables that they read.
-    starts: list[_Kept]
-    tables: list[ref]
+    # The starts of a call without its tensors, nor a hold on any.
+    starts: list[tuple]  # kernel, launcher, grid, function, metadata, and what takes the arguments from all values
+    values: list  # those that come after the addresses of the call's tensors
+    described: list[tuple[int, int, type, dict]]  # a place among values; of a descriptor its tensor, type and the rest
+    tables: list[ref]  # whose addresses are among values
 
 
 def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable) -> None:
@@ -75,9 +67,7 @@ def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] 
         _compiled.add(compiled)
     kernels = _start(starts)
     if kind in _kept:
-        tables: dict[int, Tensor] = {}
-        kept = [_keep(*each, tensors, tables) for each in zip(starts, kernels, strict=True)]
-        _kept[kind] = None if None in kept else _Call(kept, [*map(ref, tables.values())])
+        _kept[kind] = _keep(starts, kernels, tensors)
     elif kind is not None:  # most kinds that come once do not come again: of sequences of other lengths, say
         if len(_kept) >= KEPT:
             _kept.clear()
@@ -115,49 +105,57 @@ def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
     return device, tensors[0].device, *compiler, same, *forms, *asked, *map(type, asked)
 
 
-def _start_kept(kept: _Call, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
+def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
     # Whether the starts could be started: not where a table is gone, or a kernel has hooks of its own.
     tables = [table() for table in kept.tables]  # held until all are started
-    if any(table is None for table in tables) or any(each.kernel.pre_run_hooks for each in kept.starts):
+    if any(table is None for table in tables) or any(each[0].pre_run_hooks for each in kept.starts):
         return False
+    values = addresses + kept.values
+    for place, number, kind, rest in kept.described:
+        made = values[place] = object.__new__(kind)
+        made.__dict__ = rest | {"base": tensors[number]}
     stream = triton.runtime.driver.active.get_current_stream(device)
-    for _, compiled, grid, arguments, places, described in kept.starts:
-        arguments = arguments.copy()
-        for place, number in places:
-            arguments[place] = addresses[number]
-        for place, number, kind, more in described:
-            made = arguments[place] = object.__new__(kind)
-            made.__dict__ = more | {"base": tensors[number]}
-        # Without hooks, and what they would be told.
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    for _, run, grid, function, metadata, arguments in kept.starts:
+        run(*grid, stream, function, metadata, None, None, None, *arguments(values))  # without hooks
     return True
 
 
-def _keep(one: Start, compiled, tensors: Sequence[Tensor | None], tables: dict[int, Tensor]) -> _Kept | None:
-    # Its tables are added to `tables`. None where a tensor is not of the call, such as a copy that was made of one.
-    if compiled is None:  # by a hook of Triton's
-        return None
+def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Kept | None:
+    # None where a tensor is not of the call, such as a copy that was made of one, or Triton's own hook compiled.
     numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
-    given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
-    arguments = [given.get(each.name, each.default if each.has_default else None) for each in one.kernel.params]
-    places, described = [], []
-    for place, (name, x) in enumerate(zip(one.kernel.arg_names, arguments, strict=True)):
-        own = getattr(x, "base", None) if not isinstance(x, Tensor) else x
-        if own is None:
-            continue
-        if id(own) in numbers and own is x:
-            places.append((place, numbers[id(own)]))
-            arguments[place] = None
-        elif id(own) in numbers:
-            described.append((place, numbers[id(own)], type(x), {n: y for n, y in vars(x).items() if n != "base"}))
-            arguments[place] = None
-        elif own is x and name in TABLES:
-            tables[id(x)] = x
-            arguments[place] = x.data_ptr()
-        else:
+    kept, values, described, tables = [], [], [], {}
+    for one, compiled in zip(starts, kernels, strict=True):
+        if compiled is None:
             return None
-    compiled = compiled.result() if hasattr(compiled, "result") else compiled
-    return _Kept(one.kernel, compiled, (*one.grid, 1, 1)[:3], arguments, places, described)
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
+        places = []
+        for each in one.kernel.params:
+            x = given.get(each.name, each.default if each.has_default else None)
+            own = x if isinstance(x, Tensor) else getattr(x, "base", None)
+            number, place = numbers.get(id(own)), len(tensors) + len(values)
+            if isinstance(own, Tensor) and number is None and (own is not x or each.name not in TABLES):
+                return None
+            if own is x and number is not None:
+                places.append(number)
+                continue
+            if own is x and x is not None:
+                tables[id(x)] = x
+                x = x.data_ptr()
+            elif number is not None:
+                described.append((place, number, type(x), {name: y for name, y in vars(x).items() if name != "base"}))
+                x = None
+            places.append(place)
+            values.append(x)
+        grid = (*one.grid, 1, 1)[:3]
+        launch = one.kernel, compiled.run, grid, compiled.function, compiled.packed_metadata, itemgetter(*places)
+        kept.append(launch)
+    return _Kept(kept, values, described, [*map(ref, tables.values())])
+
+
+def forget() -> None:
+    """Forget the starts that are kept: for who puts other kernels or configurations in the place of these."""
+    _kept.clear()
 
 
 def _kind(starts: Sequence[Start]) -> tuple:
