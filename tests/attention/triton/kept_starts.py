@@ -233,6 +233,10 @@ if __name__ == "__main__":
     with noted("copies"):  # of a mask, which is none of the call's tensors
         for _ in range(3):
             along(drawn(2, 256, 2, 48), key_padding_mask=masked(256, 2).T)
+    with noted("strangers"):  # a tensor that is not told of, though it lives on
+        out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
+        for _ in range(3):
+            start(lambda: [grid_launch.delta_of(dout, out, delta)], (dout, out))
     # Nothing of a call is held.
     tensors = base()
     along(tensors)

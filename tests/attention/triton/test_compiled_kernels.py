@@ -233,4 +233,4 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"
     assert kept.pop("tables that are gone") == [False, True]
     assert not any(any(each) for each in kept.values()), f"served by the starts of another kind: {kept}"
-    assert len(kept) == 16
+    assert len(kept) == 17
