@@ -5,10 +5,12 @@ kind of call starts is kept: compiled kernels and their arguments, with places f
 """
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from functools import cache, reduce
+from copy import copy
+from functools import cache, partial, reduce
+from inspect import getclosurevars, isfunction
 from operator import itemgetter, or_
 from typing import NamedTuple
 from weakref import ref
@@ -21,6 +23,7 @@ from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
 KEPT = 512  # kinds of calls whose starts are kept
+MAPS = 64  # of a tensor's descriptor, at addresses where it was before
 # Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes"))
 _compiled: set[tuple] = set()
@@ -36,11 +39,31 @@ class Start(NamedTuple):
     named: dict  # by name, with constants and Triton's own options
 
 
+class _Descriptor(NamedTuple):
+    # A descriptor without its tensor.
+    kind: type
+    rest: dict  # all else
+    made: Callable | None  # what makes of it what the launcher takes; None where the launcher makes it itself
+    maps: dict  # by address, what was made; the same is made at every start
+
+    def of(self, x: Tensor, address: int) -> object:
+        if address in self.maps:
+            return self.maps[address]
+        found = object.__new__(self.kind)
+        found.__dict__ = self.rest | {"base": x}
+        if self.made is not None:
+            found, *_ = self.made(found)
+            if len(self.maps) >= MAPS:
+                self.maps.clear()
+            self.maps[address] = found
+        return found
+
+
 class _Kept(NamedTuple):
     # The starts of a call without its tensors, nor a hold on any.
     starts: list[tuple]  # kernel, launcher, grid, function, metadata, and what takes the arguments from all values
     values: list  # those that come after the addresses of the call's tensors
-    described: list[tuple[int, int, type, dict]]  # a place among values; of a descriptor its tensor, type and the rest
+    described: list[tuple]  # a place among values, the number of a descriptor's tensor, and a `_Descriptor`
     tables: list[ref]  # whose addresses are among values
 
 
@@ -111,9 +134,8 @@ def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addr
     if any(table is None for table in tables) or any(each[0].pre_run_hooks for each in kept.starts):
         return False
     values = addresses + kept.values
-    for place, number, kind, rest in kept.described:
-        made = values[place] = object.__new__(kind)
-        made.__dict__ = rest | {"base": tensors[number]}
+    for place, number, descriptor in kept.described:
+        values[place] = descriptor.of(tensors[number], addresses[number])
     stream = triton.runtime.driver.active.get_current_stream(device)
     for _, run, grid, function, metadata, arguments in kept.starts:
         run(*grid, stream, function, metadata, None, None, None, *arguments(values))  # without hooks
@@ -128,6 +150,7 @@ def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | Non
         if compiled is None:
             return None
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        run, metas = _bare(compiled.run)
         given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
         places = []
         for each in one.kernel.params:
@@ -142,15 +165,32 @@ def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | Non
             if own is x and x is not None:
                 tables[id(x)] = x
                 x = x.data_ptr()
-            elif number is not None:
-                described.append((place, number, type(x), {name: y for name, y in vars(x).items() if name != "base"}))
-                x = None
-            places.append(place)
-            values.append(x)
+            more = [x]
+            if own is not x and number is not None:
+                made = next(metas, None)
+                rest = {name: y for name, y in vars(x).items() if name != "base"}
+                described.append((place, number, _Descriptor(type(x), rest, made, {})))
+                more = [None, *(made(x)[1:] if made else ())]
+            places += range(place, place + len(more))
+            values += more
         grid = (*one.grid, 1, 1)[:3]
-        launch = one.kernel, compiled.run, grid, compiled.function, compiled.packed_metadata, itemgetter(*places)
-        kept.append(launch)
+        kept.append((one.kernel, run, grid, compiled.function, compiled.packed_metadata, itemgetter(*places)))
     return _Kept(kept, values, described, [*map(ref, tables.values())])
+
+
+def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
+    # Triton's launcher makes maps of descriptors anew at every start, which takes as long as the rest. The launcher
+    # below it, and what makes a map of each descriptor; or the launcher itself where it is another than we know.
+    launch = getattr(run, "launch", None)
+    inside = getclosurevars(launch) if isfunction(launch) else None
+    if inside is None or not {"launcher", "tensordesc_meta"} <= inside.nonlocals.keys():
+        return run, iter(())
+    make, metas = inside.globals.get("make_tensordesc_arg"), inside.nonlocals["tensordesc_meta"]
+    if make is None or None in metas:
+        return run, iter(())
+    run = copy(run)
+    run.launch = inside.nonlocals["launcher"]
+    return run, (partial(make, metadata=each) for each in metas)
 
 
 def forget() -> None:
