@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 import triton
 from first_call import Driver
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
 from hilbert_lib import DilatedPattern, Neighbourhood
@@ -24,32 +25,49 @@ from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
 from hilbert_lib.ordering import Ordering
 
 PATTERN = DilatedPattern((64, 100, 256), (1, 2, 4))
-begun, bound, device = [], [], [0]
+begun, bound, made, heard, device = [], [], [], [], [0]
 numbers = count()
+
+
+def filled(*given):
+    """Stands in for a descriptor's map."""
+    made.append(given)
+    return given
 
 
 class Compiled:
     """A kernel as Triton compiles it: of the same source, constants and specialisation there is one."""
 
     packed_metadata = None
+    launch_metadata = None
 
     def __init__(self, src, target, options, **_):
-        self.function = next(numbers)
-        self.hash = self.function
+        self.function = self.hash = next(numbers)
+        self.launch_metadata = lambda *_: None
+        # Triton's own launcher, above what stands in for its C function.
+        self.run = object.__new__(CudaLauncher)
+        descriptors = sum(kind.startswith("tensordesc") for kind in src.signature.values())
+        meta = {"swizzle": 1, "elem_size": 2, "elem_type": 0, "fp4_padded": False}
+        metas = [meta | {"block_size": [self.function, n]} for n in range(descriptors)]
+        vars(self.run).update(dict.fromkeys(("arg_annotations", "kernel_signature")), num_ctas=1)
+        vars(self.run).update(dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False))
+        vars(self.run).update({f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")})
+        self.run.launch = wrap_handle_tensordesc(started, src.signature, metas)
 
-    def launch_metadata(self, *_):
-        return None
 
-    def run(self, *given):
-        *where, _metadata, about, enter, _leave = given[:9]
-        assert enter is None or enter is triton.knobs.runtime.launch_enter_hook
-        if enter is not None:
-            enter(about)
-        begun.append([*where, *map(known, given[9:])])
+def started(*given):
+    """Notes what the C function is given, hooks apart; of Triton 3.7 the arguments are one, the last."""
+    *given, last = given
+    given += last if isinstance(last, list | tuple) else [last]
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    heard.extend(x for x in given if x is hooks[0] and x.calls)
+    begun.append([known(x) for x in given if x is not None and not any(x is hook for hook in hooks)])
 
 
 class Given(Driver):
     """Several devices, and a stream on each."""
+
+    utils = SimpleNamespace(fill_tma_descriptor=filled, fill_tma_descriptor_tiled=filled)
 
     def get_current_device(self):
         return device[0]
@@ -62,8 +80,6 @@ def known(x):
     """What a launcher takes of an argument."""
     if isinstance(x, torch.Tensor):
         return repr(x.data_ptr())
-    if hasattr(x, "block_shape"):
-        return sorted((name, known(y)) for name, y in vars(x).items())
     return repr(x)
 
 
@@ -77,8 +93,9 @@ def start(make, tensors=(), *asked):
     """As the library starts kernels, and then as Triton does."""
     begun.clear()
     bound.clear()
+    made.clear()
     starting.start(make, tensors, *asked)
-    ours, bindings = [*begun], len(bound)
+    ours, bindings, told["maps"] = [*begun], len(bound), len(made)
     begun.clear()
     for each in make():
         each.kernel[each.grid](*each.arguments, **each.named)
@@ -214,11 +231,10 @@ if __name__ == "__main__":
             torch.backends.cuda.matmul.fp32_precision = allowed
             along(drawn(1, 256, 2, 48, dtype=torch.float32))
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-    heard = []
     with noted("hook"):
-        triton.knobs.runtime.launch_enter_hook.add(heard.append)
+        triton.knobs.runtime.launch_enter_hook.add(print)
         along(base())
-        triton.knobs.runtime.launch_enter_hook.remove(heard.append)
+        triton.knobs.runtime.launch_enter_hook.remove(print)
     with noted("a hook of a kernel"):
         launch.forward_kernel.add_pre_run_hook(lambda *_, **__: heard.append(None))
         along(base())
@@ -237,9 +253,12 @@ if __name__ == "__main__":
         out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
         for _ in range(3):
             start(lambda: [grid_launch.delta_of(dout, out, delta)], (dout, out))
-    # Nothing of a call is held.
+    # Nothing of a call is held. The fourth is of the same tensors: maps of their descriptors are there.
+    launch.hopper.runs = lambda *_: True
     tensors = base()
-    along(tensors)
+    for n in range(4):
+        along(tensors if n else base())
+    maps = told["maps"]
     refs = [*map(ref, tensors)]
     del tensors
     begun.clear()
@@ -247,4 +266,4 @@ if __name__ == "__main__":
     starting.forget()
     with noted("forgotten"):
         along(base())
-    print(json.dumps(told | {"heard": len(heard)}))
+    print(json.dumps(told | {"heard": len(heard), "maps": maps}))

@@ -222,6 +222,7 @@ def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, c
 def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_nothing():
     told = told_by("kept_starts.py")
     assert told.pop("held") == 0, "a kept start holds a tensor of its call"
+    assert told.pop("maps") == 0, "maps of descriptors are made anew"
     assert told.pop("capture"), "a CUDA graph would not keep its tables"
     assert told.pop("heard") == 12, "hooks hear of every start, ours and Triton's, 3 each"
     assert [bound for _, bound, _ in told.pop("copies")] == [3] * 3, "each call has a copy of its own"
