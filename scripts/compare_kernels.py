@@ -27,6 +27,7 @@ from hilbert_lib import DilatedPattern, dilated_attention, get_gpu_info
 from hilbert_lib.attention.triton import launch
 from hilbert_lib.attention.triton.hopper import backward, division, forward, steps
 from hilbert_lib.attention.triton.hopper import launch as hopper
+from hilbert_lib.attention.triton.start import forget
 from hilbert_lib.cli.options import numbers, usage_errors
 from hilbert_lib.lab.pairs import Side, run_sides
 from hilbert_lib.lab.sweeps.kernels import backends
@@ -67,6 +68,7 @@ def in_place(folder: Path) -> Iterator[None]:
     vars(package).update(theirs)
     # Bound when the launches were imported; the kernels are looked up at each call.
     launch.division = hopper.division = theirs["division"]
+    forget()
     vars(hopper).update({name: getattr(theirs[of], name, ours[name]) for name, of in CONFIGURATIONS.items()})
     try:
         yield
@@ -74,6 +76,7 @@ def in_place(folder: Path) -> Iterator[None]:
         vars(package).update(OURS)
         vars(hopper).update(ours, division=division)
         launch.division = division
+        forget()
 
 
 def attend(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Workload) -> torch.Tensor:

@@ -156,6 +156,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def as_cast(x: Tensor) -> Tensor:
+    """The tensor in that dtype."""
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
@@ -194,7 +200,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
-    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+    q, k, v = map(as_cast, (q, k, v))
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

@@ -1,6 +1,7 @@
 """What one call asks for, validated: everything but the tensors q, k and v; and a part of its result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -30,6 +31,19 @@ class Call:
     def first_query(self) -> int:
         """Position of q's first row."""
         return self.query_start or 0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that kernels read."""
+        return self.seed, self.key_padding_mask, self.inverse, self.cu_seqlens
+
+    @property
+    def options(self) -> tuple:
+        """All but tensors."""
+        return _options(self)
+
+
+_options = attrgetter(*(each.name for each in fields(Call) if each.type != Tensor | None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,14 +30,14 @@ _REQUEST = ", ".join([*(f"{kind} {name}" for name, kind in (_PATTERN | _OPTIONS)
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention by one backend, both contiguous; differentiable once, through out."""
-    return torch.ops.hilbert_lib.dilated_attention(q, k, v, *_fields(call), backend)
+    return _forward(q, k, v, *_fields(call), backend)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `forward` from the merged out and lse, which may hold more than this call."""
-    return torch.ops.hilbert_lib.dilated_attention_backward(dout, q, k, v, out, lse, *_fields(call), backend)
+    return _backward(dout, q, k, v, out, lse, *_fields(call), backend)
 
 
 def _fields(call: Call) -> tuple:
@@ -73,7 +73,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
 def _forward_of_one(run: Forward, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
     out, lse = run(*map(as_kernels_load, (q, k, v)), call)
-    lse = lse.contiguous()  # one layout for all backends, which the fake one has too
+    lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
     add_zero_keys(out, lse, call, call.first_query, k.shape[1], k.shape[2])
     return out, lse
 
@@ -110,7 +110,7 @@ def _fake_backward(
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-_Differentiable = register(
+_forward, _backward, _Differentiable = register(
     "dilated_attention",
     inputs={"q": "dq", "k": "dk", "v": "dv"},
     request=_REQUEST,

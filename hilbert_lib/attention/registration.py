@@ -2,11 +2,26 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
+_KEYS = torch._C.DispatchKey
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _bits(*names: str) -> int:
+    # Of dispatch keys.
+    return reduce(or_, (torch._C.DispatchKeySet(getattr(_KEYS, name)) for name in names)).raw_repr()
+
+
+# Dispatch keys of a thread in which nobody watches operators, and of tensors that are nothing but data: any other is a
+# mode's, a transform's, or a tensor's own.
+_UNWATCHED = _bits("BackendSelect", "ADInplaceOrView")
+_DENSE = _bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView")
 
 
 def register(
@@ -17,8 +32,10 @@ def register(
     forward: Callable,
     backward: Callable,
     fakes: tuple[Callable, Callable],
-) -> type[torch.autograd.Function]:
-    """Make `torch.ops.hilbert_lib.<name>` and `<name>_backward`; each checks nothing. Returns what autograd runs.
+) -> tuple[Callable, Callable, type[torch.autograd.Function]]:
+    """Make `torch.ops.hilbert_lib.<name>` and `<name>_backward`; each checks nothing.
+
+    Returns functions that do as these two do, with less of the host where nobody watches; and what autograd runs.
 
     Args:
         name: of the function, as errors say it.
@@ -32,51 +49,92 @@ def register(
     grads = ", ".join(f"Tensor {x}" for x in inputs.values())
     LIBRARY.define(f"{name}({given}, {request}) -> (Tensor out, Tensor lse)")
     LIBRARY.define(f"{name}_backward(Tensor dout, {given}, Tensor out, Tensor lse, {request}) -> ({grads})")
-    once = _once(name)
-    differentiable = _differentiable(name, len(inputs))
-    both = ((name, forward, differentiable), (f"{name}_backward", backward, once))
-    for (own, run, function), fake in zip(both, fakes, strict=True):
+    masks = [n for n, each in enumerate(request.split(", ")) if each.startswith("Tensor")]
+    calls = []
+    once = _once(name, backward, len(inputs))
+    differentiable = _differentiable(name, forward, calls, len(inputs), masks)
+    both = (name, forward, differentiable, len(inputs)), (f"{name}_backward", backward, once, len(inputs) + 3)
+    for (own, run, function, count), fake in zip(both, fakes, strict=True):
         LIBRARY.impl(own, run, "CompositeExplicitAutograd")
         LIBRARY.impl(own, _without_functorch(name, function), "Autograd")
         LIBRARY.impl(own, _refusing_vmap(name), "FuncTorchBatched")
         torch.library.register_fake(f"hilbert_lib::{own}", fake, lib=LIBRARY)
-    return differentiable
+        calls.append(_directly(own, run, function, count))
+    return *calls, differentiable
+
+
+def _directly(own: str, run: Callable, function: type[torch.autograd.Function], tensors: int) -> Callable:
+    # An operator or, where nobody watches, what its dispatch leads to.
+    operator = getattr(torch.ops.hilbert_lib, own)
+
+    def call(*args):
+        if _is_watched(args[:tensors]):
+            return operator(*args)
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in args[:tensors])
+        if needed and not torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther):
+            return function.apply(*args)
+        return run(*args)
+
+    return call
+
+
+def _is_watched(given: tuple[Tensor, ...]) -> bool:
+    # Whether a compiler, a mode, a transform or a profiler may look, or a tensor is more than its data.
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_UNWATCHED
+        or torch._C._len_torch_function_stack()
+        or torch.autograd._profiler_enabled()
+        or not _PLAIN.issuperset(map(type, given))
+        or any(torch._C._dispatch_keys(x).raw_repr() & ~_DENSE for x in given)
+    )
+
+
+def _below_autograd(own: str, run: Callable, args: tuple, tensors: int):
+    if not _is_watched(args[:tensors]):
+        return run(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.hilbert_lib, own)(*args)
 
 
 # Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
 # bookkeeping in every forward as all the rest of a call.
-def _differentiable(name: str, inputs: int) -> type[torch.autograd.Function]:
+def _differentiable(
+    name: str, run: Callable, calls: list[Callable], inputs: int, masks: list[int]
+) -> type[torch.autograd.Function]:
+    # calls: later the forward and the backward. masks: the places of tensors in a request.
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, Tensor]:
-            given, request = args[:inputs], args[inputs:]
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = getattr(torch.ops.hilbert_lib, name)(*args)
+            given, request = args[:inputs], [*args[inputs:]]
+            out, lse = _below_autograd(name, run, args, inputs)
             # All tensors are saved, so that autograd sees it if the mask is changed before the backward.
-            ctx.save_for_backward(*given, out, lse, *(x if isinstance(x, Tensor) else None for x in request))
-            ctx.request = [None if isinstance(x, Tensor) else x for x in request]
+            ctx.save_for_backward(*given, out, lse, *(request[n] for n in masks))
+            for n in masks:
+                request[n] = None
+            ctx.request = request
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
             return out, lse
 
         @staticmethod
         def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-            saved, count = ctx.saved_tensors, inputs + 2
+            saved, request = ctx.saved_tensors, [*ctx.request]
             if dout is None:
-                return *[None] * inputs, *[None] * len(ctx.request)
-            request = [x if tensor is None else tensor for x, tensor in zip(ctx.request, saved[count:], strict=True)]
-            grads = getattr(torch.ops.hilbert_lib, f"{name}_backward")(dout, *saved[:count], *request)
+                return *[None] * inputs, *[None] * len(request)
+            for n, x in zip(masks, saved[inputs + 2 :], strict=True):
+                request[n] = x
+            grads = calls[1](dout, *saved[: inputs + 2], *request)
             return *grads, *[None] * len(request)
 
     return Differentiable
 
 
-def _once(name: str) -> type[torch.autograd.Function]:
+def _once(name: str, run: Callable, inputs: int) -> type[torch.autograd.Function]:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, ...]:
-            with torch._C._AutoDispatchBelowAutograd():
-                return getattr(torch.ops.hilbert_lib, f"{name}_backward")(*args)
+            return _below_autograd(f"{name}_backward", run, args, inputs + 3)
 
         @staticmethod
         def backward(ctx, *_grads: Tensor) -> None:

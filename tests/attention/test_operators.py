@@ -4,13 +4,18 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import astuple
+import traceback
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from functools import partial
 
 import pytest
 import torch
 from cases import drawn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib import (
@@ -260,6 +265,70 @@ def test_what_is_not_implemented_raises(backend, option):
         torch.func.jvp(attend, tuple(tensors), tuple(tensors))
     with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
         torch.func.grad(lambda *x: attend(*x).sum())(*tensors)
+
+
+class Labelled(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+class Function(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+UNWATCHED = {
+    "nothing": nullcontext,
+    "no gradient": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": partial(torch.autocast, DEVICE, torch.bfloat16),
+    "below autograd": torch._C._AutoDispatchBelowAutograd,
+}
+WATCHED = {
+    "a dispatch mode": Dispatch,
+    "a function mode": Function,
+    "a profiler": partial(torch.autograd.profiler.profile, use_device=None),
+    "a subclass": nullcontext,
+    "fake tensors": partial(FakeTensorMode, allow_non_fake_inputs=True),
+    "meta tensors": nullcontext,
+}
+
+
+@pytest.mark.parametrize("is_grid", [False, True])
+@pytest.mark.parametrize("name", [*UNWATCHED, *WATCHED])
+def test_torchs_dispatcher_is_left_out_where_nobody_watches(monkeypatch, name, is_grid):
+    backends, ways = grid_operators.BACKENDS if is_grid else operators.BACKENDS, []
+
+    def functions(device, original=backends["eager"].functions):
+        ways.append(any(frame.filename.endswith("_ops.py") for frame in traceback.extract_stack()))
+        return original(device)
+
+    attend, tensors = attention("eager", "grid" if is_grid else "causal"), qkv()
+    expected = results(attend, tensors)
+    monkeypatch.setitem(backends, "eager", replace(backends["eager"], functions=functions))
+    with (UNWATCHED | WATCHED)[name]():
+        if name in ("fake tensors", "meta tensors"):
+            device = "meta" if name == "meta tensors" else DEVICE
+            options = {"key_padding_mask": None, "ordering": None} if is_grid else {}
+            attend(*(torch.empty(x.shape, device=device) for x in tensors), **options)
+            assert not ways, "what has no data has nothing to run"
+            return
+        own = [x.as_subclass(Labelled) for x in tensors] if name == "a subclass" else tensors
+        out, lse = attend(*own)
+        assert out.requires_grad == (name not in ("no gradient", "inference", "below autograd"))
+        found = [out, lse]
+        if out.requires_grad:
+            found += torch.autograd.grad(out.float().square().sum(), tensors)
+    # While a function mode has torch.autograd.grad in hand, torch takes it off.
+    backward = [name in WATCHED and name != "a function mode"] * out.requires_grad
+    assert ways == [name in WATCHED, *backward]
+    tolerance = {"rtol": 3e-2, "atol": 3e-2} if name == "autocast" else {"rtol": 0, "atol": 0}
+    for x, y in zip(found, expected, strict=False):
+        torch.testing.assert_close(torch.Tensor(x.detach()).to(y.dtype), y.detach(), **tolerance)
 
 
 def test_a_backward_gets_no_gradient_of_lse_to_be_filled_with_zeros(monkeypatch):

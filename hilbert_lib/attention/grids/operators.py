@@ -25,13 +25,12 @@ _REQUEST = (
 
 def forward(given: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
     """Output and lse of neighbourhood attention by one backend, contiguous; differentiable once, through out."""
-    return torch.ops.hilbert_lib.neighbourhood_attention(*given, *_fields(request), backend)
+    return _forward(*given, *_fields(request), backend)
 
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
     """Gradients of `forward`, from the merged out and lse."""
-    run = torch.ops.hilbert_lib.neighbourhood_attention_backward
-    return Tensors(*run(dout, *given, out, lse, *_fields(request), backend))
+    return Tensors(*_backward(dout, *given, out, lse, *_fields(request), backend))
 
 
 def _fields(request: Request) -> tuple:
@@ -118,7 +117,7 @@ def _fake_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
     return grads[0], *sums[1:3], *grads[3:]
 
 
-register(
+_forward, _backward, _ = register(
     "neighbourhood_attention",
     inputs={"q": "dq", "k": "dk", "v": "dv", "extra_k": "dextra_k", "extra_v": "dextra_v"},
     request=_REQUEST,

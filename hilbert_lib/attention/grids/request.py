@@ -43,6 +43,11 @@ class Request:
             heads.setdefault(near, []).append(head)
         return heads
 
+    @property
+    def options(self) -> tuple:
+        """All but tensors."""
+        return self.neighbourhoods, self.scale, self.ordering, self.part
+
 
 class Tensors(NamedTuple):
     """What has gradients: q (batch, seq, heads, head_dim), k, v with kv_heads, and the keys that every query sees."""

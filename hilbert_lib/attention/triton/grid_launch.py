@@ -24,7 +24,9 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
     out = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)
     lse = torch.empty(*_by_row(given.q), dtype=torch.float32, device=given.q.device)
-    start([of_queries(Tensors(*as_computed(*given)), request, out=out, lse=lse)])
+    given = Tensors(*as_computed(*given))
+    tensors = (*given, out, lse, *tensors_of(request, out.device))
+    start(lambda: [of_queries(given, request, out=out, lse=lse)], tensors, "grid forward", *request.options)
     return out, lse
 
 
@@ -36,14 +38,19 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     dout, out, *computed = as_computed(dout, out, *given)
     given = Tensors(*computed)
     lse, delta = lse.contiguous(), torch.empty(*_by_row(given.q), dtype=torch.float32, device=lse.device)
-    starts = [
-        delta_of(dout, out, delta),
-        of_queries(given, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
-        of_keys(dout, given, lse, delta, request, grads, extra=False),
-    ]
-    if given.extra_k.shape[1]:
-        starts.append(of_keys(dout, given, lse, delta, request, grads, extra=True))
-    start(starts)
+
+    def starts() -> list[Start]:
+        made = [
+            delta_of(dout, out, delta),
+            of_queries(given, request, out=out, lse=lse, dout=dout, delta=delta, dq=grads.q),
+            of_keys(dout, given, lse, delta, request, grads, extra=False),
+        ]
+        if given.extra_k.shape[1]:
+            made.append(of_keys(dout, given, lse, delta, request, grads, extra=True))
+        return made
+
+    tensors = (*given, dout, out, lse, delta, *grads, *tensors_of(request, out.device))
+    start(starts, tensors, "grid backward", *request.options)
     return grads
 
 
@@ -137,13 +144,21 @@ def extra_padding(given: Tensors, request: Request) -> Tensor:
     return given.q if request.extra_padding_mask is None else request.extra_padding_mask.contiguous()
 
 
+def inverse_of(request: Request, device: torch.device) -> Tensor | None:
+    """The row of each cell, where they are not stored row by row."""
+    return request.slots if request.ordering is None else request.ordering.slots(device)
+
+
+def tensors_of(request: Request, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Those of a call that kernels read besides those with gradients."""
+    return request.key_padding_mask, request.extra_padding_mask, inverse_of(request, device)
+
+
 def rules(given: Tensors, request: Request) -> dict:
     """What every kernel is told of a call, the warp-specialised ones too."""
     q, near, part = given.q, request.neighbourhoods[0], request.part
     windows = tuple((1,) * (3 - len(near.axes)) + each.window for each in request.neighbourhoods)
-    inverse = request.slots
-    if request.ordering is not None:
-        inverse = request.ordering.slots(q.device)
+    inverse = inverse_of(request, q.device)
     return _of_axes(near) | {
         "windows": _windows(windows, q.device),
         "boxes": q if part is None else _boxes(part, near.shape if request.slots is not None else None, q.device),

@@ -1,6 +1,6 @@
 """Launches: the kernels as the `forward` and `backward` of a backend."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -46,7 +46,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.full_like(lse, -torch.inf)
     tensors = (q, k, v, out, lse, partial_out, partial_lse, q)
-    start([_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)])
+
+    def starts() -> list[Start]:
+        return [_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)]
+
+    start(starts, (*tensors, *call.tensors), "forward", *call.options)
     return out.to(dtype), lse
 
 
@@ -55,24 +59,29 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
     block_n = hopper.HOPPER_FORWARD[hopper.columns_of(q)].block_n
-    masked = [hopper.is_masked(call, one, k.shape[1], block_n) for one in ours]
+    masked = hopper.masked(call.pattern, ours, k.shape[1], call.is_causal, block_n)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device) if any(masked) else None
-    starts = [
-        hopper.forward(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
-        for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True))
-    ]
     tensors = (q, k, v, out, lse, out, lse)
-    if flag is not None:
+
+    def starts() -> list[Start]:
+        first = [
+            hopper.forward(q, k, v, call, one, out, lse, flag if is_masked else None, first=number == 0)
+            for number, (one, is_masked) in enumerate(zip(ours, masked, strict=True))
+        ]
+        # These go on from the results and replace them, rounded once more each time.
+        last = [_plain("forward", (*tensors, q), call, one, False, True, IF_FLAG=False) for one in theirs]
+        if flag is None:
+            return first + last
         # Of tiles that are cut off, the plain kernel tells a NaN that was attended to from one that was not. Of several
         # launches the first then begins every row anew.
         again = [replace(ours[0], covers_all=len(ours) > 1 and not schedule.covers_all(call.pattern)), *ours[1:]]
-        starts += [
+        repeated = [
             _plain("forward", (*tensors, flag), call, one, number == 0, True, IF_FLAG=True)
             for number, one in enumerate(again)
         ]
-    # These go on from the results and replace them, rounded once more each time.
-    starts += [_plain("forward", (*tensors, q), call, one, False, True, IF_FLAG=False) for one in theirs]
-    start(starts)
+        return first + repeated + last
+
+    start(starts, (*tensors, flag, *call.tensors), "forward on hopper", *call.options)
     return out
 
 
@@ -82,48 +91,65 @@ def backward(
     """Gradients of q, k and v. On Hopper dq is summed in an order that varies, unless torch asks for determinism."""
     dtype = q.dtype
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
-    batch, queries, heads, head_dim = q.shape
     delta = torch.empty_like(lse)
-    rows = batch * queries * heads
-    tensors = (out, dout, delta, *dout.stride()[:3], rows, queries, heads)
-    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32}
-    starts = [Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)]
     given = (q, k, v, dout, lse, delta)
     strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
-    def in_passes(name: str, *like: Tensor) -> list[Tensor]:
-        # Gradients by all passes of a plain kernel; several add them up in float32 first.
+    def in_passes(name: str, *like: Tensor) -> tuple[list[Tensor], list[Tensor], Callable[[], list[Start]]]:
+        # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
         config = config_of(name, q)
         length = scheduled_length(call, k.shape[1])
         todo = schedule.passes(call.pattern, length, config.block_n if name == "dkv" else config.block_m)
         found = sums = [result(x, todo, call) for x in like]
         if len(todo) > 1:
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
-        starts.extend(_plain(name, (*given, *found, *sums), call, *one, **strides_d) for one in _in_order(todo))
-        return found
+        tensors = (*given, *found, *sums)
+        return found, sums, lambda: [_plain(name, tensors, call, *one, **strides_d) for one in _in_order(todo)]
 
-    sums = None
-    if call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call):
+    sums, more = None, ()
+    on_hopper = call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call)
+    if on_hopper:
         # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
         if not torch.are_deterministic_algorithms_enabled():
             sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         dk, dv = (result(x, ours[:1], call) for x in (k, v))
-        for number, one in enumerate(ours):
-            starts.append(hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0))
-        tensors = (*given, dk, dv, dk, dv)
-        starts += [_plain("dkv", tensors, call, one, False, True, **strides_d) for one in theirs]
+
+        def of_keys() -> list[Start]:
+            first = [
+                hopper.backward(dout, q, k, v, lse, delta, dk, dv, call, one, sums, first=number == 0)
+                for number, one in enumerate(ours)
+            ]
+            tensors = (*given, dk, dv, dk, dv)
+            return first + [_plain("dkv", tensors, call, one, False, True, **strides_d) for one in theirs]
+
     else:
-        dk, dv = in_passes("dkv", k, v)
+        (dk, dv), more, of_keys = in_passes("dkv", k, v)
     if sums is None:
-        (dq,) = in_passes("dq", q)
-        start(starts)
+        (dq,), own, of_queries = in_passes("dq", q)
+        more = (*more, dq, *own)
     else:
-        tensors = (*given, sums, sums)
-        starts += [_plain("dq", tensors, call, one, False, False, **strides_d) for one in theirs]
-        start(starts)
+
+        def of_queries() -> list[Start]:
+            tensors = (*given, sums, sums)
+            return [_plain("dq", tensors, call, one, False, False, **strides_d) for one in theirs]
+
+    def starts() -> list[Start]:
+        return [_delta(out, dout, delta), *of_keys(), *of_queries()]
+
+    tensors = (*given, out, dk, dv, sums, *more, *call.tensors)
+    start(starts, tensors, "backward on hopper" if on_hopper else "backward", *call.options)
+    if sums is not None:
         dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype))
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:
+    batch, queries, heads, head_dim = out.shape
+    rows = batch * queries * heads
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_M": 32}
+    tensors = (out, dout, delta, *dout.stride()[:3], rows, queries, heads)
+    return Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)
 
 
 def _plain(name: str, tensors: tuple, call: Call, one: schedule.Pass, first: bool, last: bool, **named) -> Start:

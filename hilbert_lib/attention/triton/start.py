@@ -1,17 +1,33 @@
-"""Starts the kernels of a call. The first time, all are compiled at once: the call waits for the slowest alone."""
+"""Starts the kernels of a call. The first time all are compiled at once.
+
+Triton binds the arguments of every start anew, which takes the host longer than a short call takes a GPU. So what a
+kind of call starts is kept: compiled kernels and their arguments, with places for the tensors of the next call.
+"""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from functools import cache
+from copy import copy
+from functools import cache, partial, reduce
+from inspect import getclosurevars, isfunction
+from operator import itemgetter, or_
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 import triton
+from torch import Tensor
+
+from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
+KEPT = 512  # kinds of calls whose starts are kept
+MAPS = 64  # of a tensor's descriptor, at addresses where it was before
+# Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
+TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
+_kept: dict[tuple, "_Kept | None"] = {}  # None for a kind that came once
 
 
 class Start(NamedTuple):
@@ -23,17 +39,163 @@ class Start(NamedTuple):
     named: dict  # by name, with constants and Triton's own options
 
 
-def start(starts: Sequence[Start]) -> None:
-    """Start kernels of one device on the current stream, in order; all are compiled before the first starts."""
-    if not triton.knobs.runtime.interpret:
-        kind = _kind(starts)
-        if kind not in _compiled:
-            Context().run(_compile, starts)  # a context without another mode of compiling
-            if len(_compiled) >= KINDS:
-                _compiled.clear()
-            _compiled.add(kind)
-    for each in starts:
-        each.kernel[each.grid](*each.arguments, **each.named)
+class _Descriptor(NamedTuple):
+    # A descriptor without its tensor.
+    kind: type
+    rest: dict  # all else
+    made: Callable | None  # what makes of it what the launcher takes; None where the launcher makes it itself
+    maps: dict  # by address, what was made; the same is made at every start
+
+    def of(self, x: Tensor, address: int) -> object:
+        if address in self.maps:
+            return self.maps[address]
+        found = object.__new__(self.kind)
+        found.__dict__ = self.rest | {"base": x}
+        if self.made is not None:
+            found, *_ = self.made(found)
+            if len(self.maps) >= MAPS:
+                self.maps.clear()
+            self.maps[address] = found
+        return found
+
+
+class _Kept(NamedTuple):
+    # The starts of a call without its tensors, nor a hold on any.
+    starts: list[tuple]  # kernel, launcher, grid, function, metadata, and what takes the arguments from all values
+    values: list  # those that come after the addresses of the call's tensors
+    described: list[tuple]  # a place among values, the number of a descriptor's tensor, and a `_Descriptor`
+    tables: list[ref]  # whose addresses are among values
+
+
+def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable) -> None:
+    """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
+
+    Args:
+        make: gives the starts; it is not called where those of such a call are kept, as from the second one on.
+        tensors: all that `make` takes, the first one on the device; tables apart. Without any nothing is kept.
+        asked: all else that the starts depend on.
+    """
+    if triton.knobs.runtime.interpret:
+        return _start(make())
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    kind = None if not tensors or _is_special(tensors, addresses) else _kind_of_call(tensors, asked)
+    if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
+        return None
+    starts = make()
+    compiled = _kind(starts)
+    if compiled not in _compiled:
+        Context().run(_compile, starts)  # a context without another mode of compiling
+        if len(_compiled) >= KINDS:
+            _compiled.clear()
+        _compiled.add(compiled)
+    kernels = _start(starts)
+    if kind in _kept:
+        _kept[kind] = _keep(starts, kernels, tensors)
+    elif kind is not None:  # most kinds that come once do not come again: of sequences of other lengths, say
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        _kept[kind] = None
+    return None
+
+
+def _start(starts: Sequence[Start]) -> list:
+    # As Triton starts kernels; those that it compiled.
+    return [each.kernel[each.grid](*each.arguments, **each.named) for each in starts]
+
+
+def _is_special(tensors: Sequence[Tensor | None], addresses: list[int]) -> object:
+    # Whether Triton itself must start the kernels: it has more to do, or other kernels for tensors off 16 bytes. A CUDA
+    # graph keeps the tables that its capture asks for.
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return (
+        reduce(or_, addresses) % 16
+        or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+        or getattr(runtime, "add_stages_inspection_hook", None) is not None
+        or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
+    # All that starts depend on, but addresses; the current device is the first. 1, 1.0 and True are not the same.
+    knobs, ids = triton.knobs, [*map(id, tensors)]
+    same = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # where one tensor is given twice
+    forms = [x if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    if tensors[0].dtype == torch.float32:
+        compiler += (products_of_float32(),)
+    device = triton.runtime.driver.active.get_current_device()
+    return device, tensors[0].device, *compiler, same, *forms, *asked, *map(type, asked)
+
+
+def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
+    # Whether the starts could be started: not where a table is gone, or a kernel has hooks of its own.
+    tables = [table() for table in kept.tables]  # held until all are started
+    if any(table is None for table in tables) or any(each[0].pre_run_hooks for each in kept.starts):
+        return False
+    values = addresses + kept.values
+    for place, number, descriptor in kept.described:
+        values[place] = descriptor.of(tensors[number], addresses[number])
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    for _, run, grid, function, metadata, arguments in kept.starts:
+        run(*grid, stream, function, metadata, None, None, None, *arguments(values))  # without hooks
+    return True
+
+
+def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Kept | None:
+    # None where a tensor is not of the call, such as a copy that was made of one, or Triton's own hook compiled.
+    numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
+    kept, values, described, tables = [], [], [], {}
+    for one, compiled in zip(starts, kernels, strict=True):
+        if compiled is None:
+            return None
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        run, metas = _bare(compiled.run)
+        given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
+        places = []
+        for each in one.kernel.params:
+            x = given.get(each.name, each.default if each.has_default else None)
+            own = x if isinstance(x, Tensor) else getattr(x, "base", None)
+            number, place = numbers.get(id(own)), len(tensors) + len(values)
+            if isinstance(own, Tensor) and number is None and (own is not x or each.name not in TABLES):
+                return None
+            if own is x and number is not None:
+                places.append(number)
+                continue
+            if own is x and x is not None:
+                tables[id(x)] = x
+                x = x.data_ptr()
+            more = [x]
+            if own is not x and number is not None:
+                made = next(metas, None)
+                rest = {name: y for name, y in vars(x).items() if name != "base"}
+                described.append((place, number, _Descriptor(type(x), rest, made, {})))
+                more = [None, *(made(x)[1:] if made else ())]
+            places += range(place, place + len(more))
+            values += more
+        grid = (*one.grid, 1, 1)[:3]
+        kept.append((one.kernel, run, grid, compiled.function, compiled.packed_metadata, itemgetter(*places)))
+    return _Kept(kept, values, described, [*map(ref, tables.values())])
+
+
+def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
+    # Triton's launcher makes maps of descriptors anew at every start, which takes as long as the rest. The launcher
+    # below it, and what makes a map of each descriptor; or the launcher itself where it is another than we know.
+    launch = getattr(run, "launch", None)
+    inside = getclosurevars(launch) if isfunction(launch) else None
+    if inside is None or not {"launcher", "tensordesc_meta"} <= inside.nonlocals.keys():
+        return run, iter(())
+    make, metas = inside.globals.get("make_tensordesc_arg"), inside.nonlocals["tensordesc_meta"]
+    if make is None or None in metas:
+        return run, iter(())
+    run = copy(run)
+    run.launch = inside.nonlocals["launcher"]
+    return run, (partial(make, metadata=each) for each in metas)
+
+
+def forget() -> None:
+    """Forget the starts that are kept: for who puts other kernels or configurations in the place of these."""
+    _kept.clear()
 
 
 def _kind(starts: Sequence[Start]) -> tuple:

@@ -6,7 +6,7 @@ of registers, numbers that outgrow 32 bits and what Triton's compiler makes of t
 
 import builtins
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from math import prod
@@ -267,8 +267,8 @@ class Sources:
         emulated = {each: self.module(whole) for each, whole in inside.items()}
         return SimpleNamespace(**emulated, **{each: getattr(found, each) for each in others})
 
-    def _start(self, starts: Sequence[Start]) -> None:
-        for each in starts:
+    def _start(self, make: Callable[[], Sequence[Start]], *_) -> None:
+        for each in make():
             self.starts.append(each)
             self.run(each)
 

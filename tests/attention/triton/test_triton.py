@@ -241,9 +241,9 @@ def test_the_widest_heads_equal_the_reference(head_dim):
 def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
     seen = []
 
-    def watched(starts):
-        seen.extend(each.named["PRECISION"] for each in starts if "PRECISION" in each.named)
-        start(starts)
+    def watched(make, *more):
+        seen.extend(each.named["PRECISION"] for each in make() if "PRECISION" in each.named)
+        start(make, *more)
 
     for module in (launch, launch.decode):
         monkeypatch.setattr(module, "start", watched)
@@ -314,8 +314,8 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
 
         return Start({grid: run}, grid, (q, k, v, dout, lse, delta, dk, dv, dk, dv), shared | strides)
 
-    def start(starts):  # what stands in is compiled when it is started
-        for each in starts:
+    def start(make, *_):  # what stands in is compiled when it is started
+        for each in make():
             each.kernel[each.grid](*each.arguments, **each.named)
 
     def launches(*asked):
@@ -357,8 +357,8 @@ def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
     cases = [(256, 2, False, False), (256, 2, True, True), (192, 1, False, True), (256, 4, False, True)]
     for segment_length, rate, is_causal, is_masked in [*cases, (384, 1, False, True)]:
         pattern = DilatedPattern((segment_length,), (rate,))
-        call, one = Call(pattern, is_causal=is_causal), schedule.pass_of(pattern, (0,), 1024)
-        assert launch.hopper.is_masked(call, one, 1024, 128) == is_masked
+        one = schedule.pass_of(pattern, (0,), 1024)
+        assert launch.hopper.masked(pattern, (one,), 1024, is_causal, 128) == (is_masked,)
 
 
 def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():

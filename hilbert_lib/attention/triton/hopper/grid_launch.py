@@ -53,11 +53,15 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
     named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
     tensors = (q, k, v), (extra_k, extra_v), (out,)
-    starts = [
-        _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), given, request, q.shape[2], **named),
-        plain.of_queries(given, request, out=out, lse=lse, flag=flag),
-    ]
-    start(starts)
+
+    def starts() -> list[Start]:
+        return [
+            _start(forward_kernel, MOVES, (lse, flag), tensors, (q, out), given, request, q.shape[2], **named),
+            plain.of_queries(given, request, out=out, lse=lse, flag=flag),
+        ]
+
+    call = (*given, out, lse, flag, *plain.tensors_of(request, q.device))
+    start(starts, call, "grid forward on hopper", *request.options)
     return out, lse
 
 
@@ -74,16 +78,20 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     of_queries = (q, dout, k, v), (extra_k, extra_v), (grads.q, grads.q)
     of_keys = (k, v, q, dout), (extra_k, extra_v), (grads.k, grads.v)
-    starts = [plain.delta_of(dout, out, delta)] + [
-        _start(
-            backward_kernel, MOVES, (lse, delta), tensors, (q, dout, grads.q), given, request, heads, STAGES=3,
-            OF_KEYS=tensors is of_keys, IN_FLOAT=q.shape[3] if in_float and tensors is of_keys else 0,
-        )
-        for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2]))
-    ]  # fmt: skip
-    if extra_k.shape[1]:
-        starts.append(plain.of_keys(dout, given, lse, delta, request, grads, extra=True))
-    start(starts)
+
+    def starts() -> list[Start]:
+        made = [plain.delta_of(dout, out, delta)]
+        for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
+            more = {"STAGES": 3, "OF_KEYS": tensors is of_keys}
+            more["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
+            by_query = q, dout, grads.q
+            made.append(_start(backward_kernel, MOVES, (lse, delta), tensors, by_query, given, request, heads, **more))
+        if extra_k.shape[1]:
+            made.append(plain.of_keys(dout, given, lse, delta, request, grads, extra=True))
+        return made
+
+    call = (*given, dout, out, lse, delta, *grads, *plain.tensors_of(request, q.device))
+    start(starts, call, "grid backward on hopper", *request.options)
     return grads
 
 

@@ -1,5 +1,7 @@
 """The warp-specialised kernels of Hopper: which calls they serve, and their launches."""
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
@@ -8,6 +10,7 @@ from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.pattern import DilatedPattern
 
 # By head_dim: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
 HOPPER_FORWARD = {
@@ -51,10 +54,15 @@ def columns_of(q: Tensor) -> int:
     return 64 if q.shape[-1] <= 64 else 128
 
 
-def is_masked(call: Call, one: schedule.Pass, keys: int, block_n: int) -> bool:
-    """Whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
-    branches = [call.pattern.branches[i] for i in one.branches]
-    return call.is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in branches)
+@lru_cache(maxsize=1024)
+def masked(
+    pattern: DilatedPattern, passes: tuple[schedule.Pass, ...], keys: int, is_causal: bool, block_n: int
+) -> tuple[bool, ...]:
+    """Of each pass, whether a tile of block_n keys may be cut off, by causality or by the end of a segment."""
+    branches = [[pattern.branches[i] for i in one.branches] for one in passes]
+    return tuple(
+        is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some) for some in branches
+    )
 
 
 def forward(

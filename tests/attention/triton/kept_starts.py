@@ -1,0 +1,269 @@
+"""Starts that are kept, beside Triton's own, on a driver that starts nothing and a compiler that compiles nothing.
+
+Prints of each of several calls in a row how many kernels were started, how many of these Triton bound, and "equal" if
+every launcher was given what Triton's own start of the same tensors gives it. A process of its own, as `first_call.py`.
+"""
+
+import json
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from weakref import ref
+
+import torch
+import triton
+from first_call import Driver
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.runtime.jit import JITFunction
+
+from hilbert_lib import DilatedPattern, Neighbourhood
+from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.triton import grid_launch, launch, schedule
+from hilbert_lib.attention.triton import start as starting
+from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
+from hilbert_lib.ordering import Ordering
+
+PATTERN = DilatedPattern((64, 100, 256), (1, 2, 4))
+begun, bound, made, heard, device = [], [], [], [], [0]
+numbers = count()
+
+
+def filled(*given):
+    """Stands in for a descriptor's map."""
+    made.append(given)
+    return given
+
+
+class Compiled:
+    """A kernel as Triton compiles it: of the same source, constants and specialisation there is one."""
+
+    packed_metadata = None
+    launch_metadata = None
+
+    def __init__(self, src, target, options, **_):
+        self.function = self.hash = next(numbers)
+        self.launch_metadata = lambda *_: None
+        # Triton's own launcher, above what stands in for its C function.
+        self.run = object.__new__(CudaLauncher)
+        descriptors = sum(kind.startswith("tensordesc") for kind in src.signature.values())
+        meta = {"swizzle": 1, "elem_size": 2, "elem_type": 0, "fp4_padded": False}
+        metas = [meta | {"block_size": [self.function, n]} for n in range(descriptors)]
+        vars(self.run).update(dict.fromkeys(("arg_annotations", "kernel_signature")), num_ctas=1)
+        vars(self.run).update(dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False))
+        vars(self.run).update({f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")})
+        self.run.launch = wrap_handle_tensordesc(started, src.signature, metas)
+
+
+def started(*given):
+    """Notes what the C function is given, hooks apart; of Triton 3.7 the arguments are one, the last."""
+    *given, last = given
+    given += last if isinstance(last, list | tuple) else [last]
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    heard.extend(x for x in given if x is hooks[0] and x.calls)
+    begun.append([known(x) for x in given if x is not None and not any(x is hook for hook in hooks)])
+
+
+class Given(Driver):
+    """Several devices, and a stream on each."""
+
+    utils = SimpleNamespace(fill_tma_descriptor=filled, fill_tma_descriptor_tiled=filled)
+
+    def get_current_device(self):
+        return device[0]
+
+    def get_current_stream(self, at):
+        return 100 + at
+
+
+def known(x):
+    """What a launcher takes of an argument."""
+    if isinstance(x, torch.Tensor):
+        return repr(x.data_ptr())
+    return repr(x)
+
+
+def bind(self, *args, original=JITFunction.run, warmup, **named):
+    if not warmup:
+        bound.append(self)
+    return original(self, *args, warmup=warmup, **named)
+
+
+def start(make, tensors=(), *asked):
+    """As the library starts kernels, and then as Triton does."""
+    begun.clear()
+    bound.clear()
+    made.clear()
+    starting.start(make, tensors, *asked)
+    ours, bindings, told["maps"] = [*begun], len(bound), len(made)
+    begun.clear()
+    for each in make():
+        each.kernel[each.grid](*each.arguments, **each.named)
+    seen.append([len(ours), bindings, "equal" if ours == begun else "other"])
+
+
+seen, told = [], {}
+
+
+@contextmanager
+def noted(name: str):
+    """What was started meanwhile is told under a name."""
+    seen.clear()
+    yield
+    told[name] = [*seen]
+
+
+def drawn(*shape, dtype=torch.bfloat16, number=4):
+    return [torch.zeros(shape, dtype=dtype) for _ in range(number)]
+
+
+def along(tensors, again: bool = False, **options) -> None:
+    """A forward or, again, a backward along a sequence."""
+    q, k, v, dout = tensors
+    call = Call(**{"pattern": PATTERN, "scale": 0.125} | options)
+    if not again:
+        launch.forward(q, k, v, call)
+    else:
+        out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+        launch.backward(dout, q, k, v, out, lse, call)
+
+
+def on_grid(module, again: bool, **options) -> None:
+    near, masks = Neighbourhood((16, 32), 5), options.pop("masks", (None, None))
+    q, k, v, dout = drawn(1, 512, 2, 64)
+    extra = torch.zeros(1, 8, 2, 64, dtype=q.dtype)
+    given, request = (
+        Tensors(q, k, v, extra, extra.clone()),
+        Request((near, near), 0.125, options.get("ordering"), *masks),
+    )
+    if not again:
+        module.forward(given, request)
+    else:
+        module.backward(dout, given, q.clone(), torch.zeros(1, 2, 512), request)
+
+
+def masked(batch: int, keys: int) -> torch.Tensor:
+    return torch.zeros(batch, keys, dtype=torch.bool)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Given())
+    triton.compiler.compile = Compiled
+    JITFunction.run = bind
+    torch.cuda.set_device = lambda _: None
+    for module in (launch, launch.decode, grid_launch, hopper_grid):
+        module.start = start
+    hopper_grid.multiprocessors = lambda _: 132
+    own = {
+        "several passes": {"pattern": DilatedPattern((32, 64, 256), (1, 8, 64))},
+        "all options": {"is_causal": True, "dropout_p": 0.5},
+    }
+    # Each call three times, of other tensors: the third is served by what the second left.
+    for on_hopper in (True, False):
+        launch.hopper.runs = lambda *_, on_hopper=on_hopper: on_hopper
+        for again in (False, True):
+            with noted(f"sequence {on_hopper} {again}"):
+                for _ in range(3):
+                    along(drawn(2, 256, 4, 64), again)
+        for again in (False, True):
+            for name, options in own.items() if not on_hopper else ():
+                with noted(f"{name} {again}"):
+                    for _ in range(3):
+                        options = dict(options)
+                        if name == "all options":
+                            options |= {"seed": torch.zeros(1, dtype=torch.int64), "key_padding_mask": masked(2, 256)}
+                            options["inverse"] = torch.zeros(256, dtype=torch.int32)
+                        along(drawn(2, 256, 4, 64), again, **options)
+    for name, module in (("plain", grid_launch), ("hopper", hopper_grid)):
+        for again in (False, True):
+            with noted(f"grid {name} {again}"):
+                for _ in range(3):
+                    on_grid(module, again, masks=(masked(1, 512), masked(1, 8)))
+    with noted("grid in an order"):
+        for _ in range(3):
+            on_grid(grid_launch, True, ordering=Ordering.from_curve("hilbert", 512, grid=(16, 32)))
+
+    # What differs from a kept call in one thing is not served by it.
+    base = lambda: drawn(1, 256, 2, 48)  # noqa: E731
+    with noted("kept"):
+        for _ in range(3):
+            along(base())
+    with noted("alignment"):
+        flat = torch.zeros(256 * 2 * 48 + 1, dtype=torch.bfloat16)[1:]
+        along([flat.view(1, 256, 2, 48), *base()[:3]])
+    with noted("stride"):
+        along([torch.zeros(1, 256, 4, 48, dtype=torch.bfloat16)[:, :, ::2], *base()[:3]])
+    with noted("dtype"):
+        along(drawn(1, 256, 2, 48, dtype=torch.float16))
+    with noted("length"):
+        along(drawn(1, 255, 2, 48))
+    with noted("one head"):
+        along(drawn(1, 256, 1, 48))
+    with noted("scale"):
+        along(base(), scale=0.5)
+    with noted("a scale that is an integer"):
+        along(base(), scale=1.0)
+        along(base(), scale=1.0)
+        along(base(), scale=1)
+    with noted("causal"):
+        along(base(), is_causal=True)
+    with noted("pattern"):
+        along(base(), pattern=DilatedPattern((64, 100, 128), (1, 2, 4)))
+    with noted("padding"):
+        along(base(), key_padding_mask=masked(1, 256))
+    with noted("seed"):
+        along(base(), dropout_p=0.5, seed=torch.zeros(1, dtype=torch.int64))
+    with noted("one tensor as q, k and v"):
+        along([base()[0]] * 4)
+        along([base()[0]] * 4)
+        along([base()[0]] * 4)
+        along(base())
+    with noted("device"):
+        device[0] = 1
+        along(base())
+        device[0] = 0
+    with noted("debugging"):
+        triton.knobs.runtime.debug = True
+        along(base())
+        triton.knobs.runtime.debug = False
+    with noted("precision"):
+        for allowed in ("ieee", "ieee", "ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = allowed
+            along(drawn(1, 256, 2, 48, dtype=torch.float32))
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with noted("hook"):
+        triton.knobs.runtime.launch_enter_hook.add(print)
+        along(base())
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    with noted("a hook of a kernel"):
+        launch.forward_kernel.add_pre_run_hook(lambda *_, **__: heard.append(None))
+        along(base())
+        launch.forward_kernel.pre_run_hooks.clear()
+    torch.cuda.is_current_stream_capturing, original = lambda: True, torch.cuda.is_current_stream_capturing
+    told["capture"] = bool(starting._is_special([SimpleNamespace(is_cuda=True)], [16]))
+    torch.cuda.is_current_stream_capturing = original
+    with noted("tables that are gone"):
+        schedule.tables.cache_clear()
+        along(base())
+        along(base())
+    with noted("copies"):  # of a mask, which is none of the call's tensors
+        for _ in range(3):
+            along(drawn(2, 256, 2, 48), key_padding_mask=masked(256, 2).T)
+    with noted("strangers"):  # a tensor that is not told of, though it lives on
+        out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
+        for _ in range(3):
+            start(lambda: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+    # Nothing of a call is held. The fourth is of the same tensors: maps of their descriptors are there.
+    launch.hopper.runs = lambda *_: True
+    tensors = base()
+    for n in range(4):
+        along(tensors if n else base())
+    maps = told["maps"]
+    refs = [*map(ref, tensors)]
+    del tensors
+    begun.clear()
+    told["held"] = sum(each() is not None for each in refs)
+    starting.forget()
+    with noted("forgotten"):
+        along(base())
+    print(json.dumps(told | {"heard": len(heard), "maps": maps}))
