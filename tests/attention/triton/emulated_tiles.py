@@ -266,7 +266,7 @@ FUNCTIONS = {
     "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
     "arange": lambda start, end, layout=None: Value(np.arange(start, end)),
-    "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), dtype),
+    "full": lambda shape, value, dtype, layout=None: Value(np.full(shape, value, np.float32), None).to(dtype),
     "zeros": lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32), dtype),
     "zeros_like": lambda x: Value(np.zeros_like(x.array), x.dtype),
     "where": on_arrays(np.where),
