@@ -76,11 +76,12 @@ def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] 
         asked: all else that the starts depend on.
     """
     if triton.knobs.runtime.interpret:
-        return _start(make())
+        _start(make())
+        return
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     kind = None if not tensors or _is_special(tensors, addresses) else _kind_of_call(tensors, asked)
     if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
-        return None
+        return
     starts = make()
     compiled = _kind(starts)
     if compiled not in _compiled:
@@ -95,7 +96,6 @@ def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] 
         if len(_kept) >= KEPT:
             _kept.clear()
         _kept[kind] = None
-    return None
 
 
 def _start(starts: Sequence[Start]) -> list:
@@ -120,12 +120,12 @@ def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
     # All that starts depend on, but addresses; the current device is the first. 1, 1.0 and True are not the same.
     knobs, ids = triton.knobs, [*map(id, tensors)]
     same = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # where one tensor is given twice
-    forms = [x if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    forms = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
     compiler = knobs.runtime.debug, knobs.compilation.instrumentation_mode
     if tensors[0].dtype == torch.float32:
         compiler += (products_of_float32(),)
     device = triton.runtime.driver.active.get_current_device()
-    return device, tensors[0].device, *compiler, same, *forms, *asked, *map(type, asked)
+    return device, *compiler, same, *forms, *asked, *map(type, asked)
 
 
 def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:

@@ -239,8 +239,8 @@ MUTATIONS = [
     Mutation("hopper.backward", "dk_acc += gl.load(dk", "dk_acc + gl.load(dk", "earlier launches' dk is lost", 18),
     Mutation(
         "hopper.launch",
-        "or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in branches)",
-        "or False",
+        "is_causal or any(min(w, keys) % (r * block_n) or keys % min(w, keys) for w, r in some)",
+        "is_causal",
         "launches do not see that tiles are cut off",
         28,
     ),
