@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.documents import check_rows
+from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
@@ -27,7 +29,7 @@ AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, PADDING_RULES, LENGTHS, HEADS)
 AXES += ((torch.float32, torch.bfloat16, torch.float16), [False, True], [False, True])
 
 
-def ends_of(lengths: list[int], device=DEVICE) -> torch.Tensor:
+def ends_of(lengths: list[int], device: object = DEVICE) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -121,6 +123,17 @@ def test_few_programs_are_started_in_vain(lengths, most):
     known = packed.tables(pattern, one, 8192, 1, 128, cpu)
     places = packed.places(ends_of(lengths, "cpu"), sum(lengths), known)
     assert len(places) <= most * int((places[:, 2] > 0).sum())
+
+
+def test_nothing_that_the_host_does_needs_the_lengths():
+    pattern, cpu, total = DilatedPattern((8, 20), (1, 3), padding="zeros"), torch.device("cpu"), 50
+    *_, one = schedule.passes(pattern, 64, 4)
+    known, cu = packed.tables(pattern, one, 64, 2, 4, cpu), ends_of([30, 0, 20], "meta")  # has no values to ask for
+    check_rows(cu, total, 30)
+    found = packed.places(cu, total, known._replace(first=known.first.to("meta")))
+    assert found.shape == packed.places(ends_of([30, 0, 20], "cpu"), total, known).shape
+    out, lse = torch.empty(1, total, 2, 4, device="meta"), torch.empty(1, 2, total, device="meta")
+    add_zero_keys(out, lse, Call(pattern, cu_seqlens=cu), 0, total, 2)
 
 
 def long_documents() -> list[int]:
