@@ -49,7 +49,7 @@ def _log_counts(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     position = torch.arange(first, first + queries, device=device)
-    return _log_count(pattern, position, torch.tensor(length, device=device), kv_heads, dtype)
+    return _log_count(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
 
 
 def _log_count(pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
