@@ -59,7 +59,8 @@ def _of_documents_first(rule: Rule, call: Call) -> Rule:
     # Of packed documents, those that take all in one call stand before loops, for which the host waits.
     if call.cu_seqlens is None:
         return rule
-    return rule._replace(order=tuple(sorted(rule.order, key=lambda name: not BACKENDS[name].reads_documents)))
+    order = sorted(rule.order, key=lambda name: not BACKENDS[name].reads_documents)
+    return Rule(tuple(order), rule.record)  # torch.compile cannot trace `_replace`
 
 
 def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:

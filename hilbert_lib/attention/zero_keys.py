@@ -49,12 +49,10 @@ def _log_counts(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     position = torch.arange(first, first + queries, device=device)
-    return _log_count(pattern, position, torch.tensor(length, device=device), kv_heads, dtype)
+    return _log_count(pattern, position, torch.full((), length, device=device), kv_heads, dtype)
 
 
-def _log_count(
-    pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
+def _log_count(pattern: DilatedPattern, position: Tensor, length: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     # (kv_heads, 1, queries): the log of the number of zero keys that each query sees, in sequences of these lengths.
     count = torch.zeros(kv_heads, 1, len(position), dtype=torch.float64, device=position.device)
     for branch, (w, r) in enumerate(pattern.branches):

@@ -74,7 +74,7 @@ def test_it_is_one_operator_that_compiles_checkpoints_and_counts_flop():
     tensors = [x.requires_grad_() for x in drawn(TOTAL, 2, 1, 4)[:3]]
     given = *tensors, *operators._fields(Call(PATTERN, True, 0.5, cu_seqlens=CU, max_seqlen=12)), "eager"
     torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
-    attend = partial(dilated_attention, pattern=PATTERN, is_causal=True, backend="sdpa")
+    attend = partial(dilated_attention, pattern=PATTERN, is_causal=True)  # "auto", which is sdpa
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for lengths in (LENGTHS, [TOTAL], [3, TOTAL - 3]):
         cu = ends_of(lengths)

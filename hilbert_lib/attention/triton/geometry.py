@@ -65,17 +65,13 @@ def tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, c
 
 
 @triton.jit
-def place_of(
-    pid, documents, items, classes, first_row, rows, keys, heads, group, chunk, stride, chunks, phases, count
-):  # fmt: skip
+def place_of(pid, documents, items, classes, first_row, rows, keys, heads, group, chunk, stride, chunks, phases, count):
     """As `tile_of`, with what holds of packed documents (`packed.places`), if there are any.
 
     Besides: what dropout calls the sequence, the row of the tensors that is its position 0, and its number of keys.
     """
     if documents is None:
-        b, h, tile = tile_of(
-            pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count
-        )  # fmt: skip
+        b, h, tile = tile_of(pid, items, classes, first_row, rows, heads, group, chunk, stride, chunks, phases, count)
         return b, h, tile, b, tl.full([], 0, tl.int64), keys
     else:
         place = documents + pid % chunks * 5

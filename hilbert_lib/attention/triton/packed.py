@@ -22,7 +22,7 @@ class Packed(NamedTuple):
     """The tables of a pass for documents up to some length, and how many tiles a document has."""
 
     tables: schedule.Tables
-    first: Tensor  # (count,) int64, ascending: before which row a tile of that number begins, whatever the head
+    first: Tensor  # (count,) int64, ascending: the lowest row of a chunk at which a tile of that number begins
     bounds: list[tuple[int, int]]  # (a, b): a document of n rows has at most (a * n + b) / chunk tiles
 
 

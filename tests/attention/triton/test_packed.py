@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from itertools import accumulate
 
 import oracle
@@ -12,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern, dilated_attention
+from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.documents import check_rows
+from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
@@ -25,7 +29,7 @@ AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, PADDING_RULES, LENGTHS, HEADS)
 AXES += ((torch.float32, torch.bfloat16, torch.float16), [False, True], [False, True])
 
 
-def ends_of(lengths: list[int], device=DEVICE) -> torch.Tensor:
+def ends_of(lengths: list[int], device: object = DEVICE) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -43,6 +47,21 @@ def test_every_document_is_as_the_oracle_has_it_alone(case):
     found = attended([x.to(DEVICE) for x in tensors], pattern, "triton", is_causal=is_causal, **options)
     assert found[0].dtype == dtype
     assert_close(found, expected, (*TOLERANCE[dtype], *[TOLERANCE[dtype][2]] * 2))
+
+
+def test_it_is_one_operator_that_compiles_for_all_documents():
+    pattern = DilatedPattern((4, 10), (1, 3), padding="zeros")
+    tensors = [x.requires_grad_() for x in drawn(22, 2, 1, 4, device=DEVICE)[:3]]
+    given = *tensors, *operators._fields(Call(pattern, True, 0.5, cu_seqlens=ends_of([22]))), "triton"
+    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
+    attend = partial(dilated_attention, pattern=pattern, backend="triton")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for cu in map(ends_of, ([22], LENGTHS["mixed"])):
+        outs = [run(*tensors, cu_seqlens=cu) for run in (attend, compiled)]
+        assert torch.equal(*outs)
+        grads = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
+        assert all(map(torch.equal, *grads))
+    torch.compiler.reset()
 
 
 # As a whole sequence has several passes, each of which goes on from the results of the last.
@@ -106,6 +125,17 @@ def test_few_programs_are_started_in_vain(lengths, most):
     assert len(places) <= most * int((places[:, 2] > 0).sum())
 
 
+def test_nothing_that_the_host_does_needs_the_lengths():
+    pattern, cpu, total = DilatedPattern((8, 20), (1, 3), padding="zeros"), torch.device("cpu"), 50
+    *_, one = schedule.passes(pattern, 64, 4)
+    known, cu = packed.tables(pattern, one, 64, 2, 4, cpu), ends_of([30, 0, 20], "meta")  # has no values to ask for
+    check_rows(cu, total, 30)
+    found = packed.places(cu, total, known._replace(first=known.first.to("meta")))
+    assert found.shape == packed.places(ends_of([30, 0, 20], "cpu"), total, known).shape
+    out, lse = torch.empty(1, total, 2, 4, device="meta"), torch.empty(1, 2, total, device="meta")
+    add_zero_keys(out, lse, Call(pattern, cu_seqlens=cu), 0, total, 2)
+
+
 def long_documents() -> list[int]:
     """Ten thousand documents of 2,000,000 tokens in all: one of 50,000, most of a few hundred, some of none."""
     shares = torch.empty(10_000).exponential_(generator=torch.Generator().manual_seed(0))
@@ -160,19 +190,19 @@ def test_a_graph_takes_other_documents_when_it_is_replayed():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", ["[1, 8]", "[0, 7]", "[0, 5, 3, 8]", "[0, 8]), max_seqlen=7, x=("])
+@pytest.mark.parametrize("wrong", ["[1, 8]", "[0, 7]", "[0, 5, 3, 8]", "[0, 8], 7"])
 def test_what_is_no_row_of_documents_stops_the_device(wrong):
     script = f"""
 import torch
 from hilbert_lib import DilatedPattern, dilated_attention
-def call(ends, max_seqlen=None, x=None):
+def call(ends, max_seqlen=None):
     q = torch.ones(1, 8, 2, 16, device="cuda")
     cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
     dilated_attention(q, q, q, DilatedPattern((4,), (1,)), cu_seqlens=cu, max_seqlen=max_seqlen, backend="triton")
     torch.cuda.synchronize()
 call([0, 3, 8], 5)
 print("right")
-call(({wrong}))
+call({wrong})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "right\n"
