@@ -287,3 +287,22 @@ def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor
 def ordering_cache_info() -> CacheInfo:
     """How often tables were found in the cache since the process began, and what it holds, its size in positions."""
     return ordering_tables.cache_info()
+
+
+class Permuted(torch.autograd.Function):
+    """Rows of x along dim 1 in another order. A gather both ways: the gradient of index_select adds row by row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.index_select(1, ctx.inverse), None, None
+
+
+def in_sequence(x: Tensor, ordering: Ordering) -> Tensor:
+    """`Ordering.undo` along dim 1, for what is differentiated once."""
+    perm, inverse, _ = ordering._tables(x.device)
+    return Permuted.apply(x, inverse, perm)

@@ -13,7 +13,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose, explain, is_undone
 from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.checks import boolean, integer, number, positive, suggesting
-from hilbert_lib.ordering import Ordering
+from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,8 +105,8 @@ def attend(
         raise ValueError(f"backend={backend!r} {told}; see explain_backend")
     if call.dropout_p > 0.0:
         call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
-    if kv_ordering is not None and is_undone(backend, chosen, q.device, q.shape[1], call.query_start):
-        k, v = kv_ordering.undo(k, dim=1), kv_ordering.undo(v, dim=1)
+    if kv_ordering is not None and is_undone(backend, chosen, q.device, call, q.shape[1]):
+        k, v = in_sequence(k, kv_ordering), in_sequence(v, kv_ordering)
     elif kv_ordering is not None:
         call = replace(call, inverse=kv_ordering.slots(k.device))
     out, lse = operators.forward(q, k, v, call, chosen)

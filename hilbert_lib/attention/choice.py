@@ -15,7 +15,9 @@ from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
 
-UNDONE_FROM = 16_384  # rows of q from which "auto" has k and v put in sequence order
+# "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
+# branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
+UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,16 @@ def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
     return first_that_serves(q, call, asked, BACKENDS)
 
 
-def is_undone(asked: str, chosen: str, device: torch.device, rows: int, query_start: int | None) -> bool:
+def is_undone(asked: str, chosen: str, device: torch.device, call: Call, rows: int) -> bool:
     """Whether k and v are put in sequence order before a call, rather than found through a table in the kernels.
 
     asked: the backend asked for; chosen: the one that serves. A copy costs each row once, a table each read of a row.
     """
     if not BACKENDS[chosen].reads_orderings:
         return True
-    return asked == "auto" and device.type == "cuda" and query_start is None and rows >= UNDONE_FROM
+    keys = sum(min(w, rows) / r**2 for w, r in call.pattern.branches)
+    is_short = rows < UNDONE_FROM or keys < UNDONE_KEYS
+    return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
 
 
 def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: dict[str, Backend]) -> str:

@@ -140,7 +140,7 @@ def estimate_memory(
     asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
     asked, named = asked | {"pattern": pattern}, backend
     backend = _serving(q, k, padding, device, named, direction == "backward", backends, asked)
-    is_gathered = has_kv_ordering and is_undone(named, backend, device, rows, start)
+    is_gathered = has_kv_ordering and is_undone(named, backend, device, Call(pattern, query_start=start), rows)
     if on_grid:
         call, leaves = Request(near, head_dim**-0.5, None, padding), (Tensors(q, k, k, more, more),)
     else:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
@@ -374,16 +375,18 @@ def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
 
 
 def test_keys_are_put_in_sequence_order_where_a_copy_costs_less_than_a_table():
-    gpu, many = torch.device("cuda"), choice.UNDONE_FROM
-    assert choice.is_undone("auto", "triton", gpu, many, None)
-    assert choice.is_undone("auto", "sdpa", torch.device("cpu"), 1, 0)  # which reads through no table
-    for asked, device, rows, start in (
-        ("triton", gpu, many, None),  # asked for by name, as those do who measure it
-        ("auto", gpu, many - 1, None),
-        ("auto", gpu, many, 10),  # decoding: a few queries read few rows
-        ("auto", torch.device("cpu"), many, None),
+    gpu, cpu, many = torch.device("cuda"), torch.device("cpu"), choice.UNDONE_FROM
+    long, sparse = Call(DilatedPattern((1024, 4096), (1, 4))), Call(DilatedPattern((2048, 16384), (2, 8)))
+    assert choice.is_undone("auto", "triton", gpu, long, many)
+    assert choice.is_undone("auto", "sdpa", cpu, sparse, 1)  # which reads through no table
+    for asked, device, call, rows in (
+        ("triton", gpu, long, many),  # asked for by name, as those do who measure it
+        ("auto", gpu, long, many - 1),
+        ("auto", gpu, sparse, many),
+        ("auto", gpu, replace(long, query_start=10), many),  # decoding: a few queries read few rows
+        ("auto", cpu, long, many),
     ):
-        assert not choice.is_undone(asked, "triton", device, rows, start)
+        assert not choice.is_undone(asked, "triton", device, call, rows)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.ordering import Ordering
+from hilbert_lib.ordering import Ordering, Permuted
 from hilbert_lib.pattern import DilatedPattern
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """
     orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
     # A generator: nothing but the call holds the copies, which are as large as q, k and v.
-    stored = (_Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
+    stored = (Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
     heads, kv_heads = q.shape[2], k.shape[2]
     count = block_mask = None
     if q.shape[1] == k.shape[1]:
@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         kernel_options=FLEX_NARROW if q.is_cuda and q.shape[3] <= 64 and not once else None,
     )
     lse = more.lse.to(working_dtype(q.dtype)).index_select(2, orders[0].inverse)
-    return _Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
+    return Permuted.apply(out.transpose(1, 2), orders[0].inverse, orders[0].perm), lse
 
 
 def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
@@ -158,19 +158,6 @@ def _block_lists(
 def block_list(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks each row of (query blocks, key blocks) bool has, and the columns, with these first: int32."""
     return blocks.sum(1).int(), blocks.byte().argsort(dim=1, descending=True, stable=True).int()
-
-
-class _Permuted(torch.autograd.Function):
-    # A gather both ways: the gradient of index_select would add row by row.
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return x.index_select(1, index)
-
-    @staticmethod
-    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx.index_select(1, ctx.inverse), None, None
 
 
 def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor | tuple:
