@@ -51,7 +51,7 @@ def register(
     LIBRARY.define(f"{name}_backward(Tensor dout, {given}, Tensor out, Tensor lse, {request}) -> ({grads})")
     masks = [n for n, each in enumerate(request.split(", ")) if each.startswith("Tensor")]
     calls = []
-    once = _once(name, backward, len(inputs))
+    once = _once(name, backward)
     differentiable = _differentiable(name, forward, calls, len(inputs), masks)
     both = (name, forward, differentiable, len(inputs)), (f"{name}_backward", backward, once, len(inputs) + 3)
     for (own, run, function, count), fake in zip(both, fakes, strict=True):
@@ -68,7 +68,7 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
     operator = getattr(torch.ops.hilbert_lib, own)
 
     def call(*args):
-        if _is_watched(args[:tensors]):
+        if _is_watched(args):
             return operator(*args)
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in args[:tensors])
         if needed and not torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther):
@@ -78,20 +78,24 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
     return call
 
 
-def _is_watched(given: tuple[Tensor, ...]) -> bool:
-    # Whether a compiler, a mode, a transform or a profiler may look, or a tensor is more than its data.
+def _is_watched(args: tuple) -> bool:
+    # Whether a compiler, a mode, a transform or a profiler may look, or a tensor is more than its data. The numbers of
+    # forward-mode differentiation show by its level alone.
+    given = [x for x in args if isinstance(x, Tensor)]
     return bool(
         torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_UNWATCHED
         or torch._C._len_torch_function_stack()
+        or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()
+        or torch.autograd.profiler._is_profiler_enabled  # in all threads
         or not _PLAIN.issuperset(map(type, given))
         or any(torch._C._dispatch_keys(x).raw_repr() & ~_DENSE for x in given)
     )
 
 
-def _below_autograd(own: str, run: Callable, args: tuple, tensors: int):
-    if not _is_watched(args[:tensors]):
+def _below_autograd(own: str, run: Callable, args: tuple):
+    if not _is_watched(args):
         return run(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.hilbert_lib, own)(*args)
@@ -107,7 +111,7 @@ def _differentiable(
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, Tensor]:
             given, request = args[:inputs], [*args[inputs:]]
-            out, lse = _below_autograd(name, run, args, inputs)
+            out, lse = _below_autograd(name, run, args)
             # All tensors are saved, so that autograd sees it if the mask is changed before the backward.
             ctx.save_for_backward(*given, out, lse, *(request[n] for n in masks))
             for n in masks:
@@ -130,11 +134,11 @@ def _differentiable(
     return Differentiable
 
 
-def _once(name: str, run: Callable, inputs: int) -> type[torch.autograd.Function]:
+def _once(name: str, run: Callable) -> type[torch.autograd.Function]:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, ...]:
-            return _below_autograd(f"{name}_backward", run, args, inputs + 3)
+            return _below_autograd(f"{name}_backward", run, args)
 
         @staticmethod
         def backward(ctx, *_grads: Tensor) -> None:

@@ -130,7 +130,7 @@ def estimate_memory(
         if extra:
             raise ValueError(f"extra must be 0 unless the call is on a grid, got {extra}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
-    start = None if queries is None else length - queries
+    start = None if queries is None else length - queries or None  # all of them are no decoding
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")

@@ -155,7 +155,10 @@ def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: Proce
     given, request = validated(q, k, v, neighbourhood, held=held, **options)
     whole = tuple(map(range, near.shape))
     choose(given, replace(request, part=Part(whole, whole, whole)), options["backend"])  # refuses what no rank can do
-    return _Asked(given, request, shards, options["backend"])
+    asked = _Asked(given, request, shards, options["backend"])
+    if asked.backend != "auto" and q.shape[0]:
+        _job(asked, group)  # it may refuse this rank's parts alone, which all ranks have to hear
+    return asked
 
 
 def _words(asked: _Asked, backend: str) -> dict[str, str]:
@@ -170,17 +173,21 @@ def _words(asked: _Asked, backend: str) -> dict[str, str]:
 
 
 def _run(asked: _Asked, group: ProcessGroup, confirm: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    if not asked.given.q.shape[0]:  # nothing to compute, and nothing to send
+        confirm()
+        return operators.forward(asked.given, asked.request, "eager")
+    return _Halo.apply(*asked.given, _job(asked, group), confirm)
+
+
+def _job(asked: _Asked, group: ProcessGroup) -> HaloJob:
     given, request = asked.given, asked.request
     batch, _, heads, head_dim = given.q.shape
-    if not batch:  # nothing to compute, and nothing to send
-        confirm()
-        return operators.forward(given, request, "eager")
     sizes = {"batch": batch, "heads": heads, "kv_heads": given.k.shape[2], "head_dim": head_dim}
     sizes = tuple((sizes | {"dtype": given.q.dtype}).items())
     layout = _layout(request.neighbourhoods, asked.shards, sizes, group.rank(), given.q.device)
     parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
     names = [_backend(given, replace(request, part=part, slots=slots), asked.backend) for part, slots in parts]
-    return _Halo.apply(*given, HaloJob(layout, request, names[0], tuple(names[1:]), ref(group)), confirm)
+    return HaloJob(layout, request, names[0], tuple(names[1:]), ref(group))
 
 
 def _backend(given: Tensors, request: Request, asked: str) -> str:

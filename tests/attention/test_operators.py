@@ -265,6 +265,9 @@ def test_what_is_not_implemented_raises(backend, option):
         torch.func.jvp(attend, tuple(tensors), tuple(tensors))
     with pytest.raises(RuntimeError, match=r"no rule for torch\.func's grad"):
         torch.func.grad(lambda *x: attend(*x).sum())(*tensors)
+    q, *others = (x.detach() for x in tensors)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        attend(torch.autograd.forward_ad.make_dual(q, q), *others)
 
 
 class Labelled(torch.Tensor):
@@ -292,6 +295,12 @@ WATCHED = {
     "a dispatch mode": Dispatch,
     "a function mode": Function,
     "a profiler": partial(torch.autograd.profiler.profile, use_device=None),
+    "a profiler of all threads": partial(
+        torch.autograd.profiler.profile,
+        use_device=None,
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+    ),
+    "dual numbers": torch.autograd.forward_ad.dual_level,
     "a subclass": nullcontext,
     "fake tensors": partial(FakeTensorMode, allow_non_fake_inputs=True),
     "meta tensors": nullcontext,

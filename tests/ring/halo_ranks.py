@@ -1,5 +1,6 @@
 """What ranks run in the tests of attention on a grid that is spread over them."""
 
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from ring_ranks import NoGradient, device, noting
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention.grids import operators
+from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Tensors
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
@@ -171,6 +173,13 @@ def promises() -> dict:
         "send",
         "compute",
     ]
+    eager = replace(BACKENDS["eager"], limits=lambda q, asked: "no border" if rank and asked.part.in_float else "")
+    with patch.dict(BACKENDS, eager=eager):
+        try:
+            ring_neighbourhood_attention(q, k, v, NEAR, backend="eager")
+            found["all hear what one rank's part is refused for"] = False
+        except ValueError as error:
+            found["all hear what one rank's part is refused for"] = "no border" in str(error)
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
     alone = inputs(48)
     one = ring_neighbourhood_attention(*alone, NEAR, ordering=order, group=groups[rank])

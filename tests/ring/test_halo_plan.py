@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from hilbert_lib import Neighbourhood, Ordering
 from hilbert_lib.cli.main import main
+from hilbert_lib.grid import Axis
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
+from hilbert_lib.ring.plan.shards import hull
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
 
@@ -183,3 +185,9 @@ def test_what_cannot_be_planned_is_named(asked, words):
 )
 def test_compact_rectangles_have_the_smallest_border(shape, ranks, parts):
     assert Rectangles.compact(shape, ranks) == Rectangles(parts)
+
+
+def test_an_axis_that_goes_round_and_is_reached_whole_begins_at_its_first_cell():
+    axis = Axis(8, 3, 1, 1, False, "wrap")
+    assert hull(axis, torch.ones(8, dtype=torch.bool)) == range(8)
+    assert hull(axis, torch.arange(8) != 2) == range(3, 10)

@@ -329,7 +329,7 @@ def test_ranks_that_disagree_on_a_grid_all_raise(what):
 def check_halo_promises(backend: str = "gloo") -> None:
     for found in answers(2, "halo_ranks:promises", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
-        assert len(found) == 9
+        assert len(found) == 10
 
 
 def test_promises_on_a_grid_are_kept():

@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     def starts() -> list[Start]:
         return [_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)]
 
-    start(starts, (*tensors, *call.tensors), "forward", *call.options)
+    _start(starts, tensors, call, "forward")
     return out.to(dtype), lse
 
 
@@ -81,7 +81,7 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
         ]
         return first + repeated + last
 
-    start(starts, (*tensors, flag, *call.tensors), "forward on hopper", *call.options)
+    _start(starts, (*tensors, flag), call, "forward on hopper")
     return out
 
 
@@ -137,11 +137,16 @@ def backward(
     def starts() -> list[Start]:
         return [_delta(out, dout, delta), *of_keys(), *of_queries()]
 
-    tensors = (*given, out, dk, dv, sums, *more, *call.tensors)
-    start(starts, tensors, "backward on hopper" if on_hopper else "backward", *call.options)
+    _start(starts, (*given, out, dk, dv, sums, *more), call, "backward on hopper" if on_hopper else "backward")
     if sums is not None:
         dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype))
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _start(starts: Callable[[], list[Start]], tensors: tuple[Tensor | None, ...], call: Call, name: str) -> None:
+    # Packed documents have tables of their own in every call: nothing of it is kept.
+    is_packed = call.cu_seqlens is not None
+    start(starts, () if is_packed else (*tensors, *call.tensors), name, *call.options)
 
 
 def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:

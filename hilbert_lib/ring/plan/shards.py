@@ -250,7 +250,7 @@ def interior(axis: Axis, own: range) -> range:
 def hull(axis: Axis, reached: Tensor) -> range:
     """The shortest run of cells that holds all reached ones; where the axis wraps it may go round."""
     cells = reached.nonzero()[:, 0]
-    if axis.edge != "wrap":
+    if axis.edge != "wrap" or len(cells) == axis.cells:
         return range(int(cells[0]), int(cells[-1]) + 1)
     gaps = cells.diff(append=cells[:1] + axis.cells)
     at = int(gaps.argmax())

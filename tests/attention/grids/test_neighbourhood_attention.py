@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from random import Random
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain
 from hilbert_lib.attention.grids import eager, flex, operators
 from hilbert_lib.attention.grids.api import validated
 from hilbert_lib.attention.grids.registry import BACKENDS
-from hilbert_lib.attention.grids.request import Request, Tensors
-from hilbert_lib.grid import axis_tiles, mask_blocks
+from hilbert_lib.attention.grids.request import Request, Tensors, on_its_keys
+from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 
@@ -113,6 +114,34 @@ def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_
 @given(parts(), st.sampled_from(["reference", "eager"]), st.sampled_from([torch.float64, torch.bfloat16]))
 def test_a_part_of_a_grid_is_what_it_is_in_the_whole(case, backend, dtype):
     check_part(case, backend, dtype=dtype)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("edge", [*EDGES, "causal"])
+def test_a_query_of_a_part_sees_the_same_keys_in_the_grid_that_these_are(edge, stride):
+    random, served = Random(0), 0
+    rules = {"stride": stride, "is_causal": edge == "causal", "edge": "clip" if edge == "causal" else edge}
+    for _ in range(300):
+        cells, window = 3 * random.randint(4, 9), random.randint(stride, 11)
+        each = [Neighbourhood((cells,), w, **rules) for w in (window, random.randint(stride, window))]
+        first = random.randrange(cells)
+        last = random.randint(first + 1, cells)
+        rows = range(random.randint(0, first), random.randint(last, cells))
+        _, part, *_ = boxed(each[0], (rows,), (range(first, last),))
+        try:
+            found = on_its_keys(Request(tuple(each), part=part))
+        except ValueError:  # no such grid has the same rules
+            continue
+        served += 1
+        own = found.part or part
+        keys, line = torch.tensor(part.keys[0]) % cells, torch.arange(len(part.keys[0]))
+        assert own.queries[0].start - own.rows[0].start == first - rows.start
+        assert (len(own.queries[0]), len(own.rows[0])) == (last - first, len(rows))
+        for near, frame in zip(each, found.neighbourhoods, strict=True):
+            seen = near.attends(torch.arange(first, last)[:, None], torch.arange(cells))
+            assert frame.attends(torch.tensor(own.queries[0])[:, None], line).equal(seen[:, keys])
+            assert seen.sum() == seen[:, keys].sum()
+    assert served > 50
 
 
 @pytest.mark.parametrize("rules", [*PARTS, "several tiles"])

@@ -32,6 +32,9 @@ BOXED = {
     "strided": (Neighbourhood((24, 20), 6, stride=(4, 1), edge="clip"), ranges(0, 20, 0, 20), ranges(0, 16, 2, 15)),
     "causal line": (Neighbourhood((150,), 20, is_causal=True), ranges(30, 140), ranges(50, 135)),
     "volume": (Neighbourhood((6, 10, 12), (3, 4, 5)), ranges(1, 5, 0, 8, 4, 12), ranges(1, 5, 2, 8, 4, 12)),
+    "rows before the keys": (
+        Neighbourhood((12, 12, 12), (3, 4, 5)), ranges(0, 12, 0, 12, 0, 12), ranges(6, 12, 6, 12, 6, 12)
+    ),
     "one cell": (Neighbourhood((9, 9), 3), ranges(4, 5, 8, 9), ranges(4, 5, 8, 9)),
 }  # fmt: skip
 

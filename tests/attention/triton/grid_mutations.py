@@ -286,8 +286,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hopper.boxes",
-        "count = gl.minimum(end, stop) - begin",
-        "count = gl.minimum(end, m) - begin",
+        "count = gl.maximum(gl.minimum(end, stop) - begin, 0)",
+        "count = gl.maximum(gl.minimum(end, m) - begin, 0)",
         "queries behind the last that is computed have gradients",
         "inside",
     ),
@@ -304,5 +304,12 @@ MUTATIONS = [
         "",
         "a narrow row is written over the next",
         "a border",
+    ),
+    Mutation(
+        "hopper.grid_forward",
+        "goal = (-masks.FAR, 0, 0, 0, 0)",
+        "goal = (-1, 0, 0, 0, 0)",
+        "the rows of no tile are written where q begins before the keys",
+        "rows before the keys",
     ),
 ]

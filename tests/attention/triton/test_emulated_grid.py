@@ -70,7 +70,7 @@ def test_a_part_of_a_grid_is_what_it_is_in_the_whole(sources, part):
 def run_part(sources, part: str) -> None:
     """Compares a part, of 40 columns or of 128 in turn."""
     functions = sources.grids.forward, sources.grids.backward
-    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=(40, 128)[list(BOXED).index(part) % 2])
+    check_part(boxed_part(part), functions, dtype=torch.bfloat16, head_dim=(128, 40)[list(BOXED).index(part) % 2])
 
 
 def test_the_cases_take_every_way_through_the_kernels(monkeypatch, sources):

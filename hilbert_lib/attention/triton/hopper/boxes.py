@@ -249,7 +249,7 @@ def _reach(place, windows, axes, AXIS: gl.constexpr, RULES: gl.constexpr, OF_KEY
         return Reach(w, begin, count, run, gl.cdiv(run, SIDE) + gl.cdiv(count - run, SIDE), more, end - start > m)
     if OF_KEYS & is_part(RULES):
         begin = gl.maximum(start, own.begin[AXIS])
-        count = gl.minimum(end, stop) - begin  # below 1 where no query sees a key
+        count = gl.maximum(gl.minimum(end, stop) - begin, 0)
     else:
         begin = gl.maximum(start, 0)
         count = gl.minimum(end, m) - begin

@@ -156,7 +156,7 @@ def _attend(
     block = 0
     turn = 0
     last = -1  # the box whose weights are still to be multiplied with its v
-    goal = (-1, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
+    goal = (-masks.FAR, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
     counts = places.counts_of(axes, heads, group, RULES, False)
     digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
     for _number in range(gl.program_id(0), total, programs):
