@@ -39,8 +39,9 @@ test: setup lint  ## ruff, pytest and the notebooks under nbval
 test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"
 
+# A dozen at a time: each may take 4 GB, and a GPU has 80.
 test-gpu: setup  ## the tests that need a CUDA device
-	@$(BIN)/python -m pytest -rs -n auto --dist worksteal -m "gpu and not alone"
+	@$(BIN)/python -m pytest -rs -n 12 --dist worksteal -m "gpu and not alone"
 	@$(BIN)/python -m pytest -rs -m "gpu and alone"
 
 test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are
