@@ -6,7 +6,6 @@ one axis, and walks over the boxes that hold what either of them sees. All coord
 and there are always three axes.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -19,8 +18,7 @@ from hilbert_lib.attention.triton.hopper import tiles
 BUFFERS = gl.constexpr(2)  # of tiles: the next one comes while one is at work
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(NamedTuple):
     """What a kernel is compiled for: a value for each of three axes, of which the first may have one cell."""
 
     box: tuple[int, int, int]  # cells along each axis, 64 in all
