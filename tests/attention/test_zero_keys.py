@@ -119,3 +119,31 @@ def test_their_memory_is_estimated():
     assert padded.workspace - bare.workspace == 4 * 1000 * 4  # the table
     causal = estimate_memory(PADDED, backend="eager", is_causal=True, **sizes)
     assert "workspace: zero keys" not in causal.items
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["none", "zeros"])
+@pytest.mark.parametrize("length", [1000, 10_000, 70_001, 200_000])
+def test_on_a_gpu_a_slide_of_any_length_is_exact(length, padding):
+    # Prov-GigaPath's shape. Of 256 queries, out and dq by their definition, branch by branch.
+    pattern = DilatedPattern.geometric(offsets="head_block", padding=padding)
+    tensors = drawn(length, 16, 16, 48, dtype=torch.bfloat16, device="cuda")
+    out, _, dq, _, _ = attended(tensors, pattern, "auto")
+    found, expected = [], []
+    for n, t in enumerate(torch.linspace(0, length - 1, 256, dtype=torch.int64).tolist()):
+        h, seen, zeros = n % 16, [], 0
+        for w, r in pattern.branches:
+            start, size, offset = t - t % w, min(w, length), h // -(-16 // r)
+            if t % w % r == offset:
+                rows = start + offset + r * torch.arange(-(-size // r), device="cuda")
+                seen.append(rows[rows < min(start + size, length)])
+                zeros += (len(rows) - len(seen[-1])) * (padding == "zeros")
+        own_q, own_dout = (x[0, t, h].double() for x in (tensors[0], tensors[3]))
+        rows = torch.cat(seen)
+        own_k, own_v = (torch.cat([x[0, rows, h].double(), own_q.new_zeros(zeros, 48)]) for x in tensors[1:3])
+        weights = (own_k @ own_q * 48**-0.5).softmax(0)
+        exact = weights @ own_v
+        expected.append((exact, (weights * ((own_v - exact) @ own_dout)) @ own_k * 48**-0.5))
+        found.append((out[0, t, h], dq[0, t, h]))
+    for mine, theirs in zip(*(map(torch.stack, zip(*each, strict=True)) for each in (found, expected)), strict=True):
+        assert (mine - theirs).norm() < 4e-3 * theirs.norm()
