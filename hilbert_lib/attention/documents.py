@@ -26,7 +26,7 @@ def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **others:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be (documents + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens must be on the device of q ({q.device}), got {cu_seqlens.device}")

@@ -89,6 +89,16 @@ def test_it_is_one_operator_that_compiles_checkpoints_and_counts_flop():
     torch.compiler.reset()
 
 
+def test_an_exported_module_takes_other_documents():
+    module, options = DilatedAttention(PATTERN), {"is_causal": True, "cu_seqlens": CU}
+    q = torch.randn(1, TOTAL, 2, 4)
+    rows, ends = ({n: torch.export.Dim(name, min=2)} for n, name in ((1, "rows"), (0, "ends")))
+    shapes = {"q": rows, "k": rows, "v": rows, "is_causal": None, "cu_seqlens": ends}
+    exported = torch.export.export(module, (q, q, q), options, dynamic_shapes=shapes).module()
+    q, options = torch.randn(1, 9, 2, 4), options | {"cu_seqlens": ends_of([1, 2, 3, 3])}
+    assert torch.equal(exported(q, q, q, **options), module(q, q, q, **options))
+
+
 def test_modules_take_documents():
     torch.manual_seed(0)
     q = torch.randn(1, TOTAL, 2, 4)
