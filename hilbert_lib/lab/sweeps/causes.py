@@ -23,16 +23,15 @@ from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.ordering import Ordering
 
-# ms: of one call, standard and Hilbert; document 004 prints tokens per second. No document names a segment, 001 no rate
-# and only 000 a width (768). They ran in float32.
+# ms: of a call, standard and Hilbert (004 prints tokens per s). No segment is printed, and 001 no rate.
 PRINTED = {
     "7.95": {"document": "000", "length": 4096, "segment": 1024, "rate": 64, "heads": 12, "ms": (138.66, 17.44)},
     "2.66": {"document": "004", "length": 16384, "segment": 2048, "rate": 2, "heads": 8, "ms": (91.64, 34.46)},
     "1.66": {"document": "001", "length": 8192, "segment": 2048, "rate": 2, "heads": 8, "ms": (685.56, 413.48)},
 }
 CAUSES = FAIR, CODE, KEYS, QUERIES, CLOCK, FIRST, COLD, KERNELS, ALL = (
-    *("fair", "two programs", "fewer keys", "fewer queries", "no wait for the GPU"),
-    *("first call", "no warm-up", "no warm-up, two kernels", "all"),
+    *("fair", "two programs", "fewer keys", "fewer queries", "no wait"),  # the clock is read before the GPU is done
+    *("first call", "no warm-up", "two kernels", "all"),  # of a fresh process, where nothing is compiled
 )
 CALLS, PAIRS = 10, 25  # calls without warm-up, pairs after it
 
@@ -60,8 +59,7 @@ def rebuild_printed(
                 ending = run_isolated(f"{__name__}:in_process", [work, last], seconds=120, on_record=kept.add)
                 if ending.status != "ok":
                     raise RuntimeError(f"{name}x, {last}: {ending.status}, {ending.cause}")
-        keys = (_key(work | {"cause": cause}) for cause in CAUSES)
-        records += [kept.known[key] for key in keys if key in kept.known]
+        records += [kept.known[key] for each in CAUSES if (key := _key(work | {"cause": each})) in kept.known]
     return records
 
 
@@ -72,15 +70,17 @@ def cause_table(records: Sequence[dict]) -> pd.DataFrame:
     """
     rows = [each for each in records if each.get("kind") == "cause"]
     table = pd.DataFrame(rows, columns=["document", "printed", "cause", "ratio", "output_difference"])
+    table["claim"] = table.printed.astype(str) + "x, document " + table.document.astype(str)
     table["low"], table["high"] = np.array([each["interval"] or [each["ratio"]] * 2 for each in rows]).reshape(-1, 2).T
-    excess = [(each["standard_ms"][0] - each["hilbert_ms"][0]) / (each["ms"][0] - each["ms"][1]) for each in rows]
-    return table.assign(calls=np.where(table.cause == FIRST, excess, np.nan))
+    calls = [(each["standard_ms"][0] - each["hilbert_ms"][0]) / (each["ms"][0] - each["ms"][1]) for each in rows]
+    return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
 
 
 def in_process(work: dict, last: str) -> Iterator[dict]:
     """The records of a fresh process: its first calls are those of `last`, whose record comes after the warm ones."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, torch.no_grad():
         os.environ["TRITON_CACHE_DIR"] = folder
+        torch.set_num_threads(1)  # two would wait for each other whenever another process has a core
         if work["has_kernel"]:
             import hilbert_lib.lab.seed_kernel  # noqa: F401  a script imports before it times
         sides, clock = sides_of_cause(work, last), partial(_ms, work["device"])
@@ -89,7 +89,7 @@ def in_process(work: dict, last: str) -> Iterator[dict]:
             if (cause == QUERIES and work["has_kernel"]) or (cause == CLOCK and work["device"] == "cpu"):
                 continue  # the kernel leaves no query out, and a CPU has nothing to wait for
             pair = sides_of_cause(work, cause)
-            [clock(side) for side in pair * 2]
+            [clock(side) for side in pair * 2]  # warm-up
             times = np.array([[clock(side, waits=cause != CLOCK) for side in pair] for _ in range(PAIRS)])
             ratios = times[:, 0] / times[:, 1]
             interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
@@ -156,5 +156,5 @@ def _ms(device: str, call: Callable[[], Tensor], *, waits: bool = True) -> float
 
 def _record(work: dict, cause: str, sides: tuple, samples: list, ratio: float, interval: tuple | None = None) -> dict:
     found = {"standard_ms": samples[0], "hilbert_ms": samples[1], "ratio": ratio, "interval": interval}
-    found |= {"kind": "cause", "output_difference": relative_difference([sides[1]()], [sides[0]()])}
-    return {**work, "cause": cause, **found}
+    apart = relative_difference([sides[1]()], [sides[0]()])
+    return {**work, "kind": "cause", "cause": cause, **found, "output_difference": apart}

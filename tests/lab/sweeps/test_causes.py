@@ -47,6 +47,7 @@ def test_first_calls_find_nothing_compiled_and_the_standard_side_is_first(monkey
 
     seen, sides = [], (lambda: call("standard"), lambda: call("hilbert"))
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(causes, "sides_of_cause", lambda work, cause: sides)
     records = causes.in_process({**WORK, "device": "cpu", "has_kernel": False}, last)
     assert [record["cause"] for record in records] == [*more, last]
