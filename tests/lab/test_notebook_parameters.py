@@ -83,7 +83,7 @@ WRONG = {
     "03_cache_lines": {"seq_len": 0, "cache_kib": [0], "key_order": "any", "dilation_rates": [2048], "row_sizes": []}
     | {"shown_dilation": 0, "cache_dilation": -4, "l2_seq_len": 0},
     "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_gb": 0.0}
-    | {"hang_seconds": -1.0, "heads": 0, "head_dim": 0, "dilation_rates": [1]},
+    | {"hang_seconds": -1.0, "heads": 0, "head_dim": 0, "dilation_rates": [1], "printed": ["8"]},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
     | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0},
     "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}

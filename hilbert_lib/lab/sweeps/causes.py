@@ -1,0 +1,160 @@
+"""Why 7.95x? The documents' comparisons rebuilt from what they print, with one cause of a ratio turned on at a time.
+
+The Hilbert side has k and v along a curve. The standard side runs first, by the host's clock, in a process with an
+empty cache of compiled kernels, as for the documents. A cause changes one thing of a fair comparison.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hilbert_lib.checks import one_of
+from hilbert_lib.lab.pairs import relative_difference
+from hilbert_lib.lab.sweep import Kept
+from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
+from hilbert_lib.launch.isolated import run_isolated
+from hilbert_lib.ordering import Ordering
+
+# ms: of a call, standard and Hilbert (004 prints tokens per s). No segment is printed, and 001 no rate.
+PRINTED = {
+    "7.95": {"document": "000", "length": 4096, "segment": 1024, "rate": 64, "heads": 12, "ms": (138.66, 17.44)},
+    "2.66": {"document": "004", "length": 16384, "segment": 2048, "rate": 2, "heads": 8, "ms": (91.64, 34.46)},
+    "1.66": {"document": "001", "length": 8192, "segment": 2048, "rate": 2, "heads": 8, "ms": (685.56, 413.48)},
+}
+CAUSES = FAIR, CODE, KEYS, QUERIES, CLOCK, FIRST, COLD, KERNELS, ALL = (
+    *("fair", "two programs", "fewer keys", "fewer queries", "no wait"),  # the clock is read before the GPU is done
+    *("first call", "no warm-up", "two kernels", "all"),  # of a fresh process, where nothing is compiled
+)
+CALLS, PAIRS = 10, 25  # calls without warm-up, pairs after it
+
+
+def rebuild_printed(
+    printed: Sequence[str], *, device: torch.device | str, output_dir: str = "", shorter: int = 1
+) -> list[dict]:
+    """A record of kind "cause" for each cause of each ratio; results.jsonl keeps it, and it is not measured again.
+
+    Args:
+        printed: names in `PRINTED`. device: without a GPU torch's CPU kernels stand for the method.
+        output_dir: folder of results.jsonl; empty writes nothing. shorter: divides lengths and segments.
+
+    Raises:
+        ValueError: for a ratio that is not printed. RuntimeError: why a process failed.
+    """
+    kept, records = Kept(output_dir, _key), []
+    for name in printed:
+        work = {"printed": one_of("printed", name, tuple(PRINTED)), **PRINTED[name], "device": str(device)}
+        work["segment"] = max(work["rate"], work["segment"] // shorter)
+        work["length"] = work["segment"] * (PRINTED[name]["length"] // PRINTED[name]["segment"])
+        work["has_kernel"] = name == "7.95" and torch.device(device).type == "cuda"  # 001 and 004 are made of torch's
+        for last in (COLD, KERNELS, ALL) if work["has_kernel"] else (COLD, ALL):
+            if _key(work | {"cause": last}) not in kept.known:
+                ending = run_isolated(f"{__name__}:in_process", [work, last], seconds=120, on_record=kept.add)
+                if ending.status != "ok":
+                    raise RuntimeError(f"{name}x, {last}: {ending.status}, {ending.cause}")
+        records += [kept.known[key] for each in CAUSES if (key := _key(work | {"cause": each})) in kept.known]
+    return records
+
+
+def cause_table(records: Sequence[dict]) -> pd.DataFrame:
+    """The ratio of each cause (above 1: the Hilbert side seems faster), its interval, and how the two outputs differ.
+
+    calls: over how many the first call's excess is to be spread to make the printed difference of times.
+    """
+    rows = [each for each in records if each.get("kind") == "cause"]
+    table = pd.DataFrame(rows, columns=["document", "printed", "cause", "ratio", "output_difference"])
+    table["claim"] = table.printed.astype(str) + "x, document " + table.document.astype(str)
+    table["low"], table["high"] = np.array([each["interval"] or [each["ratio"]] * 2 for each in rows]).reshape(-1, 2).T
+    calls = [(each["standard_ms"][0] - each["hilbert_ms"][0]) / (each["ms"][0] - each["ms"][1]) for each in rows]
+    return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
+
+
+def in_process(work: dict, last: str) -> Iterator[dict]:
+    """The records of a fresh process: its first calls are those of `last`, whose record comes after the warm ones."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, torch.no_grad():
+        os.environ["TRITON_CACHE_DIR"] = folder
+        torch.set_num_threads(1)  # two would wait for each other whenever another process has a core
+        if work["has_kernel"]:
+            import hilbert_lib.lab.seed_kernel  # noqa: F401  a script imports before it times
+        sides, clock = sides_of_cause(work, last), partial(_ms, work["device"])
+        cold = [[clock(side, waits=last != ALL) for _ in range(CALLS)] for side in sides]
+        for cause in (FAIR, CODE, KEYS, QUERIES, CLOCK) if last == COLD else ():
+            if (cause == QUERIES and work["has_kernel"]) or (cause == CLOCK and work["device"] == "cpu"):
+                continue  # the kernel leaves no query out, and a CPU has nothing to wait for
+            pair = sides_of_cause(work, cause)
+            [clock(side) for side in pair * 2]  # warm-up
+            times = np.array([[clock(side, waits=cause != CLOCK) for side in pair] for _ in range(PAIRS)])
+            ratios = times[:, 0] / times[:, 1]
+            interval = interval_of(resampled_medians(ratios, np.random.default_rng(SEED)))
+            yield _record(work, cause, pair, times.T.tolist(), float(np.median(ratios)), interval)
+        if last == COLD:
+            yield _record(work, FIRST, sides, cold, cold[0][0] / cold[1][0])
+        yield _record(work, last, sides, cold, sum(cold[0]) / sum(cold[1]))
+
+
+def sides_of_cause(work: dict, cause: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The standard and the Hilbert call, without arguments: one function but for what the cause changes."""
+    length, segment, rate, device = (work[name] for name in ("length", "segment", "rate", "device"))
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(1, length, work["heads"], 64, generator=generator, device=device) for _ in range(3))
+    orders = (order.to(device) for order in (Ordering.linear(length), Ordering.from_curve("hilbert", length)))
+    linear, curve = ([order.apply(k, dim=1), order.apply(v, dim=1), order.inverse.int()] for order in orders)
+    own = by_kernel if work["has_kernel"] else at_once
+    # Rows that are dilated go to a core that dilates again, and q with k and v: so documents 002 to 004 have it.
+    step = min(rate * rate, segment) if cause in (KEYS, ALL) else rate
+    every = rate if cause in (QUERIES, ALL) and not work["has_kernel"] else 1
+    first = {CODE: by_loop, ALL: by_loop, KERNELS: partial(by_kernel, has_table=False)}.get(cause, own)
+    return partial(first, q, *linear, segment, rate, 1), partial(own, q, *curve, segment, step, every)
+
+
+def by_loop(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, segment: int, step: int, every: int) -> Tensor:
+    """As a first version is written: segment by segment, each with its own indices, products and softmax."""
+    out = torch.zeros_like(q)
+    for start in range(0, q.shape[1], segment):
+        rows, keys = slice(start, start + segment, every), torch.arange(start, start + segment, step, device=q.device)
+        scores = torch.einsum("qhd,khd->hqk", q[0, rows], k[0, slots[keys]]) * q.shape[-1] ** -0.5
+        out[0, rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[0, slots[keys]])
+    return out
+
+
+def at_once(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, segment: int, step: int, every: int) -> Tensor:
+    """As a later version is: all segments in one call of torch's fused attention."""
+    out, keys = torch.zeros_like(q), slots.view(-1, segment)[:, ::step]
+    rows = q.view(-1, segment, *q.shape[2:])[:, ::every]
+    part = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (rows, k[0, keys], v[0, keys])))
+    out.view(-1, segment, *q.shape[2:])[:, ::every] = part.transpose(1, 2)
+    return out
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, segment: int, step: int, _, has_table=True) -> Tensor:
+    """The documents' kernel on one function: a program serves query slots[m], from the slots of its keys."""
+    from hilbert_lib.lab.seed_kernel import seed_attention  # triton is imported only where a kernel is used
+
+    return seed_attention(q, k, v, segment_length=segment, dilation_rate=step, order=slots if has_table else None)
+
+
+def _key(record: dict) -> tuple | None:
+    names = ("printed", "length", "device", "cause")
+    return tuple(record[name] for name in names) if "printed" in record else None
+
+
+def _ms(device: str, call: Callable[[], Tensor], *, waits: bool = True) -> float:
+    start = time.perf_counter()
+    call()
+    took = 1e3 * (time.perf_counter() - start)
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - start) if waits else took
+
+
+def _record(work: dict, cause: str, sides: tuple, samples: list, ratio: float, interval: tuple | None = None) -> dict:
+    found = {"standard_ms": samples[0], "hilbert_ms": samples[1], "ratio": ratio, "interval": interval}
+    apart = relative_difference([sides[1]()], [sides[0]()])
+    return {**work, "kind": "cause", "cause": cause, **found, "output_difference": apart}
