@@ -76,6 +76,14 @@ def cause_table(records: Sequence[dict]) -> pd.DataFrame:
     return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
 
 
+def finding(table: pd.DataFrame, source: str) -> str:
+    """A title of two lines: the fair ratios, with their source, and for each printed one the nearest cause alone."""
+    fair, alone = table[table.cause == FAIR].ratio, table[~table.cause.isin([FAIR, ALL])]
+    near = alone.assign(off=np.log(alone.ratio / alone.printed).abs()).sort_values("off").drop_duplicates("claim")
+    each = (f"{row.printed}x: {row.cause} {row.ratio:.3g}" for row in near.sort_index().itertuples())
+    return f"A fair ratio is {fair.min():.2f} to {fair.max():.2f} ({source})\nAlone nearest to {', '.join(each)}"
+
+
 def in_process(work: dict, last: str) -> Iterator[dict]:
     """The records of a fresh process: its first calls are those of `last`, whose record comes after the warm ones."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, torch.no_grad():

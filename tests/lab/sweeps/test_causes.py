@@ -2,6 +2,7 @@
 
 import os
 
+import pandas as pd
 import pytest
 import torch
 
@@ -65,6 +66,13 @@ def test_each_cause_is_measured_once_in_processes_of_its_own(tmp_path, monkeypat
     assert table.calls[FIRST] == pytest.approx(excess / (91.64 - 34.46))
     monkeypatch.setattr(causes, "run_isolated", None)
     assert causes.rebuild_printed(["2.66"], **run) == records
+
+
+def test_the_finding_is_the_cause_that_alone_comes_nearest():
+    ratios = {FAIR: 1.01, CODE: 0.9, KEYS: 2.0, QUERIES: 3.0, ALL: 2.66}
+    table = pd.DataFrame({"cause": list(ratios), "ratio": list(ratios.values()), "printed": 2.66, "claim": "2.66x"})
+    said = "A fair ratio is 1.01 to 1.01 (a GPU)\nAlone nearest to 2.66x: fewer queries 3"
+    assert causes.finding(table, "a GPU") == said
 
 
 def test_what_is_not_printed_and_what_fails_is_said():
