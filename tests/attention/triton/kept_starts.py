@@ -25,7 +25,7 @@ from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
 from hilbert_lib.ordering import Ordering
 
 PATTERN = DilatedPattern((64, 100, 256), (1, 2, 4))
-begun, bound, made, heard, device = [], [], [], [], [0]
+begun, bound, made, heard, device, stream = [], [], [], [], [0], [100]
 numbers = count()
 
 
@@ -73,7 +73,7 @@ class Given(Driver):
         return device[0]
 
     def get_current_stream(self, at):
-        return 100 + at
+        return stream[0] + at
 
 
 def known(x):
@@ -253,7 +253,12 @@ if __name__ == "__main__":
     with noted("strangers"):  # a tensor that is not told of, though it lives on
         out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
         for _ in range(3):
-            start(lambda: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+            start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+    with noted("at the same addresses"):
+        out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
+        for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):
+            start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (out, dout, delta))
+    told["places"] = len([*starting._kept.values()][-1].given)
     # Nothing of a call is held. The fourth is of the same tensors: maps of their descriptors are there.
     launch.hopper.runs = lambda *_: True
     tensors = base()
