@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from operator import or_
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 _KEYS = torch._C.DispatchKey
 _PLAIN = {Tensor, torch.nn.Parameter}
+_NO_TENSORS = {NoneType, bool, int, float, str, tuple, list}
 
 
 def _bits(*names: str) -> int:
@@ -91,7 +93,10 @@ def _is_watched(args: tuple) -> bool:
     ):
         return True
     for x in args:
-        if isinstance(x, Tensor) and (type(x) not in _PLAIN or torch._C._dispatch_keys(x).raw_repr() & ~_DENSE):
+        if (kind := type(x)) in _PLAIN:
+            if torch._C._dispatch_keys(x).raw_repr() & ~_DENSE:
+                return True
+        elif kind not in _NO_TENSORS and isinstance(x, Tensor):
             return True
     return False
 

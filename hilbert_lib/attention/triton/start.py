@@ -66,19 +66,24 @@ class _Kept(NamedTuple):
     given: dict  # by stream and addresses, what is called for each start, and with what
 
 
-def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable) -> None:
+def start(
+    make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable,
+    made: Sequence[Tensor | None] = (),
+) -> None:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
 
     Args:
         make: gives the starts; it is not called where those of such a call are kept, as from the second one on.
         tensors: all that `make` takes, the first one on the device; tables apart. Without any nothing is kept.
         asked: all else that the starts depend on.
+        made: those it takes besides, whose shapes, strides and dtypes follow from all of these, unless one is None.
     """
     if triton.knobs.runtime.interpret:
         _start(make())
         return
+    given, tensors = tensors, (*tensors, *made)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    kind = None if not tensors or _is_special(tensors, addresses) else _kind_of_call(tensors, asked)
+    kind = None if not given or _is_special(tensors, addresses) else _kind_of_call(given, (*asked, *map(type, made)))
     if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
         return
     starts = make()

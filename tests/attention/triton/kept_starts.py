@@ -89,12 +89,12 @@ def bind(self, *args, original=JITFunction.run, warmup, **named):
     return original(self, *args, warmup=warmup, **named)
 
 
-def start(make, tensors=(), *asked):
+def start(make, tensors=(), *asked, **more):
     """As the library starts kernels, and then as Triton does."""
     begun.clear()
     bound.clear()
     made.clear()
-    starting.start(make, tensors, *asked)
+    starting.start(make, tensors, *asked, **more)
     ours, bindings, told["maps"] = [*begun], len(bound), len(made)
     begun.clear()
     for each in make():
