@@ -414,5 +414,6 @@ def test_undone_orderings_change_nothing():
     out, lse, *grads = attended((q, k, v, dout), pattern, "auto")
     *same, dq, dk, dv = attended((q, *stored, dout), pattern, "auto", kv_ordering=order)
     assert all(map(torch.equal, same, (out, lse)))
+    assert "copied in sequence order" in str(explain_backend(q, *stored, pattern, kv_ordering=order))
     # dq is summed in an order that varies.
     assert max(norms((dq, order.undo(dk, dim=1), order.undo(dv, dim=1)), [x.double() for x in grads])) < 1e-3

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from hilbert_lib import DilatedPattern, Neighbourhood
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.grids.request import Request, Tensors
-from hilbert_lib.attention.triton import grid_launch, launch, schedule
+from hilbert_lib.attention.triton import grid_launch, launch, rows, schedule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
 from hilbert_lib.ordering import Ordering
@@ -152,7 +152,7 @@ if __name__ == "__main__":
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: None  # Triton tells it each kernel's constants, as JSON
     JITFunction.run = bind
     torch.cuda.set_device = lambda _: None
-    for module in (launch, launch.decode, grid_launch, hopper_grid):
+    for module in (launch, launch.decode, grid_launch, hopper_grid, rows):
         module.start = start
     hopper_grid.multiprocessors = lambda _: 132
     own = {
@@ -254,6 +254,17 @@ if __name__ == "__main__":
         out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
         for _ in range(3):
             start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+    places = (torch.arange(8), torch.arange(8).flip(0))
+    for at in (places, places[:1]):
+        whole = (64, 1) if len(at) == 1 else (8, 8, 1)
+        with noted(f"kept merges {len(at)}"):
+            for _ in range(3):
+                rows.merge_rows(
+                    torch.zeros(*whole, 2, 32), torch.zeros(*whole, 2), at, torch.ones(8, 1, 2, 32), torch.ones(8, 1, 2)
+                )
+        with noted(f"kept sums {len(at)}"):
+            for _ in range(3):
+                rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
     with noted("at the same addresses"):
         out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
         for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):

@@ -260,7 +260,7 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
         for name in kept
         if name.startswith(("sequence", "several", "all options", "grid", "kept")) and len(kept[name]) == 3
     }
-    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 14
+    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 18
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"
