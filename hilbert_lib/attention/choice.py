@@ -97,11 +97,14 @@ def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: d
     return next((name for name in names if not backends[name].refusal(q, call)), "")
 
 
-def explain(q: Tensor, call: Call, name: str, *, gradient: bool) -> Explanation:
-    """What `choose` takes, and why not the others."""
+def explain(q: Tensor, call: Call, name: str, *, gradient: bool, has_ordering: bool = False) -> Explanation:
+    """What `choose` takes, and why not the others. has_ordering: whether k and v are stored in another order."""
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
     found = explained(q, call, name, chosen, rule, BACKENDS, LOOPED if call.cu_seqlens is not None else "")
-    return replace(found, reasons={**found.reasons, **WITHOUT_BUILD})
+    reasons = {**found.reasons, **WITHOUT_BUILD}
+    if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
+        reasons[chosen] += "; k and v are copied in sequence order first"
+    return replace(found, reasons=reasons)
 
 
 def explained(

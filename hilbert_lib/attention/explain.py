@@ -34,7 +34,8 @@ def explain_backend(
         return grids.explain(*grids.validated(q, k, v, pattern, backend=backend, **options), backend)
     known_by(api.dilated_attention, options, asked="explain_backend")
     q, k, v, call = api.validated(q, k, v, pattern, backend=backend, **options)
-    return choice.explain(q, call, backend, gradient=api.needs_gradient(q, k, v))
+    has_ordering = options.get("kv_ordering") is not None
+    return choice.explain(q, call, backend, gradient=api.needs_gradient(q, k, v), has_ordering=has_ordering)
 
 
 def is_on_grid(pattern: object) -> bool:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 _KEYS = torch._C.DispatchKey
 _PLAIN = {Tensor, torch.nn.Parameter}
+_NO_TENSORS = {NoneType, bool, int, float, str, tuple, list}
 
 
 def _bits(*names: str) -> int:
@@ -51,12 +53,12 @@ def register(
     LIBRARY.define(f"{name}_backward(Tensor dout, {given}, Tensor out, Tensor lse, {request}) -> ({grads})")
     masks = [n for n, each in enumerate(request.split(", ")) if each.startswith("Tensor")]
     calls = []
-    once = _once(name, backward)
-    differentiable = _differentiable(name, forward, calls, len(inputs), masks)
+    once = _once(name)
+    differentiable = _differentiable(calls, len(inputs), masks)
     both = (name, forward, differentiable, len(inputs)), (f"{name}_backward", backward, once, len(inputs) + 3)
     for (own, run, function, count), fake in zip(both, fakes, strict=True):
         LIBRARY.impl(own, run, "CompositeExplicitAutograd")
-        LIBRARY.impl(own, _without_functorch(name, function), "Autograd")
+        LIBRARY.impl(own, _without_functorch(name, own, function, count), "Autograd")
         LIBRARY.impl(own, _refusing_vmap(name), "FuncTorchBatched")
         torch.library.register_fake(f"hilbert_lib::{own}", fake, lib=LIBRARY)
         calls.append(_directly(own, run, function, count))
@@ -72,7 +74,7 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
             return operator(*args)
         needed = torch.is_grad_enabled() and any(x.requires_grad for x in args[:tensors])
         if needed and not torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther):
-            return function.apply(*args)
+            return function.apply(*args[:tensors], run, args[tensors:])
         return run(*args)
 
     return call
@@ -81,64 +83,63 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
 def _is_watched(args: tuple) -> bool:
     # Whether a compiler, a mode, a transform or a profiler may look, or a tensor is more than its data. The numbers of
     # forward-mode differentiation show by its level alone.
-    given = [x for x in args if isinstance(x, Tensor)]
-    return bool(
+    if (
         torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_UNWATCHED
         or torch._C._len_torch_function_stack()
         or torch.autograd.forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()
         or torch.autograd.profiler._is_profiler_enabled  # in all threads
-        or not _PLAIN.issuperset(map(type, given))
-        or any(torch._C._dispatch_keys(x).raw_repr() & ~_DENSE for x in given)
-    )
+    ):
+        return True
+    for x in args:
+        if (kind := type(x)) in _PLAIN:
+            if torch._C._dispatch_keys(x).raw_repr() & ~_DENSE:
+                return True
+        elif kind not in _NO_TENSORS and isinstance(x, Tensor):
+            return True
+    return False
 
 
-def _below_autograd(own: str, run: Callable, args: tuple):
-    if not _is_watched(args):
-        return run(*args)
+def _below_autograd(own: str, *args):
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.hilbert_lib, own)(*args)
 
 
 # Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
-# bookkeeping in every forward as all the rest of a call.
-def _differentiable(
-    name: str, run: Callable, calls: list[Callable], inputs: int, masks: list[int]
-) -> type[torch.autograd.Function]:
-    # calls: later the forward and the backward. masks: the places of tensors in a request.
+# bookkeeping in every forward as all the rest of a call. A request is one argument: autograd looks at each.
+def _differentiable(calls: list[Callable], inputs: int, masks: list[int]) -> type[torch.autograd.Function]:
+    # calls: later the forward and the backward. masks: the places of tensors in a request. run: what computes.
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, Tensor]:
-            given, request = args[:inputs], [*args[inputs:]]
-            out, lse = _below_autograd(name, run, args)
+            *given, run, request = args
+            out, lse = run(*given, *request)
             # All tensors are saved, so that autograd sees it if the mask is changed before the backward.
             ctx.save_for_backward(*given, out, lse, *(request[n] for n in masks))
-            for n in masks:
-                request[n] = None
-            ctx.request = request
+            ctx.request = [None if n in masks else x for n, x in enumerate(request)]
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # autograd would fill a gradient of lse with zeros in every backward
             return out, lse
 
         @staticmethod
         def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-            saved, request = ctx.saved_tensors, [*ctx.request]
             if dout is None:
-                return *[None] * inputs, *[None] * len(request)
+                return (None,) * (inputs + 2)
+            saved, request = ctx.saved_tensors, [*ctx.request]
             for n, x in zip(masks, saved[inputs + 2 :], strict=True):
                 request[n] = x
-            grads = calls[1](dout, *saved[: inputs + 2], *request)
-            return *grads, *[None] * len(request)
+            return *calls[1](dout, *saved[: inputs + 2], *request), None, None
 
     return Differentiable
 
 
-def _once(name: str, run: Callable) -> type[torch.autograd.Function]:
+def _once(name: str) -> type[torch.autograd.Function]:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, ...]:
-            return _below_autograd(f"{name}_backward", run, args)
+            *given, run, request = args
+            return run(*given, *request)
 
         @staticmethod
         def backward(ctx, *_grads: Tensor) -> None:
@@ -147,14 +148,14 @@ def _once(name: str, run: Callable) -> type[torch.autograd.Function]:
     return Once
 
 
-def _without_functorch(name: str, function: type[torch.autograd.Function]) -> Callable:
+def _without_functorch(name: str, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
     def apply(*args):
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"{name} has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it by "
                 "backward() or torch.autograd.grad"
             )
-        return function.apply(*args)
+        return function.apply(*args[:tensors], partial(_below_autograd, own), args[tensors:])
 
     return apply
 

@@ -389,6 +389,21 @@ def test_keys_are_put_in_sequence_order_where_a_copy_costs_less_than_a_table():
         assert not choice.is_undone(asked, "triton", device, call, rows)
 
 
+def test_an_explanation_says_that_keys_are_copied_in_sequence_order(monkeypatch):
+    q = torch.ones(1, 8, 2, 4)
+    told = "k and v are copied in sequence order first"
+    ordering = Ordering.random(8, seed=1)
+    explained = {
+        name: explain_backend(q, q, q, PATTERN, backend=name, kv_ordering=ordering) for name in ("auto", "triton")
+    }
+    assert explained["auto"].reasons["sdpa"].endswith(told), "it reads through no table"
+    assert str(explained["auto"]).count(told) == 1
+    assert told not in str(explained["triton"]), "the kernels read through a table"
+    assert told not in str(explain_backend(q, q, q, PATTERN))
+    monkeypatch.setattr(choice, "is_undone", lambda *asked: asked[:2] == ("triton", "triton") and asked[4] == 8)
+    assert told in str(explain_backend(q, q, q, PATTERN, backend="triton", kv_ordering=ordering)), "as the call asks"
+
+
 @pytest.mark.gpu
 def test_undone_orderings_change_nothing():
     length = choice.UNDONE_FROM
@@ -399,5 +414,6 @@ def test_undone_orderings_change_nothing():
     out, lse, *grads = attended((q, k, v, dout), pattern, "auto")
     *same, dq, dk, dv = attended((q, *stored, dout), pattern, "auto", kv_ordering=order)
     assert all(map(torch.equal, same, (out, lse)))
+    assert "copied in sequence order" in str(explain_backend(q, *stored, pattern, kv_ordering=order))
     # dq is summed in an order that varies.
     assert max(norms((dq, order.undo(dk, dim=1), order.undo(dv, dim=1)), [x.double() for x in grads])) < 1e-3

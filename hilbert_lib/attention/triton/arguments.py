@@ -52,6 +52,11 @@ def config_of(kernel: str, q: Tensor) -> Config:
     return next(config for (size, largest), config in configs if size == q.element_size() and q.shape[-1] <= largest)
 
 
+def as_asked(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Results in the dtype of what was given, before `as_computed`."""
+    return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter in this process."""
     return triton.knobs.runtime.interpret
@@ -65,7 +70,7 @@ def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
 def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
     """Memory for a result: rows that no pass visits are 0."""
     written = len(todo) > 1 or schedule.covers_all(call.pattern)
-    return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
+    return (torch.empty_like if written else torch.zeros_like)(like, memory_format=torch.contiguous_format)
 
 
 def launch_arguments(

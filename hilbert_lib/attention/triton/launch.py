@@ -10,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.triton import decode, schedule
-from hilbert_lib.attention.triton.arguments import as_computed, config_of, launch_arguments, result
+from hilbert_lib.attention.triton.arguments import as_asked, as_computed, config_of, launch_arguments, result
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from hilbert_lib.attention.triton.forward import forward_kernel
 from hilbert_lib.attention.triton.geometry import block_d
@@ -45,13 +45,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if len(todo) > 1:
         partial_out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.full_like(lse, -torch.inf)
-    tensors = (q, k, v, out, lse, partial_out, partial_lse, q)
+    made = (out, lse, partial_out, partial_lse)
 
     def starts() -> list[Start]:
-        return [_plain("forward", tensors, call, *one, IF_FLAG=False) for one in _in_order(todo)]
+        return [_plain("forward", (q, k, v, *made, q), call, *one, IF_FLAG=False) for one in _in_order(todo)]
 
-    _start(starts, tensors, call, "forward")
-    return out.to(dtype), lse
+    _start(starts, (q, k, v), made, call, "forward")
+    return *as_asked(dtype, out), lse
 
 
 def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
         ]
         return first + repeated + last
 
-    _start(starts, (*tensors, flag), call, "forward on hopper")
+    _start(starts, (q, k, v), (out, lse, flag), call, "forward on hopper")
     return out
 
 
@@ -93,7 +93,6 @@ def backward(
     q, k, v, dout, out = as_computed(q, k, v, dout, out)
     delta = torch.empty_like(lse)
     given = (q, k, v, dout, lse, delta)
-    strides_d = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
 
     def in_passes(name: str, *like: Tensor) -> tuple[list[Tensor], list[Tensor], Callable[[], list[Start]]]:
         # Gradients by all passes of a plain kernel; several add them up in float32 first. And the starts.
@@ -104,14 +103,14 @@ def backward(
         if len(todo) > 1:
             sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in like]
         tensors = (*given, *found, *sums)
-        return found, sums, lambda: [_plain(name, tensors, call, *one, **strides_d) for one in _in_order(todo)]
+        return found, sums, lambda: [_plain(name, tensors, call, *one) for one in _in_order(todo)]
 
     sums, more = None, ()
     on_hopper = call.query_start is None and hopper.runs((q, k, v, dout), k.shape[1], call)
     if on_hopper:
         # Each further pass adds its gradients to the results themselves. Sums are dense whatever q's strides.
         if not torch.are_deterministic_algorithms_enabled():
-            sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            sums = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
         dk, dv = (result(x, ours[:1], call) for x in (k, v))
 
@@ -121,7 +120,7 @@ def backward(
                 for number, one in enumerate(ours)
             ]
             tensors = (*given, dk, dv, dk, dv)
-            return first + [_plain("dkv", tensors, call, one, False, True, **strides_d) for one in theirs]
+            return first + [_plain("dkv", tensors, call, one, False, True) for one in theirs]
 
     else:
         (dk, dv), more, of_keys = in_passes("dkv", k, v)
@@ -132,21 +131,22 @@ def backward(
 
         def of_queries() -> list[Start]:
             tensors = (*given, sums, sums)
-            return [_plain("dq", tensors, call, one, False, False, **strides_d) for one in theirs]
+            return [_plain("dq", tensors, call, one, False, False) for one in theirs]
 
     def starts() -> list[Start]:
         return [_delta(out, dout, delta), *of_keys(), *of_queries()]
 
-    _start(starts, (*given, out, dk, dv, sums, *more), call, "backward on hopper" if on_hopper else "backward")
+    name = "backward on hopper" if on_hopper else "backward"
+    _start(starts, (q, k, v, dout, lse, out), (delta, dk, dv, sums, *more), call, name)
     if sums is not None:
         dq = torch.mul(sums, call.scale, out=torch.empty_like(sums, dtype=dtype))
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return as_asked(dtype, dq, dk, dv)
 
 
-def _start(starts: Callable[[], list[Start]], tensors: tuple[Tensor | None, ...], call: Call, name: str) -> None:
+def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: Call, name: str) -> None:
     # Packed documents have tables of their own in every call: nothing of it is kept.
     is_packed = call.cu_seqlens is not None
-    start(starts, () if is_packed else (*tensors, *call.tensors), name, *call.options)
+    start(starts, () if is_packed else (*given, *call.tensors), name, *call.options, made=made)
 
 
 def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:
@@ -159,6 +159,8 @@ def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:
 
 def _plain(name: str, tensors: tuple, call: Call, one: schedule.Pass, first: bool, last: bool, **named) -> Start:
     # The start of a plain kernel for a pass; tensors begin with q, k and v.
+    if name != "forward":  # dout is the fourth
+        named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), tensors[3].stride()[:3], strict=True))
     rows = "keys" if name == "dkv" else "queries"
     config = config_of(name, tensors[0])
     grid, shared = launch_arguments(*tensors[:3], call, one, config, rows=rows, first=first, last=last)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hilbert_lib.attention.triton.geometry import power_of_2
+from hilbert_lib.attention.triton.start import Start, start
 
 ELEMENTS = 2048  # of a tile: 16 a thread
 
@@ -34,10 +35,10 @@ def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tupl
         tensors += [whole, others.contiguous()]
         # A single index is given twice, the second time with stride 0.
         strides += [*whole.stride()[: len(at)], *[0] * (2 - len(at)), *whole.stride()[len(at) :]]
-    kernel[(triton.cdiv(rows, block_m) * group * batch,)](
-        *tensors, at[0].contiguous(), at[-1].contiguous(), rows, group, batch, *strides,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=block_m,
-    )  # fmt: skip
+    tensors += [at[0].contiguous(), at[-1].contiguous()]
+    named = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
+    grid = (triton.cdiv(rows, block_m) * group * batch,)
+    start(lambda: [Start(kernel, grid, (*tensors, rows, group, batch, *strides), named)], tensors, kernel, len(at))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -8,10 +8,10 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from copy import copy
 from functools import cache, partial, reduce
 from inspect import getclosurevars, isfunction
-from operator import itemgetter, or_
+from operator import call, itemgetter, or_
+from types import NoneType
 from typing import NamedTuple
 from weakref import ref
 
@@ -23,7 +23,7 @@ from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
 KEPT = 512  # kinds of calls whose starts are kept
-MAPS = 64  # of a tensor's descriptor, at addresses where it was before
+PLACES = 64  # addresses of tensors at which what is made of them is kept
 # Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
@@ -53,33 +53,37 @@ class _Descriptor(NamedTuple):
         found.__dict__ = self.rest | {"base": x}
         if self.made is not None:
             found, *_ = self.made(found)
-            if len(self.maps) >= MAPS:
-                self.maps.clear()
-            self.maps[address] = found
+            _put(self.maps, address, found)
         return found
 
 
 class _Kept(NamedTuple):
     # The starts of a call without its tensors, nor a hold on any.
-    starts: list[tuple]  # kernel, launcher, grid, function, metadata, and what takes the arguments from all values
+    starts: list[tuple]  # kernel, what is called and its `_through`, and what takes the arguments from all values
     values: list  # those that come after the addresses of the call's tensors
     described: list[tuple]  # a place among values, the number of a descriptor's tensor, and a `_Descriptor`
     tables: list[ref]  # whose addresses are among values
+    given: dict  # by stream and addresses, what is called for each start, and with what
 
 
-def start(make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable) -> None:
+def start(
+    make: Callable[[], Sequence[Start]], tensors: Sequence[Tensor | None] = (), *asked: Hashable,
+    made: Sequence[Tensor | None] = (),
+) -> None:  # fmt: skip
     """Start kernels of one device on the current stream, in order; all are compiled before the first starts.
 
     Args:
         make: gives the starts; it is not called where those of such a call are kept, as from the second one on.
         tensors: all that `make` takes, the first one on the device; tables apart. Without any nothing is kept.
         asked: all else that the starts depend on.
+        made: those it takes besides, whose shapes, strides and dtypes follow from all of these, unless one is None.
     """
     if triton.knobs.runtime.interpret:
         _start(make())
         return
+    given, tensors = tensors, (*tensors, *made)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    kind = None if not tensors or _is_special(tensors, addresses) else _kind_of_call(tensors, asked)
+    kind = None if not given or _is_special(tensors, addresses) else _kind_of_call(given, (*asked, *map(type, made)))
     if (kept := _kept.get(kind)) and _start_kept(kept, kind[0], tensors, addresses):
         return
     starts = make()
@@ -130,16 +134,47 @@ def _kind_of_call(tensors: Sequence[Tensor | None], asked: tuple) -> tuple:
 
 def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addresses: list[int]) -> bool:
     # Whether the starts could be started: not where a table is gone, or a kernel has hooks of its own.
-    tables = [table() for table in kept.tables]  # held until all are started
-    if any(table is None for table in tables) or any(each[0].pre_run_hooks for each in kept.starts):
+    tables = [*map(call, kept.tables)]  # held until all are started
+    if NoneType in map(type, tables) or any(each[0].pre_run_hooks for each in kept.starts):
         return False
-    values = addresses + kept.values
-    for place, number, descriptor in kept.described:
-        values[place] = descriptor.of(tensors[number], addresses[number])
-    stream = triton.runtime.driver.active.get_current_stream(device)
-    for _, run, grid, function, metadata, arguments in kept.starts:
-        run(*grid, stream, function, metadata, None, None, None, *arguments(values))  # without hooks
+    at = triton.runtime.driver.active.get_current_stream(device), *addresses
+    launches = kept.given.get(at)
+    if launches is None:
+        values, launches = addresses + kept.values, []
+        for place, number, descriptor in kept.described:
+            values[place] = descriptor.of(tensors[number], addresses[number])
+        for _, launch, (before, after, is_one), arguments in kept.starts:
+            own = arguments(values)
+            launches.append((launch, (*before, at[0], *after, *((own,) if is_one else own))))
+        if all(each.made is not None for *_, each in kept.described):  # otherwise they hold tensors
+            _put(kept.given, at, launches)
+    for launch, given in launches:
+        launch(*given)
     return True
+
+
+def _through(run: Callable, grid: tuple, compiled: tuple) -> tuple[Callable, tuple[tuple, tuple, bool]]:
+    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start. And
+    # what it is given before the stream and after it, and whether the arguments, which come last, are one.
+    stream, told = object(), []
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return run, (grid, (*compiled, None, None, None), False)
+    _like(run, launch=lambda *given: told.extend(given))(*grid, stream, *compiled, None, None, None)
+    place, is_one = told.index(stream), told[-1] == ()  # of Triton 3.7
+    return run.launch, (tuple(told[:place]), tuple(told[place + 1 : len(told) - is_one]), is_one)
+
+
+def _like(x: object, **changed) -> object:
+    # A copy of an object with other attributes.
+    found = object.__new__(type(x))
+    found.__dict__ = vars(x) | changed
+    return found
+
+
+def _put(known: dict, key: Hashable, value: object) -> None:
+    if len(known) >= PLACES:
+        known.clear()
+    known[key] = value
 
 
 def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Kept | None:
@@ -173,9 +208,9 @@ def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | Non
                 more = [None, *(made(x)[1:] if made else ())]
             places += range(place, place + len(more))
             values += more
-        grid = (*one.grid, 1, 1)[:3]
-        kept.append((one.kernel, run, grid, compiled.function, compiled.packed_metadata, itemgetter(*places)))
-    return _Kept(kept, values, described, [*map(ref, tables.values())])
+        launch, given = _through(run, (*one.grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata))
+        kept.append((one.kernel, launch, given, itemgetter(*places)))
+    return _Kept(kept, values, described, [*map(ref, tables.values())], {})
 
 
 def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
@@ -188,8 +223,7 @@ def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
     make, metas = inside.globals.get("make_tensordesc_arg"), inside.nonlocals["tensordesc_meta"]
     if make is None or None in metas:
         return run, iter(())
-    run = copy(run)
-    run.launch = inside.nonlocals["launcher"]
+    run = _like(run, launch=inside.nonlocals["launcher"])
     return run, (partial(make, metadata=each) for each in metas)
 
 

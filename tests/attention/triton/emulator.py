@@ -267,7 +267,7 @@ class Sources:
         emulated = {each: self.module(whole) for each, whole in inside.items()}
         return SimpleNamespace(**emulated, **{each: getattr(found, each) for each in others})
 
-    def _start(self, make: Callable[[], Sequence[Start]], *_) -> None:
+    def _start(self, make: Callable[[], Sequence[Start]], *_, **__) -> None:
         for each in make():
             self.starts.append(each)
             self.run(each)

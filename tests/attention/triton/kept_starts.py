@@ -19,13 +19,13 @@ from triton.runtime.jit import JITFunction
 from hilbert_lib import DilatedPattern, Neighbourhood
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.grids.request import Request, Tensors
-from hilbert_lib.attention.triton import grid_launch, launch, schedule
+from hilbert_lib.attention.triton import grid_launch, launch, rows, schedule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
 from hilbert_lib.ordering import Ordering
 
 PATTERN = DilatedPattern((64, 100, 256), (1, 2, 4))
-begun, bound, made, heard, device = [], [], [], [], [0]
+begun, bound, made, heard, device, stream = [], [], [], [], [0], [100]
 numbers = count()
 
 
@@ -73,7 +73,7 @@ class Given(Driver):
         return device[0]
 
     def get_current_stream(self, at):
-        return 100 + at
+        return stream[0] + at
 
 
 def known(x):
@@ -89,12 +89,12 @@ def bind(self, *args, original=JITFunction.run, warmup, **named):
     return original(self, *args, warmup=warmup, **named)
 
 
-def start(make, tensors=(), *asked):
+def start(make, tensors=(), *asked, **more):
     """As the library starts kernels, and then as Triton does."""
     begun.clear()
     bound.clear()
     made.clear()
-    starting.start(make, tensors, *asked)
+    starting.start(make, tensors, *asked, **more)
     ours, bindings, told["maps"] = [*begun], len(bound), len(made)
     begun.clear()
     for each in make():
@@ -152,7 +152,7 @@ if __name__ == "__main__":
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: None  # Triton tells it each kernel's constants, as JSON
     JITFunction.run = bind
     torch.cuda.set_device = lambda _: None
-    for module in (launch, launch.decode, grid_launch, hopper_grid):
+    for module in (launch, launch.decode, grid_launch, hopper_grid, rows):
         module.start = start
     hopper_grid.multiprocessors = lambda _: 132
     own = {
@@ -253,7 +253,23 @@ if __name__ == "__main__":
     with noted("strangers"):  # a tensor that is not told of, though it lives on
         out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
         for _ in range(3):
-            start(lambda: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+            start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (dout, out))
+    places = (torch.arange(8), torch.arange(8).flip(0))
+    for at in (places, places[:1]):
+        whole = (64, 1) if len(at) == 1 else (8, 8, 1)
+        with noted(f"kept merges {len(at)}"):
+            for _ in range(3):
+                rows.merge_rows(
+                    torch.zeros(*whole, 2, 32), torch.zeros(*whole, 2), at, torch.ones(8, 1, 2, 32), torch.ones(8, 1, 2)
+                )
+        with noted(f"kept sums {len(at)}"):
+            for _ in range(3):
+                rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
+    with noted("at the same addresses"):
+        out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
+        for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):
+            start(lambda dout=dout: [grid_launch.delta_of(dout, out, delta)], (out, dout, delta))
+    told["places"] = len([*starting._kept.values()][-1].given)
     # Nothing of a call is held. The fourth is of the same tensors: maps of their descriptors are there.
     launch.hopper.runs = lambda *_: True
     tensors = base()

@@ -249,14 +249,20 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
     told = told_by("kept_starts.py")
     assert told.pop("held") == 0, "a kept start holds a tensor of its call"
     assert told.pop("maps") == 0, "maps of descriptors are made anew"
+    assert told.pop("places") == 4, "what is given is kept for each of two streams and of two tensors"
     assert told.pop("capture"), "a CUDA graph would not keep its tables"
     assert told.pop("heard") == 12, "hooks hear of every start, ours and Triton's, 3 each"
     assert [bound for _, bound, _ in told.pop("copies")] == [3] * 3, "each call has a copy of its own"
     assert {each for calls in told.values() for *_, each in calls} == {"equal"}
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
-    repeated = {name for name in kept if name.startswith(("sequence", "several", "all options", "grid", "kept"))}
-    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 14
+    repeated = {
+        name
+        for name in kept
+        if name.startswith(("sequence", "several", "all options", "grid", "kept")) and len(kept[name]) == 3
+    }
+    assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 18
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
+    assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8
     assert kept.pop("precision") == [False, False, True, False], "the last is in tf32"
     assert kept.pop("tables that are gone") == [False, True]
     assert not any(any(each) for each in kept.values()), f"served by the starts of another kind: {kept}"

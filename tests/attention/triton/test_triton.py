@@ -241,9 +241,9 @@ def test_the_widest_heads_equal_the_reference(head_dim):
 def test_float32_is_multiplied_as_torchs_own_setting_says(monkeypatch, allowed):
     seen = []
 
-    def watched(make, *more):
+    def watched(make, *more, **made):
         seen.extend(each.named["PRECISION"] for each in make() if "PRECISION" in each.named)
-        start(make, *more)
+        start(make, *more, **made)
 
     for module in (launch, launch.decode):
         monkeypatch.setattr(module, "start", watched)
@@ -314,7 +314,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
 
         return Start({grid: run}, grid, (q, k, v, dout, lse, delta, dk, dv, dk, dv), shared | strides)
 
-    def start(make, *_):  # what stands in is compiled when it is started
+    def start(make, *_, **__):  # what stands in is compiled when it is started
         for each in make():
             each.kernel[each.grid](*each.arguments, **each.named)
 
@@ -333,6 +333,7 @@ def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
     monkeypatch.setattr(launch, "start", start)
     # What nobody has written yet may be anything.
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, torch.nan, **options))
+    monkeypatch.setattr(torch, "empty_like", lambda like, **options: torch.full_like(like, torch.nan, **options))
     pattern = DilatedPattern((24, 48, 48, 48), (finest, finest, 12, 24), offsets=offsets)
     tensors = drawn(45, 4, 2, 16, device=DEVICE)
     if heads_first:
