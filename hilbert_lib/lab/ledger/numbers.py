@@ -20,6 +20,7 @@ from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
 from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
+from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.pattern import DilatedPattern
 
@@ -40,7 +41,7 @@ def numbers() -> dict[str, str]:
     runs |= {f"h100_{name[:2]}": newest_run(name, machines=h100) for name in (KERNELS, RING)}
     choices, fused, ring, grids, h100_fused, h100_ring = (read_records(run / RESULTS) for run in runs.values())
     told = {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
-    told |= {**_choice(choices, fused), **_saved(), **_claims(), "runs": _runs()}
+    told |= {**_choice(choices, fused), **_saved(), **_claims(), **_causes(), "runs": _runs()}
     told |= {f"h100_{name}": value for name, value in {**_speeds(h100_fused), **_ring(h100_ring)}.items()}
     for name, run in runs.items():
         told[f"{name}_run"] = f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
@@ -67,6 +68,16 @@ def filled_texts(root: Path = ROOT) -> dict[Path, str]:
             below = f"{path.relative_to(root).parent.as_posix()}/"  # of the folder that the links lie in already
             texts[path] = fill(text, {name: value.replace(f"]({below}", "](") for name, value in numbers().items()})
     return texts
+
+
+def _causes() -> dict[str, str]:
+    """What another program alone makes of each printed ratio, and what is left of all of them where it is fair."""
+    table, _ = committed_causes()
+    fair = table[table.cause == FAIR].ratio
+    made = table[table.cause == CODE].set_index("printed").ratio
+    return {f"made_{printed}".replace(".", "_"): f"{ratio:.1f}" for printed, ratio in made.items()} | _ends(
+        "fair", fair
+    )
 
 
 def _ends(name: str, values: pd.Series, form: str = ".2f") -> dict[str, str]:

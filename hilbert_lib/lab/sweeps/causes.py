@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.checks import one_of
+from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.pairs import relative_difference
+from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records, run_environment
 from hilbert_lib.lab.sweep import Kept
 from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 from hilbert_lib.launch.isolated import run_isolated
@@ -74,6 +76,14 @@ def cause_table(records: Sequence[dict]) -> pd.DataFrame:
     table["low"], table["high"] = np.array([each["interval"] or [each["ratio"]] * 2 for each in rows]).reshape(-1, 2).T
     calls = [(each["standard_ms"][0] - each["hilbert_ms"][0]) / (each["ms"][0] - each["ms"][1]) for each in rows]
     return table.assign(printed=table.printed.astype(float), calls=np.where(table.cause == FIRST, calls, np.nan))
+
+
+def committed_causes() -> tuple[pd.DataFrame, str]:
+    """The `cause_table` of the newest folder "causes" that is committed of a GPU, and its source; none without any."""
+    run = newest_run("causes", machines=REPORTS.glob("h*"))
+    if run is None:
+        return cause_table([]), ""
+    return cause_table(read_records(run / RESULTS)), f"committed record, {say_hardware(run_environment(run))}"
 
 
 def finding(table: pd.DataFrame, source: str) -> str:
