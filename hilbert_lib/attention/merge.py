@@ -32,7 +32,7 @@ def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tens
             one shape (*rows). No row is named twice.
         other_out: (*rows, group, batch, head_dim). other_lse: (*rows, group, batch).
     """
-    if _kernel_serves(out):
+    if kernel_serves(out):
         from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
 
         rows.merge_rows(out, lse, at, other_out, other_lse)
@@ -47,7 +47,7 @@ def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
 
     Sums are in the wider of the two dtypes and rounded once. One kernel on CUDA.
     """
-    if _kernel_serves(total):
+    if kernel_serves(total):
         from hilbert_lib.attention.triton import rows
 
         rows.add_rows(total, at, more)
@@ -55,5 +55,6 @@ def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
     total[at] = (total[at] + more).to(total.dtype)
 
 
-def _kernel_serves(x: Tensor) -> bool:
+def kernel_serves(x: Tensor) -> bool:
+    """Whether Triton's kernels for rows serve a tensor."""
     return x.is_cuda and kernel_mode() == "compiled"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import places_of
+from hilbert_lib.attention.merge import kernel_serves
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.pattern import DilatedPattern
 
@@ -26,6 +27,11 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Call, first: int, length: int,
     elif has_zero_keys(call, length):
         log_count = _log_counts(call.pattern, first, queries, length, kv_heads, lse.dtype, lse.device)
     else:
+        return
+    if kernel_serves(out):
+        from hilbert_lib.attention.triton import rows  # triton is imported only where a kernel is used
+
+        rows.add_zero_keys(out, lse, log_count)
         return
     by_group = lse.unflatten(1, (kv_heads, -1))
     # A logistic function, as in `merge`. A row without any keys stays 0 and -inf: -inf minus -inf is NaN.

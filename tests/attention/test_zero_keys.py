@@ -9,7 +9,7 @@ import torch
 from cases import BRANCHES, SHAPES, assert_close, attended, check, drawn, in_pairs
 
 from hilbert_lib import DilatedPattern, dilated_attention, estimate_memory
-from hilbert_lib.attention import operators
+from hilbert_lib.attention import operators, zero_keys
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.call import Call
 from hilbert_lib.machine import kernel_mode
@@ -100,6 +100,24 @@ def test_beside_large_scores_keys_of_zeros_weigh_nothing():
     out = dilated_attention(q, k, v, DilatedPattern((2,), (1,), padding="zeros"))
     assert out.flatten().tolist() == [1.5, 1.5, 3.0]
     assert not dilated_attention(-q, k, v, DilatedPattern((2,), (1,), padding="zeros"))[0, 2].any()
+
+
+@pytest.mark.skipif(kernel_mode() == "absent", reason="needs triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_one_kernel_adds_them_as_torch_does(dtype, monkeypatch):
+    out, lse = (
+        drawn(31, 6, 3, 5, batch=2, dtype=dtype)[0],
+        torch.randn(2, 6, 31, dtype=torch.promote_types(dtype, torch.float32)),
+    )
+    for row, value in ((3, -torch.inf), (4, torch.nan), (5, 90.0)):
+        out[:, row], lse[:, :, row] = 0.0 if value == -torch.inf else out[:, row], value
+    found = []
+    for is_kernel in (False, True):
+        monkeypatch.setattr(zero_keys, "kernel_serves", lambda x, answer=is_kernel: answer)
+        found.append((out.transpose(1, 2).contiguous().transpose(1, 2), lse.clone()))
+        zero_keys.add_zero_keys(*found[-1], Call(PADDED), 0, 31, 3)
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert (found[0][1] != lse).any()
 
 
 def test_torch_traces_it_as_one_operator():

@@ -1,6 +1,6 @@
-"""Rows by index: merged with others or added to, in place, each read and written once.
+"""Rows, by index merged with others or added to, or all with zero keys: in place, each read and written once.
 
-In plain torch each of the two takes up to seventeen kernels: a gather, the arithmetic and a scatter.
+In plain torch the first two take up to seventeen kernels, a gather, the arithmetic and a scatter; the last takes six.
 """
 
 import triton
@@ -21,6 +21,19 @@ def merge_rows(out: Tensor, lse: Tensor, at: tuple[Tensor, ...], other_out: Tens
 def add_rows(total: Tensor, at: tuple[Tensor, ...], more: Tensor) -> None:
     """As `hilbert_lib.attention.merge.add_rows`."""
     _launch(add_kernel, at, [(total, more)])
+
+
+def add_zero_keys(out: Tensor, lse: Tensor, log_count: Tensor) -> None:
+    """Add exp(log_count) keys of zeros, (kv_heads, 1, queries), to out and lse; the latter two are contiguous."""
+    batch, heads, queries = lse.shape
+    if not lse.numel():
+        return
+    block_d = power_of_2(out.shape[3])
+    block_m = max(1, ELEMENTS // block_d)
+    sizes = queries, heads, batch, heads // log_count.shape[0], *out.stride()
+    named = {"HEAD_DIM": out.shape[3], "BLOCK_D": block_d, "BLOCK_M": block_m}
+    grid, tensors = (triton.cdiv(queries, block_m) * heads * batch,), (out, lse, log_count)
+    start(lambda: [Start(zero_kernel, grid, (*tensors, *sizes), named)], tensors, zero_kernel)
 
 
 def _launch(kernel: triton.JITFunction, at: tuple[Tensor, ...], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -71,6 +84,30 @@ def merge_kernel(
     result = tile * share[:, None] + more * other_share[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(lse_at, (largest + tl.log(denominator)).to(working), mask=exists)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def zero_kernel(
+    out, lse, log_count, queries, heads, batch, group, out_batch, out_row, out_head, out_dim,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Adds zero keys to one tile of rows, of one head and sequence."""
+    row, member, exists = _rows(queries, heads * batch, BLOCK_M)
+    h, b = member // batch, member % batch
+    dims = tl.arange(0, BLOCK_D)
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    lse_at = lse + (b * heads + h) * queries + row
+    out_at = out + (b * out_batch + h * out_head + row * out_row)[:, None] + dims * out_dim
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf")).to(tl.float64)  # as in `merge_kernel`
+    zeros = tl.load(log_count + h // group * queries + row, mask=exists, other=float("-inf")).to(tl.float64)
+    largest = tl.maximum(lse_own, zeros)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp(lse_own - finite)
+    total = weight + tl.exp(zeros - finite)
+    denominator = tl.where(total == 0.0, 1.0, total)
+    tile = tl.load(out_at, mask=inside, other=0.0) * (weight / denominator).to(lse.dtype.element_ty)[:, None]
+    tl.store(out_at, tile.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse_at, (largest + tl.log(denominator)).to(lse.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows"])

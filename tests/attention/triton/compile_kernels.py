@@ -127,14 +127,15 @@ def curve_kernels() -> dict[str, tuple]:
 
 
 def row_kernels() -> dict[str, tuple]:
-    """What merges rows and adds to them, of sixteen bits and of thirty-two."""
+    """What merges rows, adds to them and adds zero keys, of sixteen bits and of thirty-two."""
     constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": by_row.ELEMENTS // 128, "out_dim": 1, "total_dim": 1}
-    types = {"lse": "*fp32", "other_lse": "*fp32", "first": "*i64", "second": "*i64"}
+    types = dict.fromkeys(("lse", "other_lse", "log_count"), "*fp32") | {"first": "*i64", "second": "*i64"}
     return {
         f"rows {name} {bits}": (kernel, types | dict.fromkeys(wholes, dtype), constants, {"num_warps": 4})
         for name, kernel, wholes in (
             ("merge", by_row.merge_kernel, ("out", "other_out")),
             ("add", by_row.add_kernel, ("total", "more")),
+            ("zeros", by_row.zero_kernel, ("out",)),
         )
         for bits, dtype in ((16, "*bf16"), (32, "*fp32"))
     }
@@ -281,7 +282,8 @@ def facts(name: str, architecture: int) -> dict:
 
 # A forward and a backward of each file, which take seconds.
 SAMPLE = ("forward 2 64", "dq 2 64", "dkv 2 64", "packed dkv 2 64", "decode one", "decode merge", "curve decode 2")
-SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "hopper forward 64 True False")
+SAMPLE += ("curve encode 2", "rows merge 16", "rows add 16", "rows zeros 16")
+SAMPLE += ("hopper forward 64 True False",)
 SAMPLE += ("hopper backward 64 True True True", "grid dkv 64 False")
 SAMPLE += ("hopper grid forward 64 False", "hopper grid forward 128 False")
 INSTRUCTIONS = re.compile(

@@ -265,6 +265,9 @@ if __name__ == "__main__":
         with noted(f"kept sums {len(at)}"):
             for _ in range(3):
                 rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
+    with noted("kept zeros"):
+        for _ in range(3):
+            rows.add_zero_keys(torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8), torch.zeros(2, 1, 8))
     with noted("at the same addresses"):
         out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
         for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):

@@ -15,6 +15,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import add_rows, merge_rows
 from hilbert_lib.attention.triton import launch, merge
 from hilbert_lib.attention.triton.hopper import division
+from hilbert_lib.attention.triton.rows import add_zero_keys
 from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
 
 DEVICE = "cuda"
@@ -192,7 +193,7 @@ def merging():
 
 
 def by_row():
-    """Rows of a whole by one index and by two, merged and added to in place, in tiles that are not full."""
+    """Rows of a whole by one index and by two, merged and added to in place, and zero keys; tiles are not full."""
     for dtype, head_dim in ((torch.float16, 64), (torch.float32, 40)):
         # (positions, KV heads, group, batch, head_dim), laid out as a tensor of sequences is
         out = torch.randn(2, 100, 6, head_dim, device=DEVICE, dtype=dtype).unflatten(2, (3, 2)).movedim(0, 3)
@@ -202,6 +203,8 @@ def by_row():
         merge_rows(out, lse, (rows // 3, rows % 3), others, torch.full((77, 2, 2), -torch.inf, device=DEVICE))
         add_rows(out, (rows // 3, rows % 3), others)
         add_rows(torch.zeros(300, 2, 2, head_dim, device=DEVICE), (rows,), others)
+        out = torch.randn(2, 77, 6, head_dim, device=DEVICE, dtype=dtype)
+        add_zero_keys(out, torch.randn(2, 6, 77, device=DEVICE), torch.randn(3, 1, 77, device=DEVICE))
         assert out.isfinite().all()
 
 
