@@ -25,8 +25,12 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     out = torch.empty(given.q.shape, dtype=given.q.dtype, device=given.q.device)
     lse = torch.empty(*_by_row(given.q), dtype=torch.float32, device=given.q.device)
     given = Tensors(*as_computed(*given))
-    tensors = (*given, out, lse, *tensors_of(request, out.device))
-    start(lambda: [of_queries(given, request, out=out, lse=lse)], tensors, "grid forward", *request.options)
+
+    def starts() -> list[Start]:
+        return [of_queries(given, request, out=out, lse=lse)]
+
+    tensors = (*given, *tensors_of(request, out.device))
+    start(starts, tensors, "grid forward", *request.options, made=(out, lse))
     return out, lse
 
 
@@ -49,8 +53,8 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
             made.append(of_keys(dout, given, lse, delta, request, grads, extra=True))
         return made
 
-    tensors = (*given, dout, out, lse, delta, *grads, *tensors_of(request, out.device))
-    start(starts, tensors, "grid backward", *request.options)
+    tensors = (*given, dout, out, lse, *tensors_of(request, out.device))
+    start(starts, tensors, "grid backward", *request.options, made=(delta, *grads))
     return grads
 
 

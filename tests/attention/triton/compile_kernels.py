@@ -181,7 +181,7 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
     given, request = Tensors(x, x, x, extra, extra), Request((near, near), 1.0, None, *masks)
     starts = []
-    module.start, module.multiprocessors = lambda make, *_: starts.extend(make()), lambda device: 132
+    module.start, module.multiprocessors = lambda make, *_, **__: starts.extend(make()), lambda device: 132
     out, lse = module.forward(given, request)
     module.backward(out, given, out, lse, request)
     for each in starts:

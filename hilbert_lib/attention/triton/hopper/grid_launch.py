@@ -1,6 +1,6 @@
 """The warp-specialised kernels for grids: which calls they serve, and their launches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from math import ceil, prod
 from typing import NamedTuple
@@ -47,8 +47,8 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
     request = on_its_keys(request) if request.part else request
-    q, k, v, extra_k, extra_v = given = _as_read(given, request)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v, extra_k, extra_v = given = Tensors(*_as_read(given, request))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     flag = torch.zeros(1, dtype=torch.int32, device=q.device)
     named = {"STAGES": 4} if holds_queries(columns_of(q)) else {"STAGES": 4, "maxnreg": 80, "programs": 2}
@@ -60,8 +60,8 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
             plain.of_queries(given, request, out=out, lse=lse, flag=flag),
         ]
 
-    call = (*given, out, lse, flag, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid forward on hopper", *request.options)
+    call = (*given, *plain.tensors_of(request, q.device))
+    start(starts, call, "grid forward on hopper", *request.options, made=(out, lse, flag))
     return out, lse
 
 
@@ -71,8 +71,8 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
 
     request = on_its_keys(request) if request.part else request
     in_float = request.part is not None and request.part.in_float
-    q, k, v, extra_k, extra_v = given = _as_read(given, request)
-    dout = _as_read(given._replace(q=dout), request).q
+    *given, dout = _as_read((*given, dout), request)
+    q, k, v, extra_k, extra_v = given = Tensors(*given)
     dtypes = [torch.float32 if in_float and n in (1, 2) else x.dtype for n, x in enumerate(given)]
     grads = Tensors(*(torch.empty(x.shape, dtype=y, device=x.device) for x, y in zip(given, dtypes, strict=True)))
     lse, delta = lse.contiguous(), torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
@@ -90,8 +90,8 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
             made.append(plain.of_keys(dout, given, lse, delta, request, grads, extra=True))
         return made
 
-    call = (*given, dout, out, lse, delta, *grads, *plain.tensors_of(request, q.device))
-    start(starts, call, "grid backward on hopper", *request.options)
+    call = (*given, dout, out, lse, *plain.tensors_of(request, q.device))
+    start(starts, call, "grid backward on hopper", *request.options, made=(delta, *grads))
     return grads
 
 
@@ -176,16 +176,15 @@ def _form(near: Neighbourhood, part: Part | None) -> _Form:
     return _Form(shape, rows, dilation, (tiles(both, queries), tiles(both)), rules)
 
 
-def _as_read(given: Tensors, request: Request) -> Tensors:
-    # A tensor that the copy engine cannot read is copied once.
+def _as_read(given: Sequence[Tensor], request: Request) -> list[Tensor]:
+    # Those of `Tensors`, and a gradient of the output. One that the copy engine cannot read is copied once.
     from hilbert_lib.attention.triton.hopper.box_descriptors import is_reached
 
     form = _form(request.neighbourhoods[0], request.part)
     own, sides = (form.rows, form.dilation), (form.shape, form.dilation)
-    extra = ((1, 1, given.extra_k.shape[1]), (1, 1, 1))
-    return Tensors(
-        *(
-            x if not x.numel() or is_reached(x, *rule) else x.contiguous()
-            for x, rule in zip(given, (own, sides, sides, extra, extra), strict=True)
-        )
-    )
+    extra = ((1, 1, given[3].shape[1]), (1, 1, 1))
+    rules = own, sides, sides, extra, extra, own
+    return [
+        x if not x.numel() or is_reached(x, *rule) else x.contiguous()
+        for x, rule in zip(given, rules[: len(given)], strict=True)
+    ]
