@@ -69,21 +69,15 @@ def merge_kernel(
     lse_at = lse + one * lse_first + two * lse_second + g * lse_group + b * lse_batch
     out_at = out + (one * out_first + two * out_second + g * out_group + b * out_batch)[:, None] + dims * out_dim
     other = row * group * batch + member  # others lie one after the other
-    # In float64: a GPU's own exponential and logarithm err in the seventh digit, and these are few.
-    lse_own = tl.load(lse_at, mask=exists, other=float("-inf")).to(tl.float64)
-    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf")).to(tl.float64)
-    largest = tl.maximum(lse_own, lse_other)
-    finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
-    weight, other_weight = tl.exp(lse_own - finite), tl.exp(lse_other - finite)
-    total = weight + other_weight
-    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
+    lse_other = tl.load(other_lse + other, mask=exists, other=float("-inf"))
     working = lse.dtype.element_ty
-    share, other_share = (weight / denominator).to(working), (other_weight / denominator).to(working)
+    share, other_share, merged = _shares(lse_own, lse_other, working)
     tile = tl.load(out_at, mask=inside, other=0.0).to(working)
     more = tl.load(other_out + other[:, None] * HEAD_DIM + dims, mask=inside, other=0.0).to(working)
     result = tile * share[:, None] + more * other_share[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse_at, (largest + tl.log(denominator)).to(working), mask=exists)
+    tl.store(lse_at, merged, mask=exists)
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -98,16 +92,12 @@ def zero_kernel(
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
     lse_at = lse + (b * heads + h) * queries + row
     out_at = out + (b * out_batch + h * out_head + row * out_row)[:, None] + dims * out_dim
-    lse_own = tl.load(lse_at, mask=exists, other=float("-inf")).to(tl.float64)  # as in `merge_kernel`
-    zeros = tl.load(log_count + h // group * queries + row, mask=exists, other=float("-inf")).to(tl.float64)
-    largest = tl.maximum(lse_own, zeros)
-    finite = tl.where(largest == float("-inf"), 0.0, largest)
-    weight = tl.exp(lse_own - finite)
-    total = weight + tl.exp(zeros - finite)
-    denominator = tl.where(total == 0.0, 1.0, total)
-    tile = tl.load(out_at, mask=inside, other=0.0) * (weight / denominator).to(lse.dtype.element_ty)[:, None]
+    lse_own = tl.load(lse_at, mask=exists, other=float("-inf"))
+    zeros = tl.load(log_count + h // group * queries + row, mask=exists, other=float("-inf"))
+    share, _, merged = _shares(lse_own, zeros, lse.dtype.element_ty)
+    tile = tl.load(out_at, mask=inside, other=0.0) * share[:, None]
     tl.store(out_at, tile.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse_at, (largest + tl.log(denominator)).to(lse.dtype.element_ty), mask=exists)
+    tl.store(lse_at, merged, mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -135,3 +125,19 @@ def _rows(rows, members, BLOCK_M: tl.constexpr):
     pid = tl.program_id(0)
     row = (pid // members).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     return row, (pid % members).to(tl.int64), row < rows
+
+
+@triton.jit
+def _shares(lse, other, dtype: tl.constexpr):
+    """What each of two parts weighs in a row, and the row's lse.
+
+    In float64: a GPU's own exponential and logarithm err in the seventh digit, and these are few.
+    """
+    lse, other = lse.to(tl.float64), other.to(tl.float64)
+    largest = tl.maximum(lse, other)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf minus -inf would be NaN
+    weight, other_weight = tl.exp(lse - finite), tl.exp(other - finite)
+    total = weight + other_weight
+    denominator = tl.where(total == 0.0, 1.0, total)  # 0: no keys
+    merged = largest + tl.log(denominator)
+    return (weight / denominator).to(dtype), (other_weight / denominator).to(dtype), merged.to(dtype)
