@@ -96,8 +96,7 @@ def main(lengths, out) -> None:
     for length in lengths:
         run_sides(sides(length, device), device=device, output_dir=out, seconds=0.5)
         if device.type == "cuda":
-            for pair in sides(length, device):
-                run_back_to_back(pair, device=device, output_dir=out)
+            run_back_to_back(sides(length, device), device=device, output_dir=out)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
+from hilbert_lib.lab.sustained import back_to_back
 from hilbert_lib.lab.sweep import sweep
-from hilbert_lib.lab.tables import identity_of, sides_of
+from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
-from hilbert_lib.lab.timing import Case, Comparison, Measurement, compare_paired, measure
+from hilbert_lib.lab.timing import Case, Comparison, Measurement, Sustained, Turns, compare_paired, measure
 from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Side:
 class Recorded:
     """What was measured of a side or a pair, with each side's peak of device memory and the results' difference."""
 
-    measured: Measurement | Comparison
+    measured: Measurement | Comparison | Turns
     peak_bytes: tuple[int, ...]  # of a call, its results included; in `run_sides` what it asked for
     output_difference: float | None  # None where there is nothing to compare
 
@@ -102,12 +102,16 @@ def run_sides(
     0.0
     """
     device = torch.device(device)
+
+    def singly(cases: list[Case], took: list[float]) -> Measurement | Comparison:
+        return time_cases(*cases, device=device, took=sum(took), repetitions=repetitions, seconds=seconds)
+
     # What is not timed may be interpreted, which takes long, and pairs share sides.
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
     with nullcontext() if device.type == "cpu" else old_objects_apart():
         return sweep(
             cases,
-            lambda sides: _check(sides, checked) if checked else _time(sides, device, repetitions, seconds),
+            lambda sides: _check(sides, checked) if checked else _time(sides, device, singly),
             key=lambda sides: identity(*sides),
             of_record=record_identity,
             output_dir=output_dir,
@@ -118,35 +122,52 @@ def run_sides(
 
 
 def run_back_to_back(
-    sides: Iterable[Side], *, device: torch.device | str, output_dir: str = "", seconds: float = 0.5
+    cases: Iterable[tuple[Side, ...]], *, device: torch.device | str, output_dir: str = "", seconds: float = 0.5
 ) -> list[dict]:
-    """Time each side among its own calls alone, as in training: a record a side, whose samples are windows of calls.
+    """Time each case's sides among their own calls alone, as in training: windows of each in turn.
+
+    A record holds all sides of a case. Their samples are windows of calls, and their sweep's name ends with
+    `tables.BACK_TO_BACK`. A case of n sides takes 10 + 10 n windows, and what it compiles.
 
     Args:
-        sides: asked for one at a time; each is checked, and kept as `run_sides` keeps a case.
+        cases: as of `run_sides`, each checked and kept as there.
         device: where they compute. output_dir: folder of results.jsonl; empty writes nothing.
-        seconds: how long a side runs, about.
+        seconds: of a window, about.
 
-    >>> one = Side("one", {}, lambda: (torch.ones(1),), lambda results: 0.0)
-    >>> len(run_back_to_back([one], device="cpu", seconds=0.01)[0]["samples_ms"])
-    5
+    >>> one = Side("one", {"sweep": "s"}, lambda: (torch.ones(1),), lambda results: 0.0)
+    >>> len(run_back_to_back([(one,)], device="cpu", seconds=1e-3)[0]["sides"][0]["samples_ms"])
+    10
     """
     device = torch.device(device)
 
-    def timed(sides: tuple[Side]) -> dict:
-        results, peak, took = _once(*sides, device)
-        (case,) = _cases(sides, [results])
-        del results
-        calls = max(1, round(seconds / (WARM_WINDOWS + WINDOWS) / took))
-        found = back_to_back(case.run, device, calls=calls)
-        facts = {name: value for name, value in vars(case).items() if name != "run"}
-        facts |= {"device": str(device), "warmup": WARM_WINDOWS * calls, "calls_per_sample": calls}
-        facts |= {"samples_ms": tuple(found["windows_ms"]), "sm_clock_mhz": (found.get("mhz"),) * 2}
-        return Recorded(Measurement(**facts, host_ms=found["host"]), (peak,), None).record()
+    def timed(cases: list[Case], took: list[float]) -> Turns:
+        calls = [max(1, round(seconds / each)) for each in took]
+        found = back_to_back([case.run for case in cases], device, calls=calls)
+        return Turns(tuple(_sustained(*each, device) for each in zip(cases, calls, found, strict=True)))
 
-    how = {"of_record": record_identity, "output_dir": output_dir, "label": _label}
-    how["line"] = _line if device.type == "cuda" else None
-    return sweep(((side,) for side in sides), timed, key=lambda own: identity(*own), **how)
+    return sweep(
+        map(_apart, cases),
+        lambda sides: _time(sides, device, timed),
+        key=lambda sides: identity(*sides),
+        of_record=record_identity,
+        output_dir=output_dir,
+        label=_label,
+        line=_line if device.type == "cuda" else None,
+    )
+
+
+def _apart(sides: tuple[Side, ...]) -> tuple[Side, ...]:
+    # In a sweep of their own: single calls of the same sides are another measurement.
+    named = [side.parameters | {"sweep": side.parameters["sweep"] + BACK_TO_BACK} for side in sides]
+    return tuple(replace(side, parameters=each) for side, each in zip(sides, named, strict=True))
+
+
+def _sustained(case: Case, calls: int, found: dict, device: torch.device) -> Sustained:
+    about = {name: value for name, value in vars(case).items() if name != "run"}
+    about |= {"device": str(device), "warmup": found["warmup"], "calls_per_sample": calls}
+    told = {name: found.get(name) for name in ("watts", "joules", "celsius", "held_by")}
+    clocks = (found.get("mhz"),) * 2
+    return Sustained(**about, samples_ms=tuple(found["windows_ms"]), sm_clock_mhz=clocks, host_ms=found["host"], **told)
 
 
 def time_cases(
@@ -167,7 +188,7 @@ def identity(*sides: Side | Case) -> str:
 
 def record_identity(record: dict) -> str | None:
     """`identity` of what a record is of; None for a record that is of no sides."""
-    return identity_of(sides_of(record)) if "a" in record or "name" in record else None
+    return identity_of(sides_of(record)) if {"a", "name", "sides"} & record.keys() else None
 
 
 def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Results]) -> dict:
@@ -177,14 +198,13 @@ def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Resu
     return {"kind": "check", **shown, "peak_bytes": (0,) * len(sides), "output_difference": _difference(results)}
 
 
-def _time(sides: tuple[Side, ...], device: torch.device, repetitions: int, seconds: float) -> dict:
+def _time(sides: tuple[Side, ...], device: torch.device, timed: Callable[[list[Case], list[float]], object]) -> dict:
     runs = [_once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
     cases, difference = _cases(sides, results), _difference(results)
-    peaks, took = tuple(peak for _, peak, _ in runs), sum(each for _, _, each in runs)
+    peaks, took = tuple(peak for _, peak, _ in runs), [each for _, _, each in runs]
     del runs, results  # they are as large as what is timed next
-    measured = time_cases(*cases, device=device, took=took, repetitions=repetitions, seconds=seconds)
-    return Recorded(measured, peaks, difference).record()
+    return Recorded(timed(cases, took), peaks, difference).record()
 
 
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:

@@ -1,51 +1,126 @@
-"""How long a call takes among the same calls back to back, as in training, where a GPU meets its limit of power."""
+"""How long calls take among calls of their own back to back, as in training, where a GPU meets its limit of power."""
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
+import numpy as np
 import pynvml
 import torch
 
-WARM_WINDOWS, WINDOWS = 5, 5  # before those that are timed, and these
+WARM_WINDOWS, WINDOWS = 10, 10  # of all calls together before those that are timed; and of each call
 HOST_CALLS = 8
+WATCH_SECONDS = 0.02
+REASONS = {  # for which a driver holds the clock down
+    "power": pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "heat": pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+}
 
 
-def back_to_back(call: Callable[[], object], device: torch.device, *, calls: int) -> dict[str, list[float] | float]:
-    """Runs `WARM_WINDOWS` windows of so many calls and then `WINDOWS` more, and waits for the device after all of them.
+def back_to_back(
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    calls: Sequence[int],
+) -> list[dict]:
+    """Runs windows of each call in turn without a wait between them: `WARM_WINDOWS`, then `WINDOWS` of each, timed.
 
-    `call` only queues its work; where processes wait for each other, the number of calls is the same in all. Gives
-    windows_ms, of a call in each timed window; host, the ms that the host takes to queue a call where nothing is
-    queued; of a GPU that tells them mhz and watts, read after each window was queued. All but windows_ms medians.
+    A run only queues its work. `calls` are those in a window; where processes wait for each other, the same in all.
+    Gives of each run: windows_ms, of a call in each timed window; warmup, its calls before them; host, the median ms
+    that the host takes to queue a call where nothing is queued; and of a GPU that tells them mhz and celsius (medians),
+    watts (the mean), joules (of a call, by the driver's counter of energy) and held_by (why the clock was held down:
+    names of `REASONS`).
 
-    >>> len(back_to_back(lambda: None, torch.device("cpu"), calls=1)["windows_ms"])
-    5
+    >>> len(back_to_back([lambda: None], torch.device("cpu"), calls=[1])[0]["windows_ms"])
+    10
     """
-    is_gpu, host, moments, seen = device.type == "cuda", [], [], []
-    if is_gpu:
-        pynvml.nvmlInit()
-        # By UUID: NVML counts GPUs that CUDA_VISIBLE_DEVICES hides.
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    host, warm = [_host_ms(run, device) for run in runs], -(-WARM_WINDOWS // len(runs))
+    with _watch(device) as seen:
+        marks, began = [_mark(device)], time.perf_counter()
+        for _ in range(warm + WINDOWS):
+            for run, count in zip(runs, calls, strict=True):
+                for _ in range(count):
+                    run()
+                marks.append(_mark(device))
+        _wait(device)
+        if device.type == "cuda":  # one more look, so that the last window has an end
+            time.sleep(2 * WATCH_SECONDS)
+    ends = [_seconds(marks[0], mark) for mark in marks]
+    found = []
+    for at, count in enumerate(calls):
+        own = [(ends[n], ends[n + 1]) for n in range(warm * len(runs) + at, len(ends) - 1, len(runs))]
+        windows_ms = [(end - start) / count * 1e3 for start, end in own]
+        told = _told([(began + start, began + end) for start, end in own], seen, calls=count * WINDOWS)
+        found.append({"windows_ms": windows_ms, "warmup": warm * count, "host": host[at]} | told)
+    return found
+
+
+def _host_ms(run: Callable[[], object], device: torch.device) -> float:
+    took = []
     for _ in range(HOST_CALLS):
-        if is_gpu:
-            torch.cuda.synchronize(device)
+        _wait(device)
         started = time.perf_counter()
-        call()
-        host.append((time.perf_counter() - started) * 1e3)
-    for _ in range(WARM_WINDOWS + WINDOWS):
-        for _ in range(calls):
-            call()
-        moments.append(torch.cuda.Event(enable_timing=True) if is_gpu else time.perf_counter())
-        if is_gpu:
-            moments[-1].record()
-            with suppress(pynvml.NVMLError):
-                clock = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-                seen.append((clock, pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3))
-    if is_gpu:
+        run()
+        took.append((time.perf_counter() - started) * 1e3)
+    _wait(device)
+    return statistics.median(took)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-    timed = pairwise(moments[WARM_WINDOWS - 1 :])
-    windows_ms = [(a.elapsed_time(b) if is_gpu else (b - a) * 1e3) / calls for a, b in timed]
-    told = zip(("mhz", "watts"), map(statistics.median, zip(*seen[-WINDOWS:], strict=True)), strict=False)
-    return {"windows_ms": windows_ms, "host": statistics.median(host)} | dict(told)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | float:
+    if device.type != "cuda":
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record(torch.cuda.current_stream(device))
+    return mark
+
+
+def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+@contextmanager
+def _watch(device: torch.device) -> Iterator[list[tuple]]:
+    # While it is open a thread looks at the GPU: the host's clock, joules so far, MHz, degrees, bits of reasons.
+    seen, is_over = [], Event()
+    if device.type != "cuda":
+        yield seen
+        return
+    pynvml.nvmlInit()
+    # By UUID: NVML counts GPUs that CUDA_VISIBLE_DEVICES hides.
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+    def look() -> None:
+        with suppress(pynvml.NVMLError):  # a GPU that tells no energy tells nothing here
+            while not is_over.wait(WATCH_SECONDS):
+                joules, now = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3, time.perf_counter()
+                mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+                celsius = pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
+                seen.append((now, joules, mhz, celsius, pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)))
+
+    watcher = Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _told(windows: list[tuple[float, float]], seen: list[tuple], *, calls: int) -> dict[str, float | str]:
+    # What the looks inside these windows of the host's clock say; nothing where there was none.
+    inside = [look for look in seen if any(start <= look[0] <= end for start, end in windows)]
+    if not inside:
+        return {}
+    times, joules, *_ = zip(*seen, strict=True)
+    spent = np.diff(np.interp(windows, times, joules), axis=1).sum()
+    _, _, mhz, celsius, bits = zip(*inside, strict=True)
+    held_by = [name for name, mask in REASONS.items() if sum(bool(each & mask) for each in bits) * 2 > len(bits)]
+    found = {"mhz": statistics.median(mhz), "celsius": statistics.median(celsius), "held_by": ", ".join(held_by)}
+    return found | {"watts": spent / np.diff(windows).sum(), "joules": spent / calls}

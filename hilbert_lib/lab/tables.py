@@ -5,13 +5,16 @@ import json
 import numpy as np
 import pandas as pd
 
+BACK_TO_BACK = ", back to back"  # ends the name of a sweep whose samples are windows of calls
+TOLD = ("host_ms", "watts", "joules", "celsius", "held_by")  # of such a side; and its clock
+
 
 def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
     """Every side of a sweep once, with the samples of all its pairs.
 
     Columns: name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and
-    high_ms (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s. A ValueError says that there are no records
-    of the sweep.
+    high_ms (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s. Back to back also `TOLD` and mhz. A
+    ValueError says that there are no records of the sweep.
 
     >>> side = {"name": "a", "parameters": {"sweep": "s"}, "useful_flop": 1e9, "useful_bytes": 1e6, "error": 0.0}
     >>> side_table([{**side, "samples_ms": [1.0, 2.0, 3.0], "peak_bytes": [8]}], "s").median_ms.tolist()
@@ -22,6 +25,8 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
         for side, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
             counts = {"useful_flop": side["useful_flop"], "useful_bytes": side["useful_bytes"]}
             row = {"name": side["name"], **side["parameters"], **counts, "error": 0.0, "peak_bytes": 0, "samples": []}
+            if "joules" in side:
+                row |= {name: side[name] for name in TOLD} | {"mhz": side["sm_clock_mhz"][0]}
             row = pooled.setdefault(identity_of([side]), row)
             row["error"] = max(row["error"], side["error"])
             row["peak_bytes"] = max(row["peak_bytes"], peak)
@@ -55,6 +60,23 @@ def ratio_table(records: list[dict], sweep: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def both_ways(records: list[dict], sweep: str) -> pd.DataFrame:
+    """Every side of a sweep that was timed back to back as well: `side_table` of that, and `singly`, its TFLOP/s in
+    single calls (NaN where it has none). Empty where nothing was timed back to back.
+
+    >>> both_ways([], "backends").empty
+    True
+    """
+    ways = {sides_of(record)[0]["parameters"]["sweep"] for record in records}
+    if sweep + BACK_TO_BACK not in ways:
+        return pd.DataFrame()
+    long, single = side_table(records, sweep + BACK_TO_BACK), side_table(records, sweep)
+    same = ["name", *(name for record in records for side in sides_of(record) for name in side["parameters"])]
+    same = [name for name in dict.fromkeys(same) if name in long and name in single and name != "sweep"]
+    single = single[[*same, "tflop_per_s"]].rename(columns={"tflop_per_s": "singly"})
+    return long.merge(single, on=same, how="left")
+
+
 def of_sweep(records: list[dict], sweep: str) -> list[dict]:
     """The records of one sweep, once each, the newest: two lists of parameters may overlap. ValueError for none."""
     sweeps = [sides_of(record)[0]["parameters"]["sweep"] for record in records]
@@ -65,7 +87,9 @@ def of_sweep(records: list[dict], sweep: str) -> list[dict]:
 
 
 def sides_of(record: dict) -> list[dict]:
-    """The two sides of a pair's record, or the one of another."""
+    """The two sides of a pair's record, those of one that was timed back to back, or the one of another."""
+    if "sides" in record:
+        return record["sides"]
     return [record["a"], record["b"]] if "a" in record else [record]
 
 

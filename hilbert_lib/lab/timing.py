@@ -82,6 +82,27 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Sustained(Measurement):
+    """The same of windows of calls back to back, and what the GPU told meanwhile; None where it tells nothing."""
+
+    watts: float | None = None
+    joules: float | None = None  # of a call
+    celsius: float | None = None
+    held_by: str | None = None  # why the driver held the clock down
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Cases whose windows of calls were timed in turn."""
+
+    sides: tuple[Sustained, ...]
+
+    def record(self) -> dict:
+        """Everything as one dictionary for JSON; `sides` holds the measurements."""
+        return {"kind": "back to back", "sides": [side.record() for side in self.sides]}
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two cases timed in turn. `ratio` is the median of a's time over b's: above 1, b is faster."""
 

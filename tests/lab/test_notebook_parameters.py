@@ -85,14 +85,15 @@ WRONG = {
     "04_safe_benchmarking": {"lengths": [], "timed_length": 0, "calls": 19, "pairs": 9, "progressive_gb": 0.0}
     | {"hang_seconds": -1.0, "heads": 0, "head_dim": 0, "dilation_rates": [1], "printed": ["8"]},
     "05_backend_selection": {"lengths": [], "heads": 0, "head_dims": [], "dtype": "int8", "backends": ["spda"]}
-    | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0},
+    | {"segment_lengths": [0, 8], "dilation_rates": [1], "ordering_length": 0, "pool_lengths": [0], "seconds": 0.0}
+    | {"sustained": ["spda"]},
     "06_kernel_benchmarks": {"lengths": [], "heads": 1, "head_dims": [0], "segment_lengths": [0], "dilation_rates": []}
     | {"opponents": ["falsh"], "layout_length": 0, "layout_dilations": [1, 1], "layout_row_bytes": [48]},
     "07_ring_attention": {"tokens": 0, "ranks": 0, "heads": 0, "head_dim": 0, "first_segment": 0, "timed_ranks": [0]}
     | {"weak_tokens": [-1], "strong_tokens": 0, "longest_tokens": -1, "longest_both_tokens": -1, "repetitions": 0}
     | {"grids": []},
     "08_where_a_curve_pays": {"map_side": 0, "map_window": 65, "works": ["8x8 9x9 2x16"], "block_sizes": [-1]}
-    | {"dtype": "half", "repetitions": 0, "seconds": 0.0, "sustained": -1.0},
+    | {"dtype": "half", "repetitions": 0, "seconds": 0.0, "sustained": ["8x8 3x3 2x16"]},
 }
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hilbert_lib.lab import records as committed
 from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_back_to_back, run_sides, time_cases
 from hilbert_lib.lab.records import append_records
 from hilbert_lib.lab.sustained import HOST_CALLS, WARM_WINDOWS, WINDOWS
-from hilbert_lib.lab.tables import ratio_table, side_table
+from hilbert_lib.lab.tables import both_ways, ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired
 
 
@@ -39,16 +40,35 @@ def test_on_the_cpu_errors_are_known_and_nothing_is_timed_or_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_back_to_back_a_side_runs_in_windows_of_its_own_calls_and_not_again(tmp_path):
-    calls, how = [], {"device": "cpu", "output_dir": str(tmp_path), "seconds": 0.2}
-    side = replace(one("a", 1.5), run=lambda: calls.append(time.sleep(1e-4)) or (torch.tensor([1.5]),))
-    (record,) = run_back_to_back([side], **how)
-    assert record["error"] == 0.5
-    assert record["n"] == 5
-    assert 1 < record["calls_per_sample"] <= 200  # of at least 0.1 ms, in 20 ms
-    assert len(calls) == 2 + HOST_CALLS + (WARM_WINDOWS + WINDOWS) * record["calls_per_sample"]
-    assert run_back_to_back([side], **how) == [json.loads(json.dumps(record))]
-    assert len(calls) == 2 + HOST_CALLS + (WARM_WINDOWS + WINDOWS) * record["calls_per_sample"]
+def test_back_to_back_sides_run_in_windows_in_turn_and_not_again(tmp_path):
+    calls, how = [], {"device": "cpu", "output_dir": str(tmp_path), "seconds": 0.02}
+    sides = [
+        replace(one(name, 1.5), run=lambda name=name: calls.append((name, time.sleep(1e-3))) or (torch.tensor([1.5]),))
+        for name in "ab"
+    ]
+    (record,) = run_back_to_back([sides], **how)
+    table = side_table([record], "numbers, back to back")
+    assert table.error.tolist() == [0.5, 0.5]
+    assert (table.median_ms > 1).all()
+    assert record["output_difference"] == 0
+    counts = [side["calls_per_sample"] for side in record["sides"]]
+    assert all(1 < count <= 20 and side["n"] == WINDOWS for count, side in zip(counts, record["sides"], strict=True))
+    turns = [(name, len(list(own))) for name, own in groupby(name for name, _ in calls[2 * (2 + HOST_CALLS) :])]
+    assert turns == list(zip("ab", counts, strict=True)) * (WARM_WINDOWS // 2 + WINDOWS)
+    assert run_back_to_back([sides], **how) == [json.loads(json.dumps(record))]
+    assert len(calls) == 2 * (2 + HOST_CALLS) + (WARM_WINDOWS // 2 + WINDOWS) * sum(counts)
+
+
+def test_both_ways_of_timing_stand_side_by_side():
+    sides = (replace(one("a", 1.0), useful_flop=1e6), replace(one("b", 1.0), useful_flop=1e6))
+    records = run_sides([sides], device="cpu", on_cpu=True, repetitions=2)
+    assert both_ways(records, "numbers").empty
+    records += run_back_to_back([sides], device="cpu", seconds=1e-3)
+    table = both_ways(records, "numbers")
+    assert table.name.tolist() == ["a", "b"]
+    assert table.singly.tolist() == side_table(records, "numbers").tflop_per_s.tolist()
+    assert (table.host_ms > 0).all()
+    assert table.joules.isna().all(), "a CPU tells no joules"
 
 
 def test_on_the_cpu_a_side_of_several_pairs_runs_once():

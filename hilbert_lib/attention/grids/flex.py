@@ -31,11 +31,13 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
 
 
-def attend(given: Tensors, request: Request, block_size: int = FLEX_BLOCK) -> tuple[Tensor, Tensor]:
+def attend(
+    given: Tensors, request: Request, block_size: int = FLEX_BLOCK, kernel_options: dict | None = None
+) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq). On CUDA it is compiled and differentiable.
 
     On the CPU it runs in eager mode: memory for length squared, no gradient. block_size: tokens of a block of the mask,
-    each way.
+    each way. kernel_options: FlexAttention's own, on CUDA; by default those that take its kernel for many queries.
     """
     q, extra = given.q, given.extra_k.shape[1]
     k, v = (torch.cat(pair, 1) if extra else pair[0] for pair in zip(given[1:3], given[3:], strict=True))
@@ -58,7 +60,7 @@ def attend(given: Tensors, request: Request, block_size: int = FLEX_BLOCK) -> tu
             enable_gqa=group > 1,
             return_aux=AuxRequest(lse=True),
             # The kernel that torch has for few queries takes no such masks.
-            kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None,
+            kernel_options=(kernel_options or {"FORCE_USE_FLEX_ATTENTION": True}) if q.is_cuda else None,
         )
     return out.transpose(1, 2).contiguous(), more.lse.to(working_dtype(q.dtype))
 

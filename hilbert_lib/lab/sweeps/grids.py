@@ -17,7 +17,7 @@ from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.ordering import Ordering
 
 SAMPLED_QUERIES = 8  # of each head, held against float64; of keys, which cost window**4, one of each head
-SWEEP, SUSTAINED, REORDERED = "neighbourhood", "neighbourhood, back to back", "hilbert, reordered"
+SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"
 BLOCKS, BOXES = "blocks", "boxes"  # the kernels whose pairs are counted
 DIRECTIONS = ("forward", "backward")
 
@@ -103,19 +103,21 @@ def compare_kernels(
                 yield sides[first, "hilbert"], made(first, "hilbert", anew=True)
 
 
-def sustained_sides(works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, str]) -> Iterator[Side]:
-    """Sides for `run_back_to_back`, forward and backward: of each kernel the one of an order.
+def sustained_sides(
+    works: Iterable[GridWork], attention: Attention, *, kernels: Mapping[str, str]
+) -> Iterator[tuple[Side, ...]]:
+    """Cases for `run_back_to_back`, forward and backward: of each kernel the side of an order.
 
     On a GPU a forward is the replay of a CUDA graph: small ones take the host longer than the GPU.
     """
     first = next(iter(kernels))
     for work in works:
         for direction in DIRECTIONS:
-            for kernel, name in kernels.items():
-                side = _side(work, attention, kernel, name, direction=direction, first=first, sweep=SUSTAINED)
-                # A backward alone cannot be captured, since autograd runs it on the stream of its forward.
-                is_captured = work.device.type == "cuda" and direction == "forward"
-                yield replace(side, run=_replay(side.run)) if is_captured else side
+            made = partial(_side, work, attention, direction=direction, first=first)
+            sides = [made(kernel, name) for kernel, name in kernels.items()]
+            # A backward alone cannot be captured, since autograd runs it on the stream of its forward.
+            is_captured = work.device.type == "cuda" and direction == "forward"
+            yield tuple(replace(side, run=_replay(side.run)) if is_captured else side for side in sides)
 
 
 def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
@@ -125,12 +127,11 @@ def _replay(run: Callable[[], Results]) -> Callable[[], Results]:
 
 def _side(
     work: GridWork, attention: Attention, kernel: str, name: str, *, direction: str, first: str, anew: bool = False,
-    sweep: str = SWEEP,
 ) -> Side:  # fmt: skip
     # The sides of a pair store their results differently, so they return nothing to compare; each has its own error.
     near, order = work.neighbourhood, work.orders[name]
     stored = work.orders["raster"] if anew else order
-    parameters = {"sweep": sweep, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
+    parameters = {"sweep": SWEEP, "direction": direction, "side": of_axes(near.shape), "window": of_axes(near.window)}
     parameters |= {"kernel": kernel, "order": name, "heads": work.heads, "head_dim": work.head_dim, "dtype": work.dtype}
     if kernel == BLOCKS:
         parameters |= {"block_size": BLOCK, "used": round(used_by_blocks(near, order, device=work.device), 4)}

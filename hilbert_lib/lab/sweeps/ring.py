@@ -330,7 +330,7 @@ def _sustained(calls: Sequence[Pass], single: dict, work: Work | GridOverRanks, 
     call_ms = single["forward_ms"] + (single["backward_ms"] or 0.0)  # of the slowest rank: the same on all
     count = math.ceil(work.sustained_seconds / WARM_WINDOWS * 1e3 / call_ms)
     _meet(device)
-    own = back_to_back(lambda: [call() for call in calls], device, calls=count)
+    (own,) = back_to_back([lambda: [call() for call in calls]], device, calls=[count])
     told = {f"{name}_by_rank": _from_ranks(own.get(name), device) for name in names}
     return _over_ranks("sustained", own["windows_ms"], device) | told
 

@@ -99,9 +99,11 @@ def test_shares_of_what_users_run_are_those_of_the_page_on_grids():
     assert (used.unstack().boxes > used.unstack().drop(columns="boxes").max(axis=1)).all()
 
 
-def test_a_side_back_to_back_has_windows_of_its_own_calls():
+def test_kernels_run_back_to_back_in_turn():
     sides = sustained_sides(works(), attention, kernels={"blocks": "hilbert", "boxes": "raster"})
-    table = side_table(run_back_to_back(sides, device=CPU, seconds=0.02), "neighbourhood, back to back")
+    records = run_back_to_back(sides, device=CPU, seconds=0.002)
+    table = side_table(records, "neighbourhood, back to back")
+    assert len(records) == 4
     assert table.name.tolist() == ["hilbert", "boxes, raster"] * 4
     assert table.error.max() < 1e-5
     assert (table.median_ms > 0).all()

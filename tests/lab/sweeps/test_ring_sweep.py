@@ -1,14 +1,13 @@
 """What notebook 07 measures: kept as it is found, not measured twice, and told in tables."""
 
 import json
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from grid_cases import exact
 
-from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, back_to_back
+from hilbert_lib.lab.sustained import WINDOWS
 from hilbert_lib.lab.sweeps import ring
 from hilbert_lib.lab.sweeps.halos import RECTANGLES, RUNS, SHARDINGS, STRIPS, GridOverRanks
 from hilbert_lib.lab.sweeps.ring import ALONE, DENSE_RING, GATHERED, ORDERS, TRANSPORTS, Work, run_works
@@ -95,13 +94,6 @@ def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
     assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == records
     monkeypatch.setattr(ring, "run_ranks", lambda *_, **__: pytest.fail("measured again"))
     assert run_works(works, output_dir=str(folder), backend="gloo") == records
-
-
-def test_windows_of_calls_are_timed_by_the_call():
-    calls = []
-    found = back_to_back(lambda: calls.append(time.sleep(0.002)), torch.device("cpu"), calls=3)
-    assert len(calls) >= 3 * (WARM_WINDOWS + WINDOWS)
-    assert all(2 <= each < 20 for each in [*found["windows_ms"], found["host"]])
 
 
 @pytest.mark.parametrize(
