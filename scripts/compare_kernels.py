@@ -4,12 +4,16 @@ A step on a kernel is kept or left by what it gives here; reports/HISTORY.md tel
 steps.py, forward.py, backward.py or division.py takes the place of the library's file of that name (of steps.py for its
 own forward.py). Where its configurations are others, forward.py has a HOPPER_FORWARD and backward.py a HOPPER_BACKWARD
 as the library's launch.py.
+
+--without makes versions of the forward that lack a part, to see what it costs. Their results are wrong.
 """
 
 import importlib.util
+import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -29,7 +33,7 @@ from hilbert_lib.attention.triton.hopper import backward, division, forward, ste
 from hilbert_lib.attention.triton.hopper import launch as hopper
 from hilbert_lib.attention.triton.start import forget
 from hilbert_lib.cli.options import numbers, usage_errors
-from hilbert_lib.lab.pairs import Side, run_sides
+from hilbert_lib.lab.pairs import Side, run_back_to_back, run_sides
 from hilbert_lib.lab.sweeps.kernels import backends
 from hilbert_lib.lab.workload import Workload, grid
 
@@ -38,6 +42,19 @@ OURS = {"steps": steps, "forward": forward, "backward": backward, "division": di
 CONFIGURATIONS = {"HOPPER_FORWARD": "forward", "HOPPER_BACKWARD": "backward"}
 DIRECTIONS = ("forward", "backward")
 COMPILE_SECONDS = 120  # for one pair's kernels, beside others
+# What the forward can do without and still run: its file, a pattern that is there so many times, and what it becomes.
+PARTS = {
+    "exponentials": [("steps", r"weights = gl\.exp2\((.*)\)\n", r"weights = \1\n", 1)],
+    "softmax": [
+        ("steps", r"( +)(largest = gl\.maximum\(m, )",
+         r"\1return scores * (scale * LOG2_E), gl.zeros_like(m) + 1.0, m, total\n\1\2", 1),
+    ],
+    "copies": [  # after the first of each stage
+        ("forward", r"( +)mbarrier\.expect\((.*index\(stage\)), (.*)\)\n",
+         r"\1mbarrier.expect(\2, \3, pred=block < STAGES)\n\1mbarrier.arrive(\2, pred=block >= STAGES)\n", 2),
+        ("forward", r"(tiles\.index\(stage\))\n", r"\1, pred=block < STAGES\n", 2),
+    ],
+}  # fmt: skip
 
 
 def files(folder: Path) -> list[Path]:
@@ -77,6 +94,27 @@ def in_place(folder: Path) -> Iterator[None]:
         vars(hopper).update(ours, division=division)
         launch.division = division
         forget()
+
+
+def without(parts: str, folder: Path) -> Path:
+    """A version of the forward that lacks parts: names of `PARTS`, joined by +. It lies in a folder of this one.
+
+    Raises:
+        click.BadParameter: for an unknown part.
+        ValueError: where a kernel is no longer as `PARTS` knows it.
+    """
+    texts = {name: Path(OURS[name].__file__).read_text(encoding="utf-8") for name in ("steps", "forward")}
+    for part in parts.split("+"):
+        if part not in PARTS:
+            raise click.BadParameter(f"parts must be of {', '.join(PARTS)}, got {part!r}", param_hint="--without")
+        for name, pattern, becomes, times in PARTS[part]:
+            texts[name], found = re.subn(pattern, becomes, texts[name])
+            if found != times:
+                raise ValueError(f"{name}.py must have {times} of {pattern!r}, which {part!r} leaves out; got {found}")
+    (made := folder / f"without {parts}").mkdir()
+    for name, text in texts.items():
+        (made / f"{name}.py").write_text(text, encoding="utf-8")
+    return made
 
 
 def attend(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Workload) -> torch.Tensor:
@@ -139,7 +177,7 @@ def _run_pair(folder: Path, shape: dict, number: int) -> None:
 
 
 @click.command(help=__doc__)
-@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folders", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--lengths", type=numbers, default="64k", show_default=True, help="Tokens: 64k,256k.")
 @click.option(
     "--dilation-rates",
@@ -153,9 +191,17 @@ def _run_pair(folder: Path, shape: dict, number: int) -> None:
 @click.option(
     "--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS, help="Repeatable."
 )
+@click.option("--without", "parts", multiple=True, help=f"Parts, joined by +, of {', '.join(PARTS)}. Repeatable.")
+@click.option(
+    "--back-to-back", is_flag=True, help="Time windows of calls too, not causal, with power and joules: 15 s a pair."
+)
 @click.option("--repetitions", type=click.IntRange(min=5), default=20, show_default=True, help="Samples a side.")
 @click.option("--out", default="", help="Folder whose results.jsonl keeps the records; without it nothing is written.")
-def main(folders, lengths, dilation_rates, heads, head_dims, directions, repetitions, out) -> None:
+def main(
+    folders, lengths, dilation_rates, heads, head_dims, directions, parts, back_to_back, repetitions, out
+) -> None:  # fmt: skip
+    if not folders and not parts:
+        raise click.UsageError("versions are needed: FOLDERS, or --without")
     for folder in folders:
         if not files(folder):
             raise click.BadParameter(f"{folder} must hold one of {', '.join(f'{name}.py' for name in OURS)}")
@@ -168,9 +214,15 @@ def main(folders, lengths, dilation_rates, heads, head_dims, directions, repetit
         "head_dims": head_dims,
         "device": torch.device("cuda"),
     }
-    run_once(folders, shape | {"lengths": lengths[:1], "heads": 1})
-    with usage_errors():
-        run_sides(pairs(folders, lengths=lengths, **shape), device="cuda", output_dir=out, repetitions=repetitions)
+    with ExitStack() as stack, usage_errors():
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folders = (*folders, *(without(each, made) for each in parts))
+        run_once(folders, shape | {"lengths": lengths[:1], "heads": 1})
+        shape["lengths"] = lengths
+        run_sides(pairs(folders, **shape), device="cuda", output_dir=out, repetitions=repetitions)
+        if back_to_back:
+            plain = (pair for pair in pairs(folders, **shape) if not pair[1].parameters["is_causal"])
+            run_back_to_back(plain, device="cuda", output_dir=out)
 
 
 if __name__ == "__main__":

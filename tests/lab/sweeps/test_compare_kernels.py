@@ -1,7 +1,9 @@
 """scripts/compare_kernels.py puts a version's kernels in the library's place, for its side of a pair alone."""
 
 import sys
+from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -65,3 +67,24 @@ def test_what_is_no_version_is_told(script, tmp_path):
     done = CliRunner().invoke(script.main, [str(tmp_path)])
     assert done.exit_code == 2
     assert "must hold one of steps.py, forward.py, backward.py, division.py" in " ".join(done.output.split())
+
+
+def test_a_part_is_left_out_of_the_forward_as_it_is_today(script, tmp_path):
+    for part in script.PARTS:
+        made = script.without(part, tmp_path)
+        changed = {name for name in ("steps", "forward") if (made / f"{name}.py").read_text() != own(script, name)}
+        assert changed == {name for name, *_ in script.PARTS[part]}
+    with script.in_place(script.without("softmax+copies", tmp_path)):
+        assert script.package.forward.step.fn.__module__ == script.package.steps.__name__
+    with pytest.raises(click.BadParameter, match="parts must be of exponentials, softmax, copies, got 'masks'"):
+        script.without("masks", tmp_path)
+
+
+def test_a_part_that_is_no_longer_there_is_missed(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(script.PARTS, "copies", [("forward", "no such line", "", 1)])
+    with pytest.raises(ValueError, match=r"forward\.py must have 1 of 'no such line'"):
+        script.without("copies", tmp_path)
+
+
+def own(script, name):
+    return Path(script.OURS[name].__file__).read_text()
