@@ -163,7 +163,7 @@ def test_ten_thousand_documents_are_one_call_for_which_the_host_never_waits(is_c
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     out, lse, *grads = found
-    for number in (1, 2, 777, 5000, 5001, 5002, 9998, 9999):
+    for number in (1, 2, 777, 5001, 5002, 9998, 9999):  # 5000 has no token
         rows = slice(int(cu[number]), int(cu[number + 1]))
         alone = attended([x[:, rows].float() for x in tensors], pattern, "eager", is_causal=is_causal)
         mine = out[:, rows], lse[:, :, rows], *(x[:, rows] for x in grads)

@@ -117,16 +117,17 @@ def places_of(names: dict[str, set[str]]) -> set[str]:
 
 
 def hand_over_lines() -> set[str]:
-    """Where kernels tell specialised warps which part to run: their `def` lines, and the calls.
+    """Where kernels tell specialised warps which part to run: their `def` lines, the calls, and an `if` around a call,
+    whose line Triton writes down for it.
 
     Four warps store a byte for each of the others, and a barrier of all of them comes before it is read.
     """
     lines = set()
     for path in KERNELS.glob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            names = [n for n in ast.walk(function) if getattr(n, "attr", None) == "warp_specialize"]
-            if isinstance(function, ast.FunctionDef) and names:
-                lines |= {f"{path.name}:{node.lineno}" for node in (function, *names)}
+        for around in ast.walk(ast.parse(path.read_text())):
+            names = [n for n in ast.walk(around) if getattr(n, "attr", None) == "warp_specialize"]
+            if isinstance(around, ast.FunctionDef | ast.If) and names:
+                lines |= {f"{path.name}:{node.lineno}" for node in (around, *names)}
     return lines
 
 
@@ -194,7 +195,7 @@ def test_the_lines_at_which_races_are_allowed_are_few():
         return sorted((KERNELS / name).read_text().splitlines()[int(line) - 1].strip() for name, line in places)
 
     kernels = ["def backward_kernel("] * 2 + ["def forward_kernel("] * 2  # along a sequence and on grids
-    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 5]
+    assert texts(hand_over_lines()) == [*kernels, *["gl.warp_specialize(["] * 5, "if OF_KEYS:"]
     accesses = [re.search(r"(\w+_rows)\.index\(stage\)\.(load|store)\(", text).groups() for text in texts(row_lines())]
     both = itertools.product(("delta_rows", "lse_rows"), ("load", "store"))
     assert sorted(accesses) == [each for each in both for _ in range(2)]
