@@ -15,7 +15,7 @@ from hilbert_lib.lab.pairs import Results, Side, relative_difference
 from hilbert_lib.lab.seeds import seed_hilbert_d2xy
 from hilbert_lib.lab.sweeps.kernels import stored_side
 from hilbert_lib.lab.tables import ratio_table
-from hilbert_lib.lab.workload import Workload
+from hilbert_lib.lab.workload import Workload, by_backend
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -146,7 +146,4 @@ def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | 
 
 
 def _attention_side(name: str, work: Workload, pair: str, *, backend: str = "auto") -> Side:
-    def attend(q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
-        return dilated_attention(q, k, v, work.pattern, backend=backend)
-
-    return work.side(name, attend, "forward", sweep="claims", pair=pair)
+    return work.side(name, partial(by_backend, backend), "forward", sweep="claims", pair=pair)
