@@ -154,12 +154,9 @@ def panels(
 def heat(
     data: pd.DataFrame, *, row: str, column: str, value: str, title: str, across: str = "", frame: str = ""
 ) -> Figure:
-    """Numbers in coloured cells, red above 1 and blue below it, the darkest at 8 and 1/8.
+    """Numbers in coloured cells, a row of data each, red above 1 and blue below it, the darkest at 8 and 1/8.
 
-    Args:
-        data: one row a cell.
-        row, column: columns whose values are the rows and columns of the map. value: the number in a cell.
-        title: the finding. across: column that has a panel a value. frame: column, true for cells to be framed.
+    row, column, value: columns of data. across: column that has a panel a value. frame: column, true for framed cells.
 
     >>> table = pd.DataFrame({"work": ["a", "a"], "backend": ["x", "y"], "slower": [1.0, 2.0]})
     >>> len(heat(table, row="work", column="backend", value="slower", title="y takes twice as long").axes)
