@@ -66,13 +66,6 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
     return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
 
 
-def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
-    """Refuses windows of which none fits into a grid, or one is there twice."""
-    longest = max(checks.integers("sides", sides, least=1))
-    if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
-        raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
-
-
 def count_blocks(
     shapes: Sequence[Sequence[int]], *, windows: Sequence[int], block_sizes: Sequence[int]
 ) -> pd.DataFrame:
@@ -86,7 +79,9 @@ def count_blocks(
     """
     if not shapes:
         raise ValueError(f"shapes must hold at least one grid, got {shapes}")
-    check_windows(windows, [min(shape) for shape in shapes])
+    longest = max(min(shape) for shape in shapes)
+    if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
+        raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
     checks.integers("block_sizes", block_sizes, least=1, distinct=True)
     rows = []
     for shape, window, size in product(shapes, windows, block_sizes):

@@ -106,7 +106,9 @@ class SafeBenchmarkRunner:
             line = kept.known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
-                self._check_writable()  # before minutes are spent on what could not be kept
+                if self.path is not None:  # before minutes are spent on what could not be kept
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self.path.open("ab").close()
                 before = [] if line is None else line["records"]
                 line = {"kind": "point", "key": key, "outcomes": refused, "point": point, "records": [], "attempts": []}
                 try:
@@ -150,11 +152,6 @@ class SafeBenchmarkRunner:
             return f"{reason}; its inputs alone take so much"
         fits, reason = self._checker.check_memory_available(self.benchmark.estimate(point, side).total_gb)
         return "" if fits else reason
-
-    def _check_writable(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.open("ab").close()
 
     def _measure(self, line: dict, tried: list[str]) -> None:
         if tried:

@@ -38,6 +38,10 @@ def documents_pairs(sizes: dict[tuple[int, int], float | None], *, segment_lengt
     The two layouts are the fused kernel's, on k and v stored linear and along a Hilbert curve, both read through a
     table.
     """
+
+    def read(q: Tensor, k: Tensor, v: Tensor, work: Workload, order: Ordering) -> Tensor:
+        return dilated_attention(q, k, v, work.pattern, kv_ordering=order, backend="triton")
+
     for (length, dilation), claimed in sizes.items():
         if length % segment_length or segment_length < dilation:
             raise ValueError(f"segment_length must divide {length} and be at least {dilation}, got {segment_length}")
@@ -47,11 +51,7 @@ def documents_pairs(sizes: dict[tuple[int, int], float | None], *, segment_lengt
         functions, layouts = {**parameters, "pair": FUNCTIONS}, {**parameters, "pair": LAYOUTS}
         yield _function_side(work, "standard", functions, None), _function_side(work, "hilbert", functions, curve)
         orders = Ordering.linear(length), Ordering.from_curve("hilbert", length)
-        yield tuple(stored_side(work, order.kind, order, _read, layouts) for order in orders)
-
-
-def _read(q: Tensor, k: Tensor, v: Tensor, work: Workload, order: Ordering) -> Tensor:
-    return dilated_attention(q, k, v, work.pattern, kv_ordering=order, backend="triton")
+        yield tuple(stored_side(work, order.kind, order, read, layouts) for order in orders)
 
 
 def dense_pairs(lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:

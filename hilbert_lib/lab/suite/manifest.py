@@ -82,7 +82,7 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         "error": None,
         "figures": [],
     }
-    write_manifest(folder, manifest)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     try:
         (folder / LIVING).write_bytes(bytes(RESERVE_BYTES))
     except OSError as error:
@@ -106,11 +106,6 @@ def end_manifest(manifest: dict, folder: Path, error: dict | None, *, seconds: f
         "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
         "figures": [path.relative_to(folder).as_posix() for path in pictures],
     }
-    write_manifest(folder, manifest)
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the manifest of a run's folder."""
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
