@@ -42,13 +42,7 @@ Reads = tuple[int, float, int]
 
 
 def attention_reads(
-    storage: Storage,
-    pattern: DilatedPattern,
-    *,
-    tile_queries: int | None,
-    tile_keys: int,
-    table_sectors: int,
-    gpu: Gpu,
+    storage: Storage, pattern: DilatedPattern, *, tile_queries: int | None, tile_keys: int, table_sectors: int, gpu: Gpu
 ) -> Predicted:
     """The reads of the fused forward, or of its decoding with one query, through a table of slots.
 

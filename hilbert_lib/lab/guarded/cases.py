@@ -23,6 +23,8 @@ from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
+OUTCOME = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
+OUTCOME += ["error", "peak_bytes", "cause"]
 SWEEP = "attention"
 
 
@@ -66,8 +68,7 @@ def attention_points(
     for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
         if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
             raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
+    checks.one_of("dtype", dtype, DTYPE_NAMES)
     checks.boolean("is_causal", is_causal)
     heads = checks.integer("heads", heads, least=1)
     pattern.check_heads(heads)
@@ -151,8 +152,7 @@ def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
     paired: whether it was timed in turn with the first. ratio: time of the first backend over its own (above 1 it is
     faster), with its interval low to high. peak_bytes: of a call, its inputs apart.
     """
-    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
-    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=[*columns, "error", "peak_bytes", "cause"])
+    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=OUTCOME)
 
 
 def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
@@ -170,19 +170,14 @@ def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
     """Every side of every point once: the point, and what is known of the side."""
     for line in {line["key"]: line for line in lines if "point" in line}.values():
         point, records = line["point"], line["records"]
-        speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
+        speeds = side_table(records, SWEEP).eval("iqr_ms = high_ms - low_ms") if records else pd.DataFrame({"name": []})
         pairs = [record for record in records if "a" in record]
-        ratios = ratio_table(pairs, SWEEP).set_index("b") if pairs else pd.DataFrame()
+        ratios = ratio_table(pairs, SWEEP) if pairs else pd.DataFrame({"b": []})
         for side, outcome in line["outcomes"].items():
-            row = {"length": point["length"], "direction": point["direction"], "backend": side}
-            row |= {name: outcome[name] for name in ("status", "paired")}
-            if side in speeds.index:
-                speed = speeds.loc[side]
-                row |= {"median_ms": speed.median_ms, "iqr_ms": speed.high_ms - speed.low_ms}
-                row |= {"error": speed.error, "peak_bytes": speed.peak_bytes}
-            if side in ratios.index:
-                row |= ratios.loc[side, ["ratio", "low", "high"]].to_dict()
-            yield point, {**row, "cause": outcome["cause"]}
+            row = {"length": point["length"], "direction": point["direction"], "backend": side, **outcome}
+            for found in speeds[speeds.name == side].to_dict("records") + ratios[ratios.b == side].to_dict("records"):
+                row |= {name: value for name, value in found.items() if name in OUTCOME}
+            yield point, row
 
 
 def _work(point: dict) -> Workload:

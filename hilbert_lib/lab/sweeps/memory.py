@@ -14,15 +14,7 @@ import torch
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.lab.pairs import (
-    MIN_SAMPLE_MS,
-    Recorded,
-    Results,
-    Side,
-    identity,
-    record_identity,
-    relative_difference,
-)
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, Side, identity, record_identity, relative_difference
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
