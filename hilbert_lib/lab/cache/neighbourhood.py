@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from math import prod
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ def block_reach(
         own = block == block[ordering.inverse[position]]
         seen = neighbourhood.attends(positions[own][:, None], positions).any(0)
         parts = {"queries": own, "seen": seen, "computed": torch.isin(block, block[seen])}
-        part = [next((one for one in parts if parts[one][slot]), "skipped") for slot in range(len(block))]
+        part = np.select([each.numpy() for each in parts.values()], list(parts), "skipped")
         touched = block_pairs(neighbourhood, ordering, q_block=block_size, kv_block=block_size) > 0
         table = {"order": name, "row": positions // cols, "col": positions % cols, "slot": range(len(block))}
         tables.append(pd.DataFrame(table | {"part": part, "mean_share": touched.double().mean().item()}))
