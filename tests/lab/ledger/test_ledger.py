@@ -92,7 +92,7 @@ def test_every_condition_that_the_ledger_states_is_true_of_the_cases(ledger):
     }
     for name in stated:
         basis = f" {ledger[name].basis}" * bool(ledger[name].basis)
-        assert answers()[name].verdict.startswith(f"{HOLDS}{basis} {ledger[name].when.says} ("), name
+        assert answers()[name].verdict.startswith(f"{HOLDS}{basis} {ledger[name].when['says']} ("), name
     assert len(stated) > 10
 
 
