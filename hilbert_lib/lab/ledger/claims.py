@@ -22,7 +22,7 @@ from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.lab.pairs import Results, Side, relative_difference, run_sides
 from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
 from hilbert_lib.lab.seeds import seed_hilbert_d2xy
-from hilbert_lib.lab.suite.manifest import run_id
+from hilbert_lib.lab.suite.run import run_id
 from hilbert_lib.lab.sweeps.kernels import stored_side
 from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload, by_backend

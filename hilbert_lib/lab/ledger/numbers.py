@@ -19,7 +19,7 @@ from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDI
 from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
-from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
+from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.pattern import DilatedPattern
