@@ -71,25 +71,27 @@ def dense_pairs(lengths: Sequence[int], *, segment_length: int, **shape) -> Pair
     for length in lengths:
         patterns = {"dense": DilatedPattern((length,), (1,)), "dilated": reference_pattern(length)}
         works = {name: Workload(pattern, length, **shape) for name, pattern in patterns.items()}
-        yield tuple(_attention_side(name, work, DENSE) for name, work in works.items())
+        attend = partial(by_backend, "auto")
+        yield tuple(work.side(name, attend, "forward", sweep="claims", pair=DENSE) for name, work in works.items())
 
 
 def backend_pairs(bases: Sequence[str], rival: str, lengths: Sequence[int], *, segment_length: int, **shape) -> Pairs:
     """The forward of the reference work by a rival, beside each backend that may be the base."""
     for length, base in product(lengths, bases):
         work = Workload(reference_pattern(length), length, **shape)
-        yield tuple(_attention_side(name, work, BACKENDS, backend=name) for name in (base, rival))
+        about = {"sweep": "claims", "pair": BACKENDS}
+        yield tuple(work.side(name, partial(by_backend, name), "forward", **about) for name in (base, rival))
 
 
 def loop_sides(sides: Sequence[int], **_) -> Pairs:
     """The documents' curve of square grids, cell by cell in Python as they print it."""
     for side in sides:
         parameters = {"sweep": "claims", "length": side * side}
-        yield (Side("loop", parameters, partial(_loop, side), lambda results: float(results[0][0].any())),)
 
+        def loop(side: int = side) -> Results:
+            return (torch.tensor([seed_hilbert_d2xy(side, place) for place in range(side * side)]),)
 
-def _loop(side: int) -> Results:
-    return (torch.tensor([seed_hilbert_d2xy(side, place) for place in range(side * side)]),)
+        yield (Side("loop", parameters, loop, lambda results: float(results[0][0].any())),)
 
 
 ON_CPU = ("K11",)
@@ -155,10 +157,6 @@ def _function_side(work: Workload, name: str, parameters: dict, order: Tensor | 
 
     flop = 4 * work.length * (segment // rate) * work.heads * work.head_dim
     return Side(name, parameters, forward, error, useful_flop=flop)
-
-
-def _attention_side(name: str, work: Workload, pair: str, *, backend: str = "auto") -> Side:
-    return work.side(name, partial(by_backend, backend), "forward", sweep="claims", pair=pair)
 
 
 def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None = None) -> str:

@@ -97,10 +97,7 @@ def _replay(call: Callable[[], Results], work: Workload) -> Callable[[], Results
 def _kept(call: Calls, lengths: Sequence[int]) -> Calls:
     buffers = [torch.empty_like(x) for x in call(max(lengths))]
 
-    def run(length: int) -> Results:
-        return tuple(buffer[:, :length].copy_(x) for buffer, x in zip(buffers, call(length), strict=True))
-
-    return run
+    return lambda length: tuple(buffer[:, :length].copy_(x) for buffer, x in zip(buffers, call(length), strict=True))
 
 
 def _pool(call: Calls, lengths: Sequence[int]) -> Calls:
