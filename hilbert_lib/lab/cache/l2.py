@@ -141,13 +141,7 @@ def hit_rates(
     names: Sequence[str] = (),
     **kernel,
 ) -> pd.DataFrame:
-    """Hit rates of a kernel's reads of one head of k and v, for every ordering (or `names`), row size and capacity.
-
-    >>> small = {"length": 64, "row_bytes": [32], "capacities": [2048], "tile_queries": 4}
-    >>> table = hit_rates(DilatedPattern((64,), (4,)), **small)
-    >>> table.set_index("ordering").misses[["linear", "residue"]].to_dict()
-    {'linear': 128, 'residue': 8}
-    """
+    """Hit rates of a kernel's reads of one head of k and v, for every ordering (or `names`), row size and capacity."""
     tables = []
     orderings = compared_orderings(length, pattern.dilation_rates[0])
     for name in names or orderings:

@@ -51,11 +51,7 @@ def used_by_boxes(neighbourhood: Neighbourhood) -> float:
 
 
 def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USERS) -> pd.DataFrame:
-    """Both shares for some grids and windows: used, by order, of which "boxes" need none.
-
-    >>> count_used([((32, 32), 5)]).set_index("order").used.round(2).to_dict()
-    {'raster': 0.07, 'tile': 0.04, 'morton': 0.04, 'hilbert': 0.04, 'boxes': 0.1}
-    """
+    """Both shares for some grids and windows: used, by order, of which "boxes" need none."""
     rows = []
     for shape, window in works:
         near = Neighbourhood(tuple(shape), window)
@@ -74,9 +70,6 @@ def count_blocks(
 
     touched and full: blocks; per_query_block: touched blocks for each block of queries; used: share of the touched
     blocks' pairs that attend. A window wider than a grid is left out there.
-
-    >>> count_blocks([(16, 16)], windows=[3], block_sizes=[16]).touched[:1].tolist()
-    [48]
     """
     if not shapes:
         raise ValueError(f"shapes must hold at least one grid, got {shapes}")

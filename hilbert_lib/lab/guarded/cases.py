@@ -59,10 +59,6 @@ def attention_points(
     """One point for each length and direction, in which the backends are compared with the first. One sequence.
 
     In the time of direction "backward" there is no forward. TypeError or ValueError: for what is not allowed.
-
-    >>> points = attention_points(DilatedPattern((4,), (1,)), lengths=[8, 16], backends=["eager"])
-    >>> [point["length"] for point in points]
-    [8, 16]
     """
     check_pattern(pattern)
     for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
@@ -103,12 +99,7 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
 
 
 def measure_attention(point: dict) -> Iterator[dict]:
-    """Time the sides of a point in turn, the first beside each other; or the only one alone.
-
-    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
-    >>> [record["kind"] for record in measure_attention(point)]
-    ['measurement']
-    """
+    """Time the sides of a point in turn, the first beside each other; or the only one alone."""
     device = torch.device(point["device"])
     cases = attention_cases(point)
     first, first_peak, first_seconds = next(cases)

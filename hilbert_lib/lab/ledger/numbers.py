@@ -49,11 +49,7 @@ def numbers() -> dict[str, str]:
 
 
 def fill(text: str, numbers: Mapping[str, str]) -> str:
-    """A text with the numbers of its slots. ValueError: for a slot of an unknown name.
-
-    >>> fill("ran at <!--best-->?<!--/--> times the speed", {"best": "4.97"})
-    'ran at <!--best-->4.97<!--/--> times the speed'
-    """
+    """A text with the numbers of its slots. ValueError: for a slot of an unknown name."""
     if unknown := [slot[1] for slot in SLOT.finditer(text) if slot[1] not in numbers]:
         raise ValueError(f"a slot must have the name of a number of ledger/numbers.py, got {unknown[0]!r}")
     return SLOT.sub(lambda slot: f"<!--{slot[1]}-->{numbers[slot[1]]}<!--/-->", text)

@@ -197,11 +197,7 @@ def _texts_of(source: Path | None, notebook: Notebook) -> dict[str, Text]:
 
 
 def take_shard(points: list[Point], shard: str) -> list[Point]:
-    """Every n-th point for the i-th of n jobs (`i/n`), which together have each point once.
-
-    >>> take_shard(["a", "b", "c"], "1/2")
-    ['a', 'c']
-    """
+    """Every n-th point for the i-th of n jobs (`i/n`), which together have each point once."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"shard must be i/n with i from 1 to n, as 1/4, got {shard!r}")

@@ -56,9 +56,6 @@ def split_table(
 
     Before, a rank holds consecutive slots of one curve through the whole sequence; after, consecutive positions, in
     whatever order it likes. Rows are counted branch by branch, by enumeration.
-
-    >>> split_table(DilatedPattern((64,), (1,)), 256, 4, ["linear", "hilbert"]).values.tolist()
-    [['linear', 0, 0], ['hilbert', 64, 0]]
     """
     after = _most_received(pattern, torch.arange(tokens, device="cpu") * ranks // tokens, ranks, kv_heads)
     rows = []
