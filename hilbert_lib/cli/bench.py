@@ -10,7 +10,9 @@ from hilbert_lib.cli.options import DTYPES, LOCAL, numbers, option, usage_errors
 
 LENGTHS = "Tokens: 1k:1m doubles, 1k,4k,3000."
 FILE = click.Path(dir_okay=False, path_type=Path)
-DTYPE = "Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
+dtype_option = click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Of q, k and v; by default bfloat16 on a GPU and float32 on the CPU."
+)
 
 
 @click.group()
@@ -30,7 +32,7 @@ def bench() -> None:
 @option("--lengths", type=numbers, default="1k:16k", help=LENGTHS)
 @option("--backends", type=words, default="all", help="As triton,cudnn,sdpa; the first is compared with.")
 @work_options(segments="2k:32k", rates="1:16", heads=8)
-@click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
+@dtype_option
 @click.option("--direction", "directions", type=words, default="forward", help="forward,backward")
 @option("--json", "path", type=FILE, default=LOCAL / "bench_attention.jsonl", help="Keeps the points; is read again.")
 @click.option("--retry-failed", is_flag=True, help="Try again what failed in an earlier run.")
@@ -85,7 +87,7 @@ def attention(path, retry_failed, dry_run, backends, **asked) -> None:
 @bench.command("backends")
 @option("--lengths", type=numbers, default="4k", help=LENGTHS)
 @work_options(segments="1k:4k", rates="1:4", heads=8)
-@click.option("--dtype", type=click.Choice(DTYPES), help=DTYPE)
+@dtype_option
 @click.option("--gradient", is_flag=True, help="Time forward and backward together.")
 def backends(lengths, gradient, **asked) -> None:
     """Time the backends that can serve, and remember their order: "auto" goes by it from then on.

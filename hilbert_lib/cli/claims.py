@@ -24,8 +24,8 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     Example: hilbert claims --rerun K3
     """
     from hilbert_lib.lab.ledger.claim import answer, read_ledger
-    from hilbert_lib.lab.ledger.rerun import dry_run as dry_run_of
-    from hilbert_lib.lab.ledger.rerun import rerun
+    from hilbert_lib.lab.ledger.claims import dry_run as dry_run_of
+    from hilbert_lib.lab.ledger.claims import rerun
 
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
@@ -57,7 +57,7 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
 
 def _fields(answer) -> dict:
     """What is told of a claim, by name; empty where there is nothing to tell."""
-    from hilbert_lib.lab.ledger.rerun import command
+    from hilbert_lib.lab.ledger.claims import command
 
     claim = answer.claim
     told = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}

@@ -22,12 +22,10 @@ QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 
 
 class SampledRows:
-    """Some rows of what a call on q, k, v and dout should give, computed when first compared.
+    """Some rows of what a call on q, k, v and dout (`tensors`) should give, computed when first compared.
 
-    Args:
-        tensors: q, k, v and dout. first: the position of q's first row.
-        seen: what a query sees.
-        queries: positions in each head, in whose rows out and dq are compared. keys: dk and dv in the first so many.
+    queries: positions in each head, in whose rows out and dq are compared; dk and dv in the first `keys` of them.
+    first: the position of q's first row. seen: what a query sees.
     """
 
     def __init__(self, tensors: Sequence[Tensor], seen: Seen, queries: Sequence[Tensor], *, keys: int, first: int = 0):
@@ -48,15 +46,15 @@ class SampledRows:
 
     @cached_property
     def _of_queries(self) -> list[Tensor]:
-        given = enumerate(self._queries)
-        found = [exact_rows(*self._tensors, self._seen, head=h, queries=own, first=self._first) for h, own in given]
-        return [torch.cat(of_heads) for of_heads in zip(*found, strict=True)]
+        at = enumerate(self._queries)
+        found = [exact_rows(*self._tensors, self._seen, head=h, queries=own, first=self._first) for h, own in at]
+        return list(map(torch.cat, zip(*found, strict=True)))
 
     @cached_property
     def _of_keys(self) -> list[Tensor]:
-        given = enumerate(self._queries)
-        found = [exact_keys(*self._tensors, self._seen, head=h, keys=own[: self._keys]) for h, own in given]
-        return [torch.cat(of_heads) for of_heads in zip(*found, strict=True)]
+        at = enumerate(self._queries)
+        found = [exact_keys(*self._tensors, self._seen, head=h, keys=own[: self._keys]) for h, own in at]
+        return list(map(torch.cat, zip(*found, strict=True)))
 
 
 def sampled_positions(

@@ -16,6 +16,7 @@ import pandas as pd
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
+from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
 
 RESULTS, PACKED = "results.jsonl", ".gz"
@@ -60,7 +61,7 @@ def pack_records(path: Path) -> None:
                 known.append(fixed)
             record["environment"] = [known.index(fixed), {name: facts[name] for name in VARYING if name in facts}]
     lines = [json.dumps(line, separators=(",", ":")) for line in [{"environments": known}, *records]]
-    write_whole(_packed(path), gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    write_whole(Path(f"{path}{PACKED}"), gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     path.unlink()
 
 
@@ -85,13 +86,9 @@ def has_records(path: Path) -> bool:
     return bool(_files(path))
 
 
-def _packed(path: Path) -> Path:
-    return path.with_name(path.name + PACKED)
-
-
 def _files(path: Path) -> list[Path]:
     """What is there of a file of records: packed, and measured since."""
-    return [file for file in (_packed(path), path) if file.exists()]
+    return [file for file in (Path(f"{path}{PACKED}"), path) if file.exists()]
 
 
 def _read_lines(path: Path) -> list[dict]:
@@ -166,10 +163,9 @@ def compare_runs(*folders: str | Path) -> pd.DataFrame:
     """Set the measurements of two or more runs side by side, each beside the first, which is A.
 
     Every results.jsonl below a folder counts, but those of points that failed or have not ended. On one hardware a row
-    is a case, whose `ratio` of medians is A's time over the other's, unpaired: whatever differed between the runs is in
-    it. Times of different hardware are not compared: there a row is a pair that both runs timed in turn, and
-    `ratio_of_ratios` is above 1 where b gains more there than here, in A. Both have a 95 % interval, `low` to `high`;
-    what is missing is NaN. A ValueError names a run that cannot be compared.
+    is a case, whose `ratio` of medians is A's time over the other's, unpaired. On different hardware it is a pair that
+    both runs timed in turn, and `ratio_of_ratios` is above 1 where b gains more there than here, in A. Both have a 95 %
+    interval, `low` to `high`; what is missing is NaN. A ValueError names a run that cannot be compared.
     """
     if len(folders) < 2:
         raise ValueError(f"two runs or more are compared, got {len(folders)}")
@@ -180,7 +176,7 @@ def compare_runs(*folders: str | Path) -> pd.DataFrame:
             raise ValueError(f"a run must be of one hardware, got {' and '.join(sorted(found))} in {folder}")
     everywhere = set().union(*hardware)
     is_one = len(everywhere) == 1
-    samples = [[row for each in run for row in (_cases(each) if is_one else _pairs(each))] for run in runs]
+    samples = [[row for each in run for row in _rows(each, is_one)] for run in runs]
     if not all(samples):
         names = " and ".join(sorted(everywhere))
         raise ValueError(f"runs on different hardware ({names}) are compared by their pairs, and one has none")
@@ -202,17 +198,16 @@ def _read_run(folder: Path) -> list[dict]:
     return records
 
 
-def _cases(record: dict) -> list[dict]:
-    sides = [record["a"], record["b"]] if record["kind"] == "comparison" else [record]
-    rows = [{name: side[name] for name in ("name", "parameters", "device", "samples_ms", "error")} for side in sides]
-    return [{**row, "parameters": _say(row["parameters"])} for row in rows]
-
-
-def _pairs(record: dict) -> list[dict]:
-    if record["kind"] != "comparison":
-        return []
-    a, b = record["a"], record["b"]
-    key = {"a": a["name"], "a_parameters": _say(a["parameters"]), "b": b["name"], "b_parameters": _say(b["parameters"])}
+def _rows(record: dict, is_one: bool) -> list[dict]:
+    """The cases of a record; or on different hardware its pair, whose samples are ratios."""
+    names = ("name", "parameters", "device", "samples_ms", "error")
+    sides = [
+        {**{name: side[name] for name in names}, "parameters": _say(side["parameters"])} for side in sides_of(record)
+    ]
+    if is_one or len(sides) == 1:
+        return sides if is_one else []
+    a, b = sides
+    key = {"a": a["name"], "a_parameters": a["parameters"], "b": b["name"], "b_parameters": b["parameters"]}
     return [{**key, "samples_ms": np.divide(a["samples_ms"], b["samples_ms"]).tolist(), "error": 0.0}]
 
 

@@ -1,7 +1,5 @@
 """The real input of the notebooks: a text that ships with Python and an image that ships with matplotlib."""
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,17 +7,13 @@ from torch import Tensor
 from hilbert_lib.checks import integer
 
 
-@cache
-def _text() -> np.ndarray:
-    # The language reference as `help()` shows it: about half a megabyte of English prose and code.
-    from pydoc_data.topics import topics
-
-    return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), dtype=np.uint8)
-
-
 def text_tokens(length: int) -> Tensor:
     """The first bytes of Python's language reference, repeated where it ends: (length,) int64, 0 to 255."""
-    return torch.from_numpy(np.resize(_text(), integer("length", length, least=1)).astype(np.int64))
+    from pydoc_data.topics import topics  # as `help()` shows it: about half a megabyte of English prose and code
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    text = np.resize(np.frombuffer(text, dtype=np.uint8), integer("length", length, least=1))
+    return torch.from_numpy(text.astype(np.int64))
 
 
 def text_qkv(

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import autocast_dtype, dilated_attention
+from hilbert_lib.attention.api import autocast_dtype
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.explain import explain_backend
@@ -19,8 +19,7 @@ from hilbert_lib.checks import boolean
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.kernels import Named, Pairs
 from hilbert_lib.lab.tables import of_sweep, ratio_table
-from hilbert_lib.lab.workload import BOTH, Workload
-from hilbert_lib.limits.estimate import estimate_memory
+from hilbert_lib.lab.workload import BOTH, Workload, by_backend
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import DilatedPattern
@@ -85,7 +84,7 @@ def measured_times(work: Workload, *, gradient: bool) -> tuple[dict[str, float],
     names = [name for name in candidates(work, gradient=gradient) if _fits(work, name, gradient)]
     base = chosen(work, gradient=gradient)
     # Where the choice itself does not fit, nothing can stand beside it.
-    sides = _beside_choice("", work, _attend, names, gradient) if base in names else ()
+    sides = _beside_choice("", work, by_backend, names, gradient) if base in names else ()
     records = run_sides(sides, device=work.device, seconds=1.0, on_cpu=True)
     if not records:
         raise RuntimeError(f"no two backends could be timed on {work.parameters}, within memory: {names}")
@@ -153,10 +152,6 @@ def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
     return Workload(pattern, length, batch * heads, head_dim, q.device, is_causal, dtype=dtype)
 
 
-def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
-    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
-
-
 def _ratio(record: dict, *, on_device: bool = False) -> float:
     a, b = record["a"], record["b"]
     waits_for_host = any((side.get("host_ms") or 0.0) > side["median_ms"] for side in (a, b))
@@ -167,8 +162,6 @@ def _fits(work: Workload, name: str, gradient: bool) -> bool:
     checker = MemorySafetyChecker(device=work.device)
     if not checker.check_memory_available(work.input_bytes / GB)[0]:
         return False  # an estimate takes the longer, the longer the sequence is
-    how = {"dtype": getattr(torch, work.dtype), "backend": name, "is_causal": work.is_causal, "device": work.device}
-    how |= {"length": work.length, "heads": work.heads, "head_dim": work.head_dim}
     directions = ("forward", "backward") if gradient else ("forward",)
-    needs = [estimate_memory(work.pattern, **how, direction=each).total_gb for each in directions]
+    needs = [work.estimate(name, direction).total_gb for direction in directions]
     return checker.check_memory_available(max(needs))[0]

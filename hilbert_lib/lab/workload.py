@@ -8,9 +8,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.call import Call
 from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
 from hilbert_lib.lab.pairs import Results, Side
+from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -114,6 +116,12 @@ class Workload:
         one = torch.empty(1, device=self.device, dtype=getattr(torch, self.dtype), requires_grad=gradient)
         return one.expand(1, self.length, self.heads, self.head_dim)
 
+    def estimate(self, backend: str, direction: str) -> MemoryEstimate:
+        """What memory a call takes by one backend."""
+        sizes = {name: getattr(self, name) for name in ("length", "heads", "head_dim", "is_causal", "device")}
+        how = {"dtype": getattr(torch, self.dtype), "backend": backend, "direction": direction}
+        return estimate_memory(self.pattern, **sizes, **how)
+
     @cached_property
     def flop_and_bytes(self) -> tuple[int, int, int, int]:
         """Useful FLOP and bytes of the forward, then of the backward; of the forward alone where q is a few rows."""
@@ -145,6 +153,11 @@ class Workload:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]
+
+
+def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
+    """The output of `dilated_attention` by a backend of this name, or by "auto"."""
+    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
 
 
 def grid(

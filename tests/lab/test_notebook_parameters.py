@@ -7,8 +7,7 @@ import nbformat
 import papermill
 import pytest
 
-from hilbert_lib.lab.suite.parameters import check_value
-from hilbert_lib.lab.suite.points import make_points, read_notebook
+from hilbert_lib.lab.suite.points import check_value, make_points, read_notebook
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
 from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.cli.main import main
-from hilbert_lib.lab import selection
+from hilbert_lib.lab import selection, workload
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload, grid
@@ -98,7 +98,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
         asked.append((backend, direction))
         return MemoryEstimate({}, 0, 2**60 if backend == "sdpa" else 0, 0)
 
-    monkeypatch.setattr(selection, "estimate_memory", estimate)
+    monkeypatch.setattr(workload, "estimate_memory", estimate)
     monkeypatch.setattr(selection, "run_sides", lambda sides, **_: list(sides))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
         selection.measured_times(work, gradient=True)
@@ -106,7 +106,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
 
 
 def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
-    monkeypatch.setattr(selection, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
+    monkeypatch.setattr(workload, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
 

@@ -29,10 +29,6 @@ def block_compactness(
 
     A perimeter is the sides of cells, in 3-D faces, between a block and what is outside of it, the border of the grid
     included. Position p is cell p in raster order; a last block that is not full is left out.
-
-    >>> block_compactness({"raster": Ordering.linear(8)}, (2, 4), block_sizes=[4])
-        order  block_size  mean_perimeter  worst_perimeter
-    0  raster           4            10.0               10
     """
     block_sizes = checks.integers("block_sizes", block_sizes, distinct=True)
     sides = checked_shape(shape)

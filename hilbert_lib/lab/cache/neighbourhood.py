@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from math import prod
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -50,11 +51,7 @@ def used_by_boxes(neighbourhood: Neighbourhood) -> float:
 
 
 def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USERS) -> pd.DataFrame:
-    """Both shares for some grids and windows: used, by order, of which "boxes" need none.
-
-    >>> count_used([((32, 32), 5)]).set_index("order").used.round(2).to_dict()
-    {'raster': 0.07, 'tile': 0.04, 'morton': 0.04, 'hilbert': 0.04, 'boxes': 0.1}
-    """
+    """Both shares for some grids and windows: used, by order, of which "boxes" need none."""
     rows = []
     for shape, window in works:
         near = Neighbourhood(tuple(shape), window)
@@ -66,13 +63,6 @@ def count_used(works: Sequence[tuple[Sequence[int], int | Sequence[int]]] = USER
     return pd.DataFrame(rows, columns=["side", "window", "order", "used"])
 
 
-def check_windows(windows: Sequence[int], sides: Sequence[int]) -> None:
-    """Refuses windows of which none fits into a grid, or one is there twice."""
-    longest = max(checks.integers("sides", sides, least=1))
-    if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
-        raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
-
-
 def count_blocks(
     shapes: Sequence[Sequence[int]], *, windows: Sequence[int], block_sizes: Sequence[int]
 ) -> pd.DataFrame:
@@ -80,13 +70,12 @@ def count_blocks(
 
     touched and full: blocks; per_query_block: touched blocks for each block of queries; used: share of the touched
     blocks' pairs that attend. A window wider than a grid is left out there.
-
-    >>> count_blocks([(16, 16)], windows=[3], block_sizes=[16]).touched[:1].tolist()
-    [48]
     """
     if not shapes:
         raise ValueError(f"shapes must hold at least one grid, got {shapes}")
-    check_windows(windows, [min(shape) for shape in shapes])
+    longest = max(min(shape) for shape in shapes)
+    if min(checks.integers("windows", windows, least=1, distinct=True)) > longest:
+        raise ValueError(f"windows must hold one of at most {longest}, the side of a grid, got {windows}")
     checks.integers("block_sizes", block_sizes, least=1, distinct=True)
     rows = []
     for shape, window, size in product(shapes, windows, block_sizes):
@@ -145,7 +134,7 @@ def block_reach(
         own = block == block[ordering.inverse[position]]
         seen = neighbourhood.attends(positions[own][:, None], positions).any(0)
         parts = {"queries": own, "seen": seen, "computed": torch.isin(block, block[seen])}
-        part = [next((one for one in parts if parts[one][slot]), "skipped") for slot in range(len(block))]
+        part = np.select([each.numpy() for each in parts.values()], list(parts), "skipped")
         touched = block_pairs(neighbourhood, ordering, q_block=block_size, kv_block=block_size) > 0
         table = {"order": name, "row": positions // cols, "col": positions % cols, "slot": range(len(block))}
         tables.append(pd.DataFrame(table | {"part": part, "mean_share": touched.double().mean().item()}))

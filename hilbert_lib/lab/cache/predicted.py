@@ -37,22 +37,12 @@ class Predicted:
     dram_read_bytes: int
 
 
-@dataclass(frozen=True)
-class _Reads:
-    # Of one kind of rows: sectors asked for, those of them that L2 has to fetch, and what it fetches with them.
-    sectors: int
-    missed: float
-    fetched_bytes: int
+# Of one kind of rows: sectors asked for, those of them that L2 has to fetch, and the bytes that it fetches with them.
+Reads = tuple[int, float, int]
 
 
 def attention_reads(
-    storage: Storage,
-    pattern: DilatedPattern,
-    *,
-    tile_queries: int | None,
-    tile_keys: int,
-    table_sectors: int,
-    gpu: Gpu,
+    storage: Storage, pattern: DilatedPattern, *, tile_queries: int | None, tile_keys: int, table_sectors: int, gpu: Gpu
 ) -> Predicted:
     """The reads of the fused forward, or of its decoding with one query, through a table of slots.
 
@@ -82,10 +72,10 @@ def attention_reads(
     token_bytes = heads * storage.row_bytes
     q_sectors = row_sectors * (everyone if tile_queries is None else len(tokens) * heads)
     parts = [
-        _Reads(kv_sectors, kv_sectors * (1 - hit_rate), kv_bytes),
+        (kv_sectors, kv_sectors * (1 - hit_rate), kv_bytes),
         _once(index, INDEX_BYTES, index_sectors, FETCH_BYTES),
         _once(tokens * token_bytes, token_bytes, q_sectors, storage.row_bytes),
-        _Reads(table_sectors * everyone, table_sectors, table_sectors * FETCH_BYTES),
+        (table_sectors * everyone, table_sectors, table_sectors * FETCH_BYTES),
     ]
     return _predicted(parts)
 
@@ -100,7 +90,7 @@ def gather_reads(storage: Storage, pattern: DilatedPattern, *, gpu: Gpu) -> Pred
     sectors = rows * size // SECTOR_BYTES
     numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # one stretch of memory
     parts = [
-        _Reads(sectors, sectors * (1 - result.hit_rate), int(result.memory_bytes)),
+        (sectors, sectors * (1 - result.hit_rate), int(result.memory_bytes)),
         _once(numbers, POSITION_BYTES * rows, rows, POSITION_BYTES),
     ]
     return _predicted(parts)
@@ -126,12 +116,12 @@ def model_errors(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> _Reads:
+def _once(addresses: Tensor, row_bytes: int, sectors: int, together: int) -> Reads:
     # Rows that stay in L2 once they are there, so that only the first reads miss; together: bytes asked for at once. A
     # sector that a miss brings along for a later read is found by it.
     fetches = units_touched(addresses, row_bytes, FETCH_BYTES)
     missed = fetches * max(1, min(together, FETCH_BYTES) // SECTOR_BYTES)
-    return _Reads(sectors, min(missed, units_touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES)
+    return sectors, min(missed, units_touched(addresses, row_bytes, SECTOR_BYTES)), fetches * FETCH_BYTES
 
 
 @lru_cache(maxsize=64)
@@ -152,7 +142,6 @@ def _simulated(
     return float(result.hit_rate if trace.sectors is None else result.sector_hit_rate), int(result.memory_bytes)
 
 
-def _predicted(parts: list[_Reads]) -> Predicted:
-    sectors = sum(part.sectors for part in parts)
-    found = 100 * (1 - sum(part.missed for part in parts) / sectors)
-    return Predicted(sectors, round(float(found), 2), sum(part.fetched_bytes for part in parts))
+def _predicted(parts: list[Reads]) -> Predicted:
+    sectors, missed, fetched_bytes = map(sum, zip(*parts, strict=True))
+    return Predicted(sectors, round(float(100 * (1 - missed / sectors)), 2), fetched_bytes)

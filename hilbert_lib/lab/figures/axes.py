@@ -1,21 +1,19 @@
-"""What figures share: panels in a grid, and numbers of tokens in few letters."""
+"""What figures share: panels in a grid, figures under widgets, legends, and numbers of tokens in few letters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 
 def panel_grid(
     count: int, columns: int, size: Sequence[float], margins: tuple[float, float], **subplots
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, row by row, the last row as long as they reach.
+    """A figure of so many panels, at most so many in a row, the last row as long as they reach.
 
-    Args:
-        count: panels. columns: panels in a row, at most.
-        size: width and height that each panel adds to the figure [inches].
-        margins: width and height of the figure beside its panels [inches].
-        **subplots: as `Figure.subplots`.
+    size: width and height that each panel adds to the figure, margins: those beside the panels [inches]. subplots: as
+    of `Figure.subplots`.
 
     >>> figure, panels = panel_grid(5, 3, (2, 3), (1, 0))
     >>> figure.get_size_inches().tolist(), len(figure.axes), len(panels)
@@ -29,6 +27,18 @@ def panel_grid(
     for spare in panels[count:]:
         spare.remove()
     return figure, panels[:count]
+
+
+def by_hand(width: float, height: float, **margins: float) -> Figure:
+    """A figure under widgets, placed by hand: a layout engine would double the time that a slider waits."""
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(**margins)
+    return figure
+
+
+def key_of(parts: Iterable[tuple[str, str]]) -> list[Patch]:
+    """What a legend shows of (colour, label), but of those without a label."""
+    return [Patch(fc=colour, ec="0.5", label=label) for colour, label in parts if label]
 
 
 def short(number: float) -> str:

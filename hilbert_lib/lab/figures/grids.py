@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach
+from hilbert_lib.lab.figures.axes import by_hand, key_of
 from hilbert_lib.lab.figures.record import STYLE
 
 PARTS = {
@@ -32,31 +33,26 @@ def draw_idea(
 ) -> Figure:
     """The cells of a grid in each order: a block of queries, what it attends to, and the blocks of keys it touches.
 
-    Args:
-        data: `block_reach`; with a column grey (0 black to 1 white) a picture lies below, in place of the path.
-        block_size: tokens of a block. window: cells along a side of the window.
-        title: the finding.
+    data: `block_reach`; with a column grey (0 black to 1 white) a picture lies below, in place of the path.
     """
     names, side = list(dict.fromkeys(data.order)), int(data.row.max()) + 1
     figure = Figure(figsize=(4.3 * len(names), 5.4), layout="constrained")
-    colours = ListedColormap([colour for colour, _ in PARTS.values()])
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = data[data.order == name].sort_values("slot")
-        part, block = cells.part.map(list(PARTS).index), cells.slot // block_size
-        look = {"cmap": colours, "vmin": -0.5, "vmax": len(PARTS) - 0.5}
+        block, look = cells.slot // block_size, {}
         if "grey" in cells:
             axes.imshow(_on_grid(cells, cells.grey), cmap="gray", vmin=0, vmax=1)
             look["alpha"] = _on_grid(cells, 0.55 * (cells.part != "skipped"))
         else:
             axes.plot(cells.col, cells.row, color="#0072B2", lw=0.7, alpha=0.5)
-        axes.imshow(_on_grid(cells, part), **look)
-        _frame(axes, _on_grid(cells, block.where(cells.part != "skipped", -1)), color="black", lw=min(1, 40 / side))
-        touched, every = block[cells.part != "skipped"].nunique(), block.nunique()
+        touched = block.where(cells.part != "skipped", -1)
+        _show_parts(axes, PARTS, _on_grid(cells, cells.part.map(list(PARTS).index)), **look)
+        _frame(axes, _on_grid(cells, touched), color="black", lw=min(1, 40 / side))
+        read, every = block[touched >= 0].nunique(), block.nunique()
         axes.set(xticks=[], yticks=[], title=f"stored in {name.replace('hilbert', 'Hilbert')} order")
-        axes.spines[:].set(visible=True, color="0.7")
-        share = f"touches {touched} of {every} blocks of keys ({touched / every:.0%})"
+        share = f"touches {read} of {every} blocks of keys ({read / every:.0%})"
         axes.set_xlabel(f"{share}\nover all blocks of queries: {cells.mean_share.iloc[0]:.0%}", fontsize=11)
-    handles = [Patch(fc=colour, ec="0.5", label=label) for colour, label in PARTS.values() if label]
+    handles = key_of(PARTS.values())
     handles.append(Patch(fill=False, ec="black", label="blocks of keys touched"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10)
     figure.suptitle(f"{title}\n{side} x {side} tokens, window {window} x {window}, blocks of {block_size}")
@@ -66,12 +62,10 @@ def draw_idea(
 def draw_reads(
     *, side: int, block_size: int, window: int, dilation: int, edge: str, order: str, row: int, column: int
 ) -> Figure:
-    """The keys of one query of a square grid, and the blocks that a kernel reads for it: on the grid and in storage.
+    """The keys of a query in a cell of a square grid, and the blocks that a kernel reads for it: there and in storage.
 
-    Args:
-        side: cells along a side. block_size: tokens of a block; a kernel computes all queries of one together.
-        window, dilation, edge: as of `Neighbourhood`, on both axes. order: of `neighbourhood_orderings`.
-        row, column: the cell of the query.
+    All queries of a block are computed together. window, dilation, edge: as of `Neighbourhood`, on both axes. order: of
+    `neighbourhood_orderings`.
     """
     near, position = Neighbourhood((side, side), window, dilation=dilation, edge=edge), row * side + column
     cells, keys = block_reach(near, block_size=block_size, names=[order], position=position), near.keys(position)
@@ -80,27 +74,29 @@ def draw_reads(
     value = cells.part.mask(is_own, "own").map(list(parts).index)
     slot, block = int(cells.slot[(cells.row == row) & (cells.col == column)].iloc[0]), cells.slot // block_size
     touched = block.where(cells.part != "skipped", -1)
-    figure = Figure(figsize=(9, 4.8))  # placed by hand: a layout engine would double the time that a slider waits
-    figure.subplots_adjust(left=0.06, right=0.97, bottom=0.19, top=0.93, wspace=0.15)
+    figure = by_hand(9, 4.8, left=0.06, right=0.97, bottom=0.19, top=0.93, wspace=0.15)
     grid, storage = figure.subplots(1, 2)
     shown = {grid: (_on_grid(cells, value), _on_grid(cells, touched), (column, row))}
     lines = (each.to_numpy().reshape(side, side) for each in (value, touched))
     shown[storage] = (*lines, (slot % side, slot // side))
     for axes, (values, blocks, at) in shown.items():
-        colours = ListedColormap([colour for colour, _ in parts.values()])
-        axes.imshow(values, cmap=colours, vmin=-0.5, vmax=len(parts) - 0.5)
+        _show_parts(axes, parts, values)
         _frame(axes, blocks, color="black", lw=1)
         _frame(axes, np.where(blocks == slot // block_size, 0, -1), color=PARTS["queries"][0], lw=3)
         axes.plot(*at, "*", color="white", markeredgecolor="black", markersize=13)
-        axes.spines[:].set(visible=True, color="0.7")
     told = f"{len(keys)} keys in any order (window {window}, dilation {dilation}, {edge})"
     grid.set(title=told, xlabel="column", ylabel="row")
     read = touched[touched >= 0].nunique()
     told = f"in storage, {order.replace('hilbert', 'Hilbert')} order: {read} of {block.nunique()} blocks are read"
     storage.set(title=told, xlabel=f"storage, {side} tokens in a line", ylabel="line")
-    handles = [Patch(fc=colour, ec="0.5", label=label) for colour, label in parts.values() if label]
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles))
+    figure.legend(handles=key_of(parts.values()), loc="lower center", ncols=len(parts) - 1)
     return figure
+
+
+def _show_parts(axes: Axes, parts: dict[str, tuple[str, str]], values: np.ndarray, **look) -> None:
+    colours = ListedColormap([colour for colour, _ in parts.values()])
+    axes.imshow(values, cmap=colours, vmin=-0.5, vmax=len(parts) - 0.5, **look)
+    axes.spines[:].set(visible=True, color="0.7")
 
 
 def _on_grid(cells: pd.DataFrame, values: pd.Series) -> np.ndarray:
@@ -127,12 +123,7 @@ def write_idea(path: str | Path) -> None:
 
 
 def draw_block_maps(data: pd.DataFrame, *, title: str) -> Figure:
-    """The mask in blocks, a panel an order: the share of each block's pairs that attend; white blocks are skipped.
-
-    Args:
-        data: `block_shares`.
-        title: what was counted.
-    """
+    """The mask in blocks, a panel an order: the share of each block's pairs that attend; white is skipped."""
     names, size = list(dict.fromkeys(data.order)), 1 + int(data[["q_block", "kv_block"]].to_numpy().max())
     figure = Figure(figsize=(2.6 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units, units_touched
 from hilbert_lib.lab.cache.l2 import kernel_trace, lru_hit_rates
 from hilbert_lib.lab.cache.sweeps import compared_orderings
+from hilbert_lib.lab.figures.axes import by_hand
 from hilbert_lib.lab.figures.plots import LOOKS
 from hilbert_lib.pattern import DilatedPattern
 
@@ -16,10 +17,7 @@ from hilbert_lib.pattern import DilatedPattern
 def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, title: str) -> Figure:
     """The first slots of storage as boxes, filled where the row is read, with a frame a line of 128 bytes.
 
-    Args:
-        data: ordering, slot and read, a row for each of the first slots of each ordering.
-        row_bytes: bytes a row.
-        title: what is to be seen.
+    data: ordering, slot and read, a row for each of the first slots of each ordering. row_bytes: bytes a row.
     """
     read = {name: rows.slot[rows.read].to_numpy() for name, rows in data.groupby("ordering", sort=False)}
     figure = Figure(figsize=(9, 0.9 + 0.42 * len(read)), layout="constrained")
@@ -48,15 +46,10 @@ def draw_reading(
     """One head's branch read through an ordering and through the linear one: what comes along, and what is reused.
 
     k and v of one head, one segment of the whole length, a kernel of one program at a time: a model, no measurement.
-
-    Args:
-        length: tokens. row_bytes: bytes a row. dilation: rate of the branch.
-        ordering: a name of `compared_orderings`.
-        cache_kib: capacity at which the hit rate is read off, and capacities_kib: those of the curve [KiB].
+    ordering: of `compared_orderings`. cache_kib: where the hit rate is read off, capacities_kib: those of the curve.
     """
     every, pattern = compared_orderings(length, dilation), DilatedPattern((length,), (dilation,))
-    figure = Figure(figsize=(10, 6))  # placed by hand: a layout engine would double the time that a slider waits
-    figure.subplots_adjust(left=0.09, right=0.84, bottom=0.08, top=0.95, hspace=0.5, wspace=0.25)
+    figure = by_hand(10, 6, left=0.09, right=0.84, bottom=0.08, top=0.95, hspace=0.5, wspace=0.25)
     panels = figure.subplot_mosaic([["strips", "strips"], ["units", "hits"]], height_ratios=(1, 2.4))
     names, found, slots = list(dict.fromkeys(("linear", ordering))), [], max(16, 1024 // row_bytes)
     firsts = {name: pattern.contains(0, every[name].perm[:slots], 0, 1).nonzero()[:, 0].numpy() for name in names}

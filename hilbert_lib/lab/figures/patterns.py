@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from hilbert_lib.lab.figures.axes import panel_grid
+from hilbert_lib.lab.figures.axes import by_hand, panel_grid
 from hilbert_lib.lab.figures.plots import PALETTE
 from hilbert_lib.pattern import DilatedPattern
 
@@ -58,8 +58,7 @@ def draw_query(
     every = torch.arange(length)
     heads = {"kv_head": head, "kv_heads": kv_heads, "is_causal": is_causal}
     masks = torch.stack([pattern.mask(i, every, every, **heads) for i in range(len(pattern.branches))]).numpy()
-    figure = Figure(figsize=(10, 4.4))  # placed by hand: a layout engine would double the time that a slider waits
-    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.13, top=0.91, wspace=0.36)
+    figure = by_hand(10, 4.4, left=0.07, right=0.99, bottom=0.13, top=0.91, wspace=0.36)
     grid, strips = figure.subplots(1, 2, width_ratios=(1, 1.5))
     shades = ListedColormap(("#FFFFFF", "#DDDDDD", PALETTE[0]))
     grid.imshow(np.where(masks[branch], 2, masks.any(0)), cmap=shades, vmin=0, vmax=2, interpolation="nearest")

@@ -40,12 +40,7 @@ LOOKS |= {name: (backend.colour, SHAPES[n % len(SHAPES)]) for n, (name, backend)
 
 
 def lines(data: pd.DataFrame, **axes) -> Figure:
-    """A line for each value of `by`, through the points at every `x`; options as of `panels`.
-
-    >>> table = pd.DataFrame({"tokens": [1024, 2048], "ms": [1.0, 2.0], "backend": "eager"})
-    >>> len(lines(table, x="tokens", y="ms", by="backend", title="Twice the tokens, twice the time").axes)
-    1
-    """
+    """A line for each value of `by`, through the points at every `x`; options as of `panels`."""
     return panels(data, "line", **axes)
 
 
@@ -154,16 +149,9 @@ def panels(
 def heat(
     data: pd.DataFrame, *, row: str, column: str, value: str, title: str, across: str = "", frame: str = ""
 ) -> Figure:
-    """Numbers in coloured cells, red above 1 and blue below it, the darkest at 8 and 1/8.
+    """Numbers in coloured cells, a row of data each, red above 1 and blue below it, the darkest at 8 and 1/8.
 
-    Args:
-        data: one row a cell.
-        row, column: columns whose values are the rows and columns of the map. value: the number in a cell.
-        title: the finding. across: column that has a panel a value. frame: column, true for cells to be framed.
-
-    >>> table = pd.DataFrame({"work": ["a", "a"], "backend": ["x", "y"], "slower": [1.0, 2.0]})
-    >>> len(heat(table, row="work", column="backend", value="slower", title="y takes twice as long").axes)
-    1
+    row, column, value: columns of data. across: column that has a panel a value. frame: column, true for framed cells.
     """
     parts, norm = list(_parts(data, across)), LogNorm(1 / 8, 8, clip=True)
     names, rows = list(dict.fromkeys(data[column])), max(part[row].nunique() for _, part in parts)
@@ -189,11 +177,7 @@ def heat(
 
 
 def styles(names: Sequence[object]) -> dict[object, dict[str, str]]:
-    """Colour, marker and hatch of each name: an order or a backend has the same in every figure.
-
-    >>> styles(["hilbert"])["hilbert"]["color"]
-    '#D55E00'
-    """
+    """Colour, marker and hatch of each name: an order or a backend has the same in every figure."""
     taken = {LOOKS[name][0] for name in names if name in LOOKS}
     every = list(zip(PALETTE, SHAPES, strict=True))
     spare = cycle([look for look in every if look[0] not in taken] or every)

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.figures.axes import short
+from hilbert_lib.lab.figures.axes import by_hand, short
 from hilbert_lib.lab.sweeps.halos import sharding
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -21,8 +21,7 @@ SHADES = (0.45, 1.0, 0.6)  # of a cell that stays, of one that goes to one rank 
 def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: str, **options) -> Figure:
     """A plan of equal shards, as `plan_ring` makes it of these arguments."""
     plan = plan_ring(pattern, shard_lengths_for(tokens, ranks), transport=transport, **options)
-    figure = Figure(figsize=(9, 4.2))  # placed by hand: a layout engine would double the time that a slider waits
-    figure.subplots_adjust(left=0.16, right=0.97, bottom=0.13, top=0.8, wspace=0.3)
+    figure = by_hand(9, 4.2, left=0.16, right=0.97, bottom=0.13, top=0.8, wspace=0.3)
     branches, each_rank = figure.subplots(1, 2, width_ratios=(1.3, 1))
     sent = np.array([branch.bytes_forward for branch in plan.branches]) / 1e6
     hues = [TRANSPORT_COLOURS[branch.transport] for branch in plan.branches]
@@ -49,9 +48,7 @@ def draw_plan(pattern: DilatedPattern, *, tokens: int, ranks: int, transport: st
 def draw_halos(*, side: int, window: int, shards: str, ranks: int, **sizes) -> Figure:
     """The cells of a square grid in the colours of their ranks, those that travel shaded, and bytes a rank.
 
-    Args:
-        side: cells along a side. window: cells along a side of the window. shards: a kind of `sharding`.
-        sizes: batch, heads, kv_heads, head_dim and dtype, as of `plan_halo`.
+    shards: a kind of `sharding`. sizes: batch, heads, kv_heads, head_dim and dtype, as of `plan_halo`.
     """
     near = Neighbourhood((side, side), window)
     plan = plan_halo(near, sharding(shards, near.shape, ranks), **sizes)
@@ -60,8 +57,7 @@ def draw_halos(*, side: int, window: int, shards: str, ranks: int, **sizes) -> F
     colours = colormaps["tab10"](owner % 10)[:, :3]
     shade = np.array(SHADES)[goes.clamp(max=2).numpy(), None]
     shaded = np.where(goes.numpy()[:, None] > 0, shade * colours, 1 - shade * (1 - colours))
-    figure = Figure(figsize=(9, 4.6))  # placed by hand: a layout engine would double the time that a slider waits
-    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.12, top=0.82, wspace=0.2)
+    figure = by_hand(9, 4.6, left=0.05, right=0.97, bottom=0.12, top=0.82, wspace=0.2)
     grid, each_rank = figure.subplots(1, 2)
     grid.imshow(shaded.reshape(side, side, 3))
     travel = int((goes > 0).sum())

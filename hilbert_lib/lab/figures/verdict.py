@@ -11,12 +11,7 @@ LEFT, RIGHT, WIDTH = 0.45, 40.0, 72
 
 
 def draw_claimed_and_measured(data: pd.DataFrame, *, title: str) -> Figure:
-    """The claimed ranges of ratios of times as bars, the measured cases as points with their intervals, a line a claim.
-
-    Args:
-        data: `ledger.claim.ratio_cases`.
-        title: the finding.
-    """
+    """The claimed ranges of ratios of times as bars, the measured `ratio_cases` with their intervals."""
     claims = data.drop_duplicates("id")
     figure = Figure(figsize=(11, 0.42 * len(claims) + 1.6), layout="constrained")
     axes = figure.subplots()

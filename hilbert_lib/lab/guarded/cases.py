@@ -8,22 +8,23 @@ from itertools import product
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM, dilated_attention
+from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.pairs import Recorded, time_cases
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case
-from hilbert_lib.lab.workload import Workload
-from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate, estimate_memory
+from hilbert_lib.lab.workload import Workload, by_backend
+from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate
 from hilbert_lib.limits.memory import measure_peak
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
+OUTCOME = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
+OUTCOME += ["error", "peak_bytes", "cause"]
 SWEEP = "attention"
 
 
@@ -31,12 +32,10 @@ SWEEP = "attention"
 class Benchmark:
     """What `SafeBenchmarkRunner` runs, and what is known before it is tried.
 
-    Attributes:
-        target: "module:function", called in a process of its own with a point whose "sides" are measured together. It
-            yields a record of `timing` (a dictionary) as soon as it has one: of the first side beside each other.
-        refusal: of a point and a side: why it cannot serve, or "". It raises ValueError for what is no point.
-        inputs: of a point: bytes of what its sides are given. Where these do not fit, no side is estimated.
-        estimate: of a point and a side: the memory that it takes.
+    target: "module:function", called in a process of its own with a point whose "sides" are measured together; it
+    yields a record of `timing` as soon as it has one: of the first side beside each other. refusal: why a side cannot
+    serve a point, or ""; ValueError for what is no point. inputs: bytes of what a point's sides are given; where these
+    do not fit, no side is estimated. estimate: the memory that a side takes.
     """
 
     target: str
@@ -57,29 +56,15 @@ def attention_points(
     is_causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[dict]:
-    """One point for each length and direction, with all backends as its sides.
+    """One point for each length and direction, in which the backends are compared with the first. One sequence.
 
-    Args:
-        pattern: which keys a query sees.
-        lengths: tokens. heads, head_dim: of q, k and v; one sequence.
-        backends: names; the others are compared with the first.
-        directions: of "forward" and "backward"; in the backward's time there is no forward.
-        dtype: name of a floating torch dtype. is_causal: whether keys after the query are excluded.
-        device: where to compute.
-
-    Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed.
-
-    >>> points = attention_points(DilatedPattern((4,), (1,)), lengths=[8, 16], backends=["eager"])
-    >>> [point["length"] for point in points]
-    [8, 16]
+    In the time of direction "backward" there is no forward. TypeError or ValueError: for what is not allowed.
     """
     check_pattern(pattern)
     for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
         if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
             raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {dtype!r}")
+    checks.one_of("dtype", dtype, DTYPE_NAMES)
     checks.boolean("is_causal", is_causal)
     heads = checks.integer("heads", heads, least=1)
     pattern.check_heads(heads)
@@ -105,7 +90,7 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
     apart), and about the seconds of a call."""
     work = _work(point)
     for name in point["sides"]:
-        side = work.side(name, partial(_attend, name), point["direction"], sweep=SWEEP)
+        side = work.side(name, partial(by_backend, name), point["direction"], sweep=SWEEP)
         error = side.error(side.run())  # this call compiles, and keeps its tables
         began = []  # when the call did: `measure_peak` collects garbage before it
         peak = measure_peak(lambda began=began, side=side: (began.append(time.perf_counter()), side.run()), work.device)
@@ -114,12 +99,7 @@ def attention_cases(point: dict) -> Iterator[tuple[Case, int, float]]:
 
 
 def measure_attention(point: dict) -> Iterator[dict]:
-    """Time the sides of a point in turn, the first beside each other; or the only one alone.
-
-    >>> (point,) = attention_points(DilatedPattern((4,), (1,)), lengths=[8], backends=["eager"], heads=1, head_dim=4)
-    >>> [record["kind"] for record in measure_attention(point)]
-    ['measurement']
-    """
+    """Time the sides of a point in turn, the first beside each other; or the only one alone."""
     device = torch.device(point["device"])
     cases = attention_cases(point)
     first, first_peak, first_seconds = next(cases)
@@ -140,13 +120,7 @@ def attention_refusal(point: dict, side: str) -> str:
 
 def attention_estimate(point: dict, side: str) -> MemoryEstimate:
     """What memory one side of a point takes, with what lies beside it in its process."""
-    same = ("length", "heads", "head_dim", "direction", "is_causal", "device")
-    estimate = estimate_memory(
-        DilatedPattern(**point["pattern"]),
-        dtype=getattr(torch, point["dtype"]),
-        backend=side,
-        **{name: point[name] for name in same},
-    )
+    estimate = _work(point).estimate(side, point["direction"])
     items, beside = estimate.items, {}
     if point["direction"] == "forward":
         beside["dout, drawn and not read"] = items["out"]
@@ -164,30 +138,16 @@ ATTENTION = Benchmark(
 
 
 def outcome_table(lines: Iterable[dict]) -> pd.DataFrame:
-    """Every side of every point once, with its speed or what became of it.
+    """Every side of every point once, the last line of each point: its speed or what became of it; else NaN.
 
-    Args:
-        lines: of `SafeBenchmarkRunner.run`, or a file's records, of which the points count and the last line of each.
-
-    Returns:
-        length, direction, backend, status, paired (whether it was timed in turn with the first), median_ms, iqr_ms,
-        ratio (time of the first backend over its own: above 1 it is faster) with its interval low to high, error,
-        peak_bytes (of a call, its inputs apart), cause. NaN where nothing was measured.
+    paired: whether it was timed in turn with the first. ratio: time of the first backend over its own (above 1 it is
+    faster), with its interval low to high. peak_bytes: of a call, its inputs apart.
     """
-    columns = ["length", "direction", "backend", "status", "paired", "median_ms", "iqr_ms", "ratio", "low", "high"]
-    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=[*columns, "error", "peak_bytes", "cause"])
+    return pd.DataFrame([row for _, row in _outcomes(lines)], columns=OUTCOME)
 
 
 def predicted_memory(lines: Iterable[dict]) -> pd.DataFrame:
-    """Predicted memory of every side that can serve, beside what it took or what became of it.
-
-    Args:
-        lines: as in `outcome_table`.
-
-    Returns:
-        length, direction, backend, status, peak_bytes and predicted_bytes of a call, its inputs apart; peak_bytes is
-        NaN where nothing was measured.
-    """
+    """Predicted memory of a call of every side that can serve, its inputs apart, beside what it took, if measured."""
     rows = [
         {**row, "predicted_bytes": attention_estimate(point, row["backend"]).peak}
         for point, row in _outcomes(lines)
@@ -201,19 +161,14 @@ def _outcomes(lines: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
     """Every side of every point once: the point, and what is known of the side."""
     for line in {line["key"]: line for line in lines if "point" in line}.values():
         point, records = line["point"], line["records"]
-        speeds = side_table(records, SWEEP).set_index("name") if records else pd.DataFrame()
+        speeds = side_table(records, SWEEP).eval("iqr_ms = high_ms - low_ms") if records else pd.DataFrame({"name": []})
         pairs = [record for record in records if "a" in record]
-        ratios = ratio_table(pairs, SWEEP).set_index("b") if pairs else pd.DataFrame()
+        ratios = ratio_table(pairs, SWEEP) if pairs else pd.DataFrame({"b": []})
         for side, outcome in line["outcomes"].items():
-            row = {"length": point["length"], "direction": point["direction"], "backend": side}
-            row |= {name: outcome[name] for name in ("status", "paired")}
-            if side in speeds.index:
-                speed = speeds.loc[side]
-                row |= {"median_ms": speed.median_ms, "iqr_ms": speed.high_ms - speed.low_ms}
-                row |= {"error": speed.error, "peak_bytes": speed.peak_bytes}
-            if side in ratios.index:
-                row |= ratios.loc[side, ["ratio", "low", "high"]].to_dict()
-            yield point, {**row, "cause": outcome["cause"]}
+            row = {"length": point["length"], "direction": point["direction"], "backend": side, **outcome}
+            for found in speeds[speeds.name == side].to_dict("records") + ratios[ratios.b == side].to_dict("records"):
+                row |= {name: value for name, value in found.items() if name in OUTCOME}
+            yield point, row
 
 
 def _work(point: dict) -> Workload:
@@ -224,7 +179,3 @@ def _work(point: dict) -> Workload:
             raise ValueError(f"points must have sides of {', '.join(BACKENDS)}; got {side!r}")
     sizes = {name: point[name] for name in ("length", "heads", "head_dim", "is_causal", "dtype")}
     return Workload(DilatedPattern(**point["pattern"]), device=torch.device(point["device"]), **sizes)
-
-
-def _attend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
-    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hilbert_lib.lab.guarded.cases import ATTENTION, Benchmark
+from hilbert_lib.lab.records import RESULTS
 from hilbert_lib.lab.sweep import Kept
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.launch.isolated import OVER_A_LIMIT, run_isolated
@@ -106,7 +107,9 @@ class SafeBenchmarkRunner:
             line = kept.known.get(key)
             reused = line is not None and _is_finished(line, tried, retry_failed)
             if not reused:
-                self._check_writable()  # before minutes are spent on what could not be kept
+                if self.path is not None:  # before minutes are spent on what could not be kept
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self.path.open("ab").close()
                 before = [] if line is None else line["records"]
                 line = {"kind": "point", "key": key, "outcomes": refused, "point": point, "records": [], "attempts": []}
                 try:
@@ -129,8 +132,8 @@ class SafeBenchmarkRunner:
         return [] if line is not None and _is_finished(line, tried, retry_failed) else tried
 
     def _kept(self) -> Kept:
-        path = self.path
-        return Kept("", _key) if path is None else Kept(path.parent, _key, file=path.name)
+        folder, file = ("", RESULTS) if self.path is None else (self.path.parent, self.path.name)
+        return Kept(folder, lambda line: line["key"] if line.get("kind") == "point" else None, file=file)
 
     def _asked(self, point: dict) -> tuple[str, dict[str, dict], list[str]]:
         # What names a point in the file, its sides that are not tried, as `why_not`, and those that are.
@@ -150,11 +153,6 @@ class SafeBenchmarkRunner:
             return f"{reason}; its inputs alone take so much"
         fits, reason = self._checker.check_memory_available(self.benchmark.estimate(point, side).total_gb)
         return "" if fits else reason
-
-    def _check_writable(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.open("ab").close()
 
     def _measure(self, line: dict, tried: list[str]) -> None:
         if tried:
@@ -191,10 +189,6 @@ def is_failure(outcome: dict) -> bool:
     False
     """
     return outcome["status"] not in NO_FAULT or (outcome["status"] == "ok" and bool(outcome["cause"]))
-
-
-def _key(line: dict) -> str | None:
-    return line["key"] if line.get("kind") == "point" else None
 
 
 def _paired(records: list[dict]) -> dict[str, bool]:

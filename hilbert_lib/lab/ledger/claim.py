@@ -33,21 +33,14 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """When a claim holds: in words that follow "holds", and as a query over its cases."""
-
-    says: str
-    where: str
-
-
-@dataclass(frozen=True)
 class Claim:
     """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
 
     measure: "module:function" of this package, which gives the cases that `options` ask for, from a file of the newest
     run under reports/h200*/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
-    them) show the verdict. basis: "as planned" or "as predicted", where nothing was measured. only: parameters of the
-    notebook that measure this claim alone.
+    them) show the verdict. when: what it "says" of the condition under which the claim holds, in words that follow
+    "holds", and "where" that is, as a query over its cases. basis: "as planned" or "as predicted", where nothing was
+    measured. only: parameters of the notebook that measure this claim alone.
     """
 
     id: str
@@ -60,7 +53,7 @@ class Claim:
     record: str = ""
     file: str = RESULTS
     claimed: tuple[Band, ...] = ()
-    when: Condition | None = None
+    when: dict[str, str] | None = None
     basis: str = ""
     tests: Sequence[str] = ()
     verdict: str = ""
@@ -100,12 +93,10 @@ def read_ledger() -> dict[str, Claim]:
     """The entries of the ledger by id, in the order of the file."""
     if not LEDGER.exists():
         raise ValueError(f"no ledger of claims at {LEDGER}: it is part of the checkout, with its records")
-    return {name: _claim(name, **entry) for name, entry in yaml.safe_load(LEDGER.read_text()).items()}
-
-
-def _claim(name: str, *, claimed: Sequence[dict] = (), when: dict | None = None, **entry) -> Claim:
-    bands = tuple(Band(**band) for band in claimed)
-    return Claim(name, claimed=bands, when=Condition(**when) if when else None, **entry)
+    entries = yaml.safe_load(LEDGER.read_text())
+    for entry in entries.values():
+        entry["claimed"] = tuple(Band(**band) for band in entry.get("claimed", ()))
+    return {name: Claim(name, **entry) for name, entry in entries.items()}
 
 
 @cache
@@ -139,7 +130,7 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     return Answer(claim, verdict, _value(cases), cases, run)
 
 
-def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None = None) -> tuple[str, pd.DataFrame]:
+def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: dict | None = None) -> tuple[str, pd.DataFrame]:
     """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 
     A condition counts where most cases under it hold and most others do not; without one, some cases are not enough.
@@ -158,10 +149,10 @@ def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: Condition | None =
         return HOLDS if held.all() else HOLDS_NOT, judged
     count = f"{held.sum()} of {len(held)}"
     if when:
-        such = judged.index.isin(judged.query(when.where).index)
+        such = judged.index.isin(judged.query(when["where"]).index)
         if held[such].mean() >= MOST and held[~such].mean() <= 1 - MOST:
             of_such = f"{held[such].sum()} of {such.sum()} such cases, {count} in all"
-            return f"{HOLDS} {when.says} ({f'{count} cases' if held[such].all() else of_such})", judged
+            return f"{HOLDS} {when['says']} ({f'{count} cases' if held[such].all() else of_such})", judged
     return f"{HOLDS_NOT} ({count} cases)", judged
 
 

@@ -19,7 +19,7 @@ from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDI
 from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
-from hilbert_lib.lab.suite.manifest import MANIFEST, read_manifest
+from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.pattern import DilatedPattern
@@ -49,11 +49,7 @@ def numbers() -> dict[str, str]:
 
 
 def fill(text: str, numbers: Mapping[str, str]) -> str:
-    """A text with the numbers of its slots. ValueError: for a slot of an unknown name.
-
-    >>> fill("ran at <!--best-->?<!--/--> times the speed", {"best": "4.97"})
-    'ran at <!--best-->4.97<!--/--> times the speed'
-    """
+    """A text with the numbers of its slots. ValueError: for a slot of an unknown name."""
     if unknown := [slot[1] for slot in SLOT.finditer(text) if slot[1] not in numbers]:
         raise ValueError(f"a slot must have the name of a number of ledger/numbers.py, got {unknown[0]!r}")
     return SLOT.sub(lambda slot: f"<!--{slot[1]}-->{numbers[slot[1]]}<!--/-->", text)

@@ -1,22 +1,56 @@
-"""The pages of a report and the table of a sweep, built from what lies in the runs' folders and from nothing else."""
+"""The pages of a report and the table of a sweep, built from what lies in the runs' folders and from nothing else.
+
+Pages read without a network: Markdown, and executed notebooks.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
+
+import nbformat
+import pandas as pd
+from jinja2 import pass_context
+from latex2mathml.converter import convert as mathml
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import describe_environment, say_hardware
 from hilbert_lib.lab.records import FAILED, RESULTS, has_records, read_records
-from hilbert_lib.lab.suite.manifest import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.suite.points import say_values
+from hilbert_lib.lab.suite.run import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.tables import sides_of
 
 TITLE = "When does a Hilbert order make attention faster?"
 INDEX, README = "index.html", "README.md"
 SHOWN = 3  # figures of a notebook on the index: the last ones, as a notebook ends with its answer
+PageOf = Callable[[str], str | None]  # where the page of a linked notebook lies, by its path; None where there is none
+# nbconvert's own page asks other hosts for require.js, MathJax, mermaid and the widgets' manager.
+TEMPLATE = """
+{%- extends "lab/index.html.j2" -%}
+{%- block html_head_js_requirejs -%}{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock -%}
+{%- block jupyter_widgets -%}{%- endblock -%}
+{%- block html_head_css -%}
+<style>
+main { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
+.jp-RenderedHTMLCommon math[display="block"] { margin: 1em 0; font-size: 1.1em; }
+.jp-CodeMirrorEditor.jp-InputArea-editor { overflow-x: auto; }
+.failed { color: #d1242f; font-weight: 600; }
+img[loading] { width: 31%; vertical-align: top; }
+main pre { white-space: pre-wrap; }
+@media print { .highlight pre { white-space: pre-wrap; } }
+</style>
+{%- endblock -%}
+{%- block data_latex -%}
+<div class="jp-RenderedLatex jp-OutputArea-output">{{ output.data["text/latex"] | markdown2html }}</div>
+{%- endblock -%}
+"""
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -39,8 +73,6 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
     The HTML of its notebooks is written where it is missing; with `rebuild` all of it.
     """
-    from hilbert_lib.lab.suite.html import write_page  # with nbconvert, which takes a second
-
     points = read_points(run_folder)
     # What did not finish comes first; below a notebook's defaults, its other points in the order of their run.
     points.sort(key=lambda p: (p[1]["status"] == "ok", p[1]["notebook"], p[1]["changes"] != {}, p[1]["start"]))
@@ -60,8 +92,6 @@ def write_report(run_folder: Path, root: Path | None = None, *, rebuild: bool = 
 
 def _card(folder: Path, manifest: dict, rebuild: bool) -> Iterator[str]:
     """What the index says of a point, in Markdown; writes its HTML where it is missing."""
-    from hilbert_lib.lab.suite.html import literally, plain, write_notebook_page
-
     notebook, at, is_ok = folder / f"{manifest['notebook']}.ipynb", _url(folder.name), manifest["status"] == "ok"
     page, note = notebook.with_suffix(".html"), ""
     if notebook.exists() and (rebuild or not page.exists()):
@@ -100,8 +130,6 @@ def _url(path: str) -> str:
 
 def write_index(root: Path) -> Path:
     """Write the page that leads to every run below a folder, under the text of its README where there is one."""
-    from hilbert_lib.lab.suite.html import plain, write_page
-
     rows = []
     for run in find_runs(root):
         manifests = [manifest for _, manifest in read_points(run)]
@@ -126,8 +154,6 @@ def write_table(run_folder: Path, notebook: str) -> Path:
 
     Of a pair it is b's time, and the ratio (time of a over b's) with its interval.
     """
-    import pandas as pd
-
     points = [(folder, manifest) for folder, manifest in read_points(run_folder) if manifest["notebook"] == notebook]
     turned = dict.fromkeys(name for _, manifest in points for name in manifest["changes"])
     rows = []
@@ -153,3 +179,91 @@ def _say_moment(time: str) -> str:
 
 def _seconds(manifest: dict) -> float:
     return (datetime.fromisoformat(manifest["end"]) - datetime.fromisoformat(manifest["start"])).total_seconds()
+
+
+class _Renderer(IPythonRenderer):
+    """Markdown with formulas as MathML, and with links between notebooks led to their HTML, or to nothing."""
+
+    def __init__(self, page_of: PageOf, **options) -> None:
+        super().__init__(**options)
+        self.page_of = page_of
+
+    def inline_math(self, body: str) -> str:
+        return _formula(body, "inline")
+
+    def block_math(self, body: str) -> str:
+        return _formula(body, "block")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return _formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", "block")
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        try:
+            return super().image(text, url, title)
+        except InvalidNotebook:  # the picture is not attached
+            return plain(text or url)
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        with suppress(ValueError):  # of what is no URL, and stays as it is
+            parts = urlsplit(url)
+            if not parts.scheme and not parts.netloc and parts.path.endswith(".ipynb"):
+                page = self.page_of(unquote(parts.path, errors="surrogateescape"))
+                if page is None:
+                    return text
+                url = parts._replace(path=page).geturl()
+        return super().link(text, url, title)
+
+
+def _formula(body: str, display: str) -> str:
+    """A formula as MathML; its source where it is none, or more than the converter knows."""
+    try:
+        return mathml(body, display=display)
+    except Exception:  # of a kind of its own for each fault, and IndexError
+        return f"<code>{plain(body)}</code>"
+
+
+class _OfflineExporter(HTMLExporter):
+    page_of: PageOf
+
+    @pass_context
+    def markdown2html(self, context, source: str) -> str:
+        attachments = context.get("cell", {}).get("attachments", {})
+        renderer = _Renderer(self.page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
+        try:
+            return MarkdownWithMath(renderer=renderer).render(source)
+        except Exception:  # what cannot be shown is shown as it was written
+            return f"<pre>{plain(source)}</pre>"
+
+
+def write_page(path: Path, title: str, markdown: str, page_of: PageOf, notebook: nbformat.NotebookNode | None = None):
+    """Write a page of Markdown, above a notebook where there is one; gives its path."""
+    notebook = notebook or nbformat.v4.new_notebook()
+    notebook.metadata.title = title
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(markdown))
+    exporter = _OfflineExporter(raw_template=TEMPLATE)
+    exporter.page_of = page_of
+    page, _resources = exporter.from_notebook_node(notebook)
+    return write_whole(path, page.encode(errors="backslashreplace"))  # a file's name may be no text
+
+
+def write_notebook_page(notebook_file: Path, manifest: dict, page_of: PageOf) -> Path:
+    """Write the HTML of an executed notebook beside it; how a run ended that did not finish stands at its top."""
+    notebook = nbformat.read(notebook_file, as_version=4)
+    notebook.metadata.pop("widgets", None)  # the page shows each widget's picture instead
+    changes = say_values(manifest["changes"])
+    top = "[All notebooks of this run](../index.html)" + (f": this one with\n\n{literally(changes)}" if changes else "")
+    if manifest["status"] != "ok":
+        top += f"\n\n**This run did not finish: {manifest['status']}.**\n\n{literally(error_line(manifest))}"
+    title = manifest["title"] + (f" ({changes})" if changes else "")
+    return write_page(notebook_file.with_suffix(".html"), title, top, page_of, notebook)
+
+
+def literally(text: str) -> str:
+    """A line of its own for Markdown, as it is."""
+    return f"<pre>{plain(' '.join(text.split()))}</pre>"
+
+
+def plain(text: str) -> str:
+    """Text for Markdown as it is: what an error says, or a file's name, may look like Markdown, a formula or HTML."""
+    readable = text.encode(errors="backslashreplace").decode()
+    return "".join(each if each.isalnum() or each in " .-" else f"&#{ord(each)};" for each in readable)

@@ -1,28 +1,36 @@
-"""Run points one after another through papermill, so that the death of one costs no other."""
+"""Run points one after another through papermill, so that the death of one costs no other.
 
+A run's manifest says what ran, where, with what, and how it ended.
+"""
+
+import hashlib
+import json
 import logging
 import math
+import os
+import re
 import shutil
 import time
-from contextlib import chdir
+import uuid
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
+from hilbert_lib.files import write_whole
+from hilbert_lib.lab.environment import MACHINE, sm_clocks_mhz
 from hilbert_lib.lab.records import FAILED, pack_records
-from hilbert_lib.lab.suite.manifest import (
-    RUNNING,
-    close_abandoned,
-    end_manifest,
-    error_line,
-    final_folder,
-    is_finished,
-    put_in_place,
-    start_manifest,
-    work_folder,
-)
 from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point, say_values
+from hilbert_lib.machine import code_hash
 
+MANIFEST = "manifest.json"
+LIVING = ".living"  # locked by the process that runs a point; its bytes are room for the manifest on a full disk
+RESERVE_BYTES = 256 * 1024
+RUNNING = "running.ipynb"  # to papermill a path may be a URL, standard input or a pattern with braces
+EARLIER = ".earlier"  # in the folder that replaces it
 DAY = 86400
 
 
@@ -127,3 +135,153 @@ def _describe(error: BaseException, cell: int) -> dict:
     if kind == "DeadKernelError":
         message = "the kernel process died: killed from outside, out of memory, or crashed"
     return {"type": kind, "message": message, "cell": cell or None}
+
+
+def run_id(facts: dict) -> str:
+    """The folder of every run of this code on this hardware with these versions, as `cpu-torch2.13.0-0a1b2c3d`.
+
+    A second call finds what the first one finished, and the jobs of an array share one folder. The commit is no part
+    of it: one that leaves the library alone would run everything again.
+    """
+    deciding = json.dumps([facts[name] for name in (*MACHINE, "python", "numpy")])
+    digest = hashlib.sha256(deciding.encode()).hexdigest()[:8]
+    device = facts["hardware"] if facts["gpus"] else "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return f"{slug}-torch{facts['torch'].split('+')[0]}-{digest}"
+
+
+@contextmanager
+def work_folder(run_folder: Path, name: str) -> Iterator[Path]:
+    """Where a point runs: hidden, so that its folder appears whole, by renaming; nobody else takes it meanwhile."""
+    work = run_folder / f".{name}.{uuid.uuid4().hex[:8]}"
+    work.mkdir(parents=True)
+    with (work / LIVING).open("ab") as file:
+        with suppress(OSError):  # on a file system without locks nobody can take it either
+            _lock(file, wait=True)  # for one that looks whether it is abandoned
+        yield work
+
+
+def _lock(file: BinaryIO, *, wait: bool = False) -> None:
+    """Lock a file until it is closed or this process ends; without `wait` an OSError says that another one holds it.
+
+    A process's number and start say less: containers share numbers, and the system's clock may be set anew.
+    """
+    import fcntl  # Windows has none: there the commands need WSL, and reading manifests does not
+
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
+    """Write the manifest of a run that begins now; "failed" where the disk has no room for more than the manifest."""
+    parameters = point.parameters
+    manifest = {
+        "name": point.name,
+        "notebook": point.notebook.name,
+        "title": point.notebook.title,
+        "question": point.notebook.question,
+        "answer": point.notebook.answer,
+        "parameters": parameters,
+        "changes": point.changes,
+        "seeds": {name: value for name, value in parameters.items() if re.search(r"(^|_)seeds?$", name)},
+        "notebook_hash": point.notebook.code_hash,
+        "library_hash": code_hash(),
+        "key": point.key,
+        "environment": facts,
+        "sm_clocks_mhz": {"before": sm_clocks_mhz(), "after": None},
+        "start": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "end": None,
+        "status": "running",
+        "error": None,
+        "figures": [],
+    }
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    try:
+        (folder / LIVING).write_bytes(bytes(RESERVE_BYTES))
+    except OSError as error:
+        message = f"no room for the notebook to start: {error.strerror}"
+        end_manifest(manifest, folder, {"type": "OSError", "message": message, "cell": None})
+    return manifest
+
+
+def end_manifest(manifest: dict, folder: Path, error: dict | None, *, seconds: float = 0, status: str = "") -> None:
+    """Write how a run ended: `error` holds type, message and cell of what ended it, None where it finished."""
+    pictures = sorted(folder.rglob("*.png"), key=lambda path: path.stat().st_mtime_ns)
+    with suppress(FileNotFoundError):
+        os.truncate(folder / LIVING, 0)
+        (folder / RUNNING).rename(folder / f"{manifest['notebook']}.ipynb")
+    # By the seconds that it took: the system's clock may have been set anew since the start.
+    end = datetime.fromisoformat(manifest["start"]) + timedelta(seconds=seconds)
+    manifest |= {
+        "status": status or ("failed" if error else "ok"),
+        "error": error,
+        "end": end.isoformat(timespec="milliseconds"),
+        "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
+        "figures": [path.relative_to(folder).as_posix() for path in pictures],
+    }
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """The manifest of a run's folder; None if there is none, or none that can be read: others use this name too."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and {"key", "notebook", "status"} <= manifest.keys() else None
+
+
+def is_finished(point: Point, run_folder: Path) -> bool:
+    """Whether this very point, in this version of the code, is finished."""
+    manifest = read_manifest(run_folder / point.name)
+    return manifest is not None and manifest["status"] == "ok" and manifest["key"] == point.key
+
+
+def final_folder(run_folder: Path, manifest: dict) -> Path:
+    """Where a run that has ended belongs: its point's name, or NAME.failed, so that no failure replaces a result."""
+    return run_folder / (manifest["name"] + ("" if manifest["status"] == "ok" else FAILED))
+
+
+def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
+    """Let the folder of a run that has ended appear at once under its final name, in place of an earlier one."""
+    final, earlier = final_folder(run_folder, manifest), work / EARLIER
+    with suppress(FileNotFoundError):
+        final.rename(earlier)
+    try:
+        work.rename(final)
+    except OSError:
+        if final.exists():  # another job's has appeared, and goes the same way
+            shutil.rmtree(earlier, ignore_errors=True)
+            return put_in_place(work, run_folder, manifest)
+        if earlier.exists():
+            earlier.rename(final)
+        raise
+    (final / LIVING).unlink(missing_ok=True)
+    shutil.rmtree(final / EARLIER, ignore_errors=True)
+    if manifest["status"] == "ok":
+        shutil.rmtree(run_folder / f"{manifest['name']}{FAILED}", ignore_errors=True)
+
+
+def close_abandoned(run_folder: Path) -> list[str]:
+    """Put in place what dead processes left, and name the points that were running."""
+    closed = []
+    for work in sorted(run_folder.glob(".*/")):
+        with suppress(OSError), (work / LIVING).open("rb+") as file:
+            _lock(file)  # an OSError where its process lives, or another job has taken it
+            if (manifest := read_manifest(work)) and manifest["status"] == "running":
+                error = {"type": "Killed", "message": "its process was killed, or power was lost", "cell": None}
+                end_manifest(manifest, work, error, status="interrupted")
+                closed.append(manifest["name"])
+            if manifest:
+                put_in_place(work, run_folder, manifest)
+    return closed
+
+
+def error_line(manifest: dict) -> str:
+    """What ended a run, in one line.
+
+    >>> error_line({"error": {"type": "ValueError", "message": "too short", "cell": 3}})
+    'ValueError: too short (cell In [3])'
+    """
+    error = manifest["error"]
+    place = f" (cell In [{error['cell']}])" if error["cell"] else ""
+    return f"{error['type']}: {error['message']}{place}"

@@ -41,14 +41,10 @@ CALLS, PAIRS = 10, 25  # calls without warm-up, pairs after it
 def rebuild_printed(
     printed: Sequence[str], *, device: torch.device | str, output_dir: str = "", shorter: int = 1
 ) -> list[dict]:
-    """A record of kind "cause" for each cause of each ratio; results.jsonl keeps it, and it is not measured again.
+    """A record of kind "cause" for each cause of ratios of `PRINTED`. The folder keeps it: it is not measured again.
 
-    Args:
-        printed: names in `PRINTED`. device: without a GPU torch's CPU kernels stand for the method.
-        output_dir: folder of results.jsonl; empty writes nothing. shorter: divides lengths and segments.
-
-    Raises:
-        ValueError: for a ratio that is not printed. RuntimeError: why a process failed.
+    device: without a GPU torch's CPU kernels stand for the method. shorter: divides lengths and segments. RuntimeError:
+    why a process failed.
     """
     kept, records = Kept(output_dir, _key), []
     for name in printed:

@@ -1,11 +1,21 @@
 """What the hardware counts when three kernels read k and v in every order, beside what the cache model predicts.
 
 The kernels: the fused forward and decoding with one query, which read through a table of slots, and a plain gather of
-the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neither.
+the rows of k. `count` needs a GPU and NVIDIA's `ncu`; the predictions need neither. `ncu` runs a launch several times,
+restoring what it writes, to read all counters. Before every run it empties the caches ("--cache-control all"): a count
+is that of a first call, whatever ran before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 
 import pandas as pd
 import torch
@@ -13,7 +23,6 @@ from torch import Tensor
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.cache.cache import SECTOR_BYTES, Storage
-from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.lab.cache.sweeps import compared_orderings
@@ -30,6 +39,20 @@ KERNELS = {"forward": "regex:^forward_kernel", "decoding": "regex:^decode_kernel
 # Sectors that each program reads to know its work. Forward: branches, offsets, a tile and its class, one each.
 # Decoding: three int32 a KV head.
 FORWARD_TABLES, PAIR_BYTES = 4, 12
+# Short name: ncu's metric, in its base unit. Sectors have 32 bytes. Of L2's two halves an L1 asks the near one, which
+# asks the far one over a fabric for what that one keeps: `l2_*` are the lookups for L1s, `far_*` those for the fabric.
+# Requests for one sector that come together are joined before L2, so that l2_sectors may be below l1_sectors.
+METRICS = {
+    "l1_spill_sectors": "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",  # registers that did not fit
+    "l1_hit_percent": "l1tex__t_sector_hit_rate.pct",
+    "l1_sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # from L2 into the L1s, whichever instruction asked
+    "l2_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "l2_hit_sectors": "lts__t_sectors_srcunit_tex_op_read_lookup_hit.sum",
+    "far_sectors": "lts__t_sectors_srcunit_ltcfabric_op_read.sum",
+    "far_hit_sectors": "lts__t_sectors_srcunit_ltcfabric_op_read_lookup_hit.sum",
+    "dram_read_bytes": "dram__bytes_read.sum",
+    "time_ns": "gpu__time_duration.sum",
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +124,76 @@ def calls(**options) -> Iterator[Callable[[], Tensor]]:
         yield work.call()
 
 
+def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> pd.DataFrame:
+    """Hardware counters of the `calls` of these arguments: each is made once to warm up, and once under `ncu`.
+
+    A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
+    not know. RuntimeError: if `ncu` may not count, the program fails or outlasts `timeout` [s], or launches no such
+    kernel.
+    """
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute, or leave the counters out")
+    command = ["ncu", "--clock-control", "none", "--cache-control", "all", "--target-processes", "all"]
+    command += ["--profile-from-start", "off", "--csv", "--print-units", "base"]
+    command += ["--kernel-name-base", "function", "--kernel-name", kernel, "--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, "-c", f"from {__name__} import make_calls; make_calls()", json.dumps(dict(arguments))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # In a session of its own: the program that ncu watches ends with it.
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            out, complaints = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"ncu took longer than {timeout:g} s over {dict(arguments)}") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    said = out + complaints
+    if "ERR_NVGPUCTRPERM" in said:
+        raise RuntimeError(
+            "ncu may not read the GPU's counters: run as root, or let the driver allow it "
+            "(NVreg_RestrictProfilingToAdminUsers=0)"
+        )
+    if process.returncode:
+        raise RuntimeError(f"ncu ended with status {process.returncode}: {said.strip()[-500:]}")
+    table = parse_counters(out)
+    if table.empty:
+        raise RuntimeError(f"the program launched no kernel named {kernel!r}: {said.strip()[-500:]}")
+    unknown = [METRICS[name] for name in METRICS if table[name].isna().all()]
+    if unknown:
+        warnings.warn(f"ncu gave no number for {', '.join(unknown)}", stacklevel=2)
+    return table
+
+
+def parse_counters(text: str) -> pd.DataFrame:
+    """The table in what `ncu --csv` prints: a line a launch and metric, between lines of the program and of ncu."""
+    lines = text.splitlines()
+    header = next((n for n, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
+    printed = "\n".join(line for line in lines[header:] if line.startswith('"'))
+    if not printed:
+        return pd.DataFrame(columns=list(METRICS))
+    launches = pd.read_csv(StringIO(printed), thousands=",")
+    table = launches.pivot(index="ID", columns="Metric Name", values="Metric Value")
+    return table.reindex(columns=list(METRICS.values())).astype(float).set_axis(list(METRICS), axis=1)
+
+
+def found_percent(table: pd.DataFrame) -> pd.Series:
+    """The share of the sectors sent to the L1s for which L2 did not go to memory, in %.
+
+    Requests that were joined before L2 count as found, and sectors found in its far half too: what `l2` calls a hit.
+    """
+    return 100 * (1 - (table.l2_sectors - table.l2_hit_sectors - table.far_hit_sectors) / table.l1_sectors)
+
+
+def make_calls() -> None:
+    """What `ncu` watches: makes the `calls` of the arguments that the command line has."""
+    for call in calls(**json.loads(sys.argv[1])):
+        call()  # compiles and fills tables
+        torch.cuda.synchronize()
+        with torch.cuda.profiler.profile():
+            call()
+            torch.cuda.synchronize()
+
+
 def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     """Count every work of a kernel in one run of `ncu`, with empty caches, beside what the model predicts for this GPU.
 
@@ -111,7 +204,7 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
 
     def measure(point: tuple[int, Work]) -> dict:
         if not counted:  # all in one run
-            table = count_calls(f"{__name__}:{calls.__name__}", {"kernel": kernel, **options}, kernel=KERNELS[kernel])
+            table = count_calls({"kernel": kernel, **options}, kernel=KERNELS[kernel])
             if len(table) != len(todo):
                 raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
             counted.extend(table.astype(object).where(table.notna(), None).to_dict("records"))

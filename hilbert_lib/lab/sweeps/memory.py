@@ -14,15 +14,7 @@ import torch
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.lab.pairs import (
-    MIN_SAMPLE_MS,
-    Recorded,
-    Results,
-    Side,
-    identity,
-    record_identity,
-    relative_difference,
-)
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, Side, identity, record_identity, relative_difference
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
@@ -105,10 +97,7 @@ def _replay(call: Callable[[], Results], work: Workload) -> Callable[[], Results
 def _kept(call: Calls, lengths: Sequence[int]) -> Calls:
     buffers = [torch.empty_like(x) for x in call(max(lengths))]
 
-    def run(length: int) -> Results:
-        return tuple(buffer[:, :length].copy_(x) for buffer, x in zip(buffers, call(length), strict=True))
-
-    return run
+    return lambda length: tuple(buffer[:, :length].copy_(x) for buffer, x in zip(buffers, call(length), strict=True))
 
 
 def _pool(call: Calls, lengths: Sequence[int]) -> Calls:

@@ -13,15 +13,10 @@ SAMPLED_QUERIES = 16  # of each KV head
 def sampled_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, out: Tensor, dq: Tensor | None, call: Call
 ) -> dict[str, float | None]:
-    """Relative errors of rows of out and dq against float64, with keys from all the ranks that hold them.
+    """Relative errors of rows of out and dq against float64, the same on every rank; None for what was not given.
 
-    Args:
-        q, dout, out, dq: this rank's shard of the first sequence, (1, rows, heads, head_dim); dout and dq may be None.
-        k, v: likewise, (1, rows, kv_heads, head_dim), in sequence order. Shards are equally long.
-
-    Returns:
-        "out" and "dq", the same on every rank: the norm of the difference over that of the exact rows. None for what
-        was not given.
+    All are this rank's shard of the first sequence, (1, rows, heads, head_dim), k and v in sequence order; shards are
+    equally long. Keys come from all the ranks that hold them.
     """
     start, kv_heads = q.shape[1] * dist.get_rank(), k.shape[2]
     length, group = q.shape[1] * dist.get_world_size(), q.shape[2] // kv_heads

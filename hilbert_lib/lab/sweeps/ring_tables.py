@@ -31,13 +31,9 @@ def spanning_pattern(tokens: int, first_segment: int, growth: int = 2) -> Dilate
 
 
 def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **sizes) -> pd.DataFrame:
-    """The costliest rank of a spanning pattern, beside that of dense attention over as many tokens.
+    """`COSTS` of the costliest rank in bytes, of a spanning pattern and of dense attention over as many tokens.
 
-    Args:
-        points: (tokens, ranks) of each plan. first_segment: of the pattern. **sizes: as `plan_ring` takes them.
-
-    Returns:
-        tokens, ranks, what, and `COSTS`, the most of any rank, in bytes.
+    points: (tokens, ranks) of each plan. **sizes: as `plan_ring` takes them.
     """
     rows = []
     for tokens, ranks in dict.fromkeys(points):
@@ -56,16 +52,10 @@ def scaling_table(points: Iterable[tuple[int, int]], *, first_segment: int, **si
 def split_table(
     pattern: DilatedPattern, tokens: int, ranks: int, kinds: Iterable[str], *, kv_heads: int = 1
 ) -> pd.DataFrame:
-    """Rows that ranks need and lack where the sequence is ordered before it is split, and where after.
+    """(position, KV head) rows that the costliest rank receives, the sequence ordered before it is split and after.
 
-    Ordered before, a rank holds consecutive slots of one curve through the whole sequence; ordered after, consecutive
-    positions, in whatever order it likes. Rows are counted branch by branch, by enumeration.
-
-    Returns:
-        kind, before and after: (position, KV head) rows that the costliest rank receives.
-
-    >>> split_table(DilatedPattern((64,), (1,)), 256, 4, ["linear", "hilbert"]).values.tolist()
-    [['linear', 0, 0], ['hilbert', 64, 0]]
+    Before, a rank holds consecutive slots of one curve through the whole sequence; after, consecutive positions, in
+    whatever order it likes. Rows are counted branch by branch, by enumeration.
     """
     after = _most_received(pattern, torch.arange(tokens, device="cpu") * ranks // tokens, ranks, kv_heads)
     rows = []

@@ -13,10 +13,7 @@ Kernel = tuple[str, float, float]  # name, begin and end in microseconds
 def exchange_of(kernels: Iterable[Kernel]) -> tuple[float, float, float] | None:
     """How many ms a rank's exchange ran, the share of it under other kernels, and ms from the ranks' meeting to it.
 
-    None where nothing was exchanged: the trace begins with a barrier.
-
-    Args:
-        kernels: of one rank; those of the exchange and of the barrier have "nccl" in their names, in any case.
+    None where nothing was exchanged: the trace begins with a barrier, whose kernels have "nccl" in their names too.
 
     >>> barrier, own = ("ncclKernel", 0.0, 10.0), ("attention", 20.0, 50.0)
     >>> exchange_of([barrier, own, ("ncclKernel", 40.0, 60.0)])

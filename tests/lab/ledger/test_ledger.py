@@ -24,7 +24,6 @@ from hilbert_lib.lab.ledger.claim import (
     VERDICTS,
     WAITS,
     Band,
-    Condition,
     answers,
     judge,
     ratio_cases,
@@ -93,7 +92,7 @@ def test_every_condition_that_the_ledger_states_is_true_of_the_cases(ledger):
     }
     for name in stated:
         basis = f" {ledger[name].basis}" * bool(ledger[name].basis)
-        assert answers()[name].verdict.startswith(f"{HOLDS}{basis} {ledger[name].when.says} ("), name
+        assert answers()[name].verdict.startswith(f"{HOLDS}{basis} {ledger[name].when['says']} ("), name
     assert len(stated) > 10
 
 
@@ -177,7 +176,7 @@ ROWS = pd.DataFrame({"rows": [32] * 9 + [64] * 2, "value": 1.0, "low": [1.0] * 8
 )
 def test_a_verdict_counts_and_takes_a_condition_that_is_true(band, when, said):
     cases = ROWS if "rows" in when else CASES
-    assert judge(cases, [Band(*band)], Condition("so", when) if when else None)[0] == said
+    assert judge(cases, [Band(*band)], {"says": "so", "where": when} if when else None)[0] == said
 
 
 def test_each_case_is_judged_by_the_range_that_speaks_of_it():

@@ -17,10 +17,10 @@ from made_up import comparison
 from hilbert_lib.cli.main import main
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger import claim as claims
-from hilbert_lib.lab.ledger import kernels, rerun
+from hilbert_lib.lab.ledger import claims as rerun
+from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import ROOT, answer, read_ledger
-from hilbert_lib.lab.ledger.claims import CLAIMS, loop_sides
-from hilbert_lib.lab.ledger.rerun import command
+from hilbert_lib.lab.ledger.claims import CLAIMS, command, loop_sides
 from hilbert_lib.lab.records import newest_run, read_records
 from hilbert_lib.lab.suite.points import find_notebooks, make_points
 

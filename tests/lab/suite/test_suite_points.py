@@ -3,8 +3,14 @@
 import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
-from hilbert_lib.lab.suite.parameters import parse_value, read_parameter_file
-from hilbert_lib.lab.suite.points import find_notebooks, make_points, read_notebook, take_shard
+from hilbert_lib.lab.suite.points import (
+    find_notebooks,
+    make_points,
+    parse_value,
+    read_notebook,
+    read_parameter_file,
+    take_shard,
+)
 
 
 @pytest.fixture(scope="module")

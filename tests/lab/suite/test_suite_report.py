@@ -11,11 +11,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.suite.html import write_notebook_page, write_page
 from hilbert_lib.lab.suite.report import (
     find_runs,
     read_points,
     write_index,
+    write_notebook_page,
+    write_page,
     write_report,
     write_table,
 )

@@ -19,17 +19,18 @@ from tiny_notebooks import write_notebook
 from hilbert_lib.cli.stop import Interrupted, interruptible
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, read_records
-from hilbert_lib.lab.suite import manifest as manifest_module
-from hilbert_lib.lab.suite.manifest import (
+from hilbert_lib.lab.suite import run as manifest_module
+from hilbert_lib.lab.suite.points import Point, read_notebook
+from hilbert_lib.lab.suite.run import (
     LIVING,
     close_abandoned,
     put_in_place,
     read_manifest,
     run_id,
+    run_point,
+    run_points,
     work_folder,
 )
-from hilbert_lib.lab.suite.points import Point, read_notebook
-from hilbert_lib.lab.suite.run import run_point, run_points
 
 WRITE = "import pathlib\npathlib.Path(output_dir, 'results.jsonl').write_text('{\"n\": 1}\\n')"
 DIE = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -218,7 +219,7 @@ import os, sys, time
 from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
-from hilbert_lib.lab.suite.manifest import start_manifest, work_folder
+from hilbert_lib.lab.suite.run import start_manifest, work_folder
 from hilbert_lib.lab.suite.points import Point, read_notebook
 with work_folder(Path(sys.argv[2]), "00_a") as work:
     start_manifest(Point(read_notebook(Path(sys.argv[1])), {}), work, {})

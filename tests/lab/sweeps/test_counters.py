@@ -3,7 +3,6 @@
 import stat
 import sys
 import time
-import types
 from contextlib import suppress
 from functools import partial
 
@@ -11,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from hilbert_lib.lab.cache import counters
-from hilbert_lib.lab.cache.counters import METRICS, count_calls, found_percent, parse_counters
+from hilbert_lib.lab.sweeps import counters
+from hilbert_lib.lab.sweeps.counters import METRICS, count_calls, found_percent, parse_counters
 
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 VALUES = {name: f"{10**n:,}" for n, name in enumerate(METRICS)}
@@ -52,12 +51,13 @@ def test_every_launch_is_a_row_in_order_and_every_metric_a_column():
 
 def test_a_child_makes_the_calls_and_one_kernel_of_it_is_counted(ncu):
     arguments = ncu(printed(1))
-    assert len(count_calls("tests.somewhere:calls", {"n": 2}, kernel="forward_kernel")) == 1
+    assert len(count_calls({"n": 2}, kernel="forward_kernel")) == 1
     given = arguments.read_text()
     for option in ("'--clock-control', 'none'", "'--cache-control', 'all'", "'--profile-from-start', 'off'"):
         assert option in given
     assert "'--kernel-name', 'forward_kernel'" in given
-    assert given.endswith("""'-m', 'hilbert_lib.lab.cache.counters', 'tests.somewhere:calls', '{"n": 2}']""")
+    program = "from hilbert_lib.lab.sweeps.counters import make_calls; make_calls()"
+    assert given.endswith(f"""'-c', '{program}', '{{"n": 2}}']""")
 
 
 def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_path, monkeypatch):
@@ -65,8 +65,8 @@ def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_pat
     script.write_text(f"#!/bin/sh\n/bin/sleep 60 &\necho $! > {pid}\nwait\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="ncu took longer than 2 s over m:f"):
-        count_calls("m:f", {}, kernel="forward_kernel", timeout=2)
+    with pytest.raises(RuntimeError, match=r"ncu took longer than 2 s over \{\}"):
+        count_calls({}, kernel="forward_kernel", timeout=2)
     with suppress(psutil.NoSuchProcess):
         program, deadline = psutil.Process(int(pid.read_text())), time.monotonic() + 5
         while program.status() != psutil.STATUS_ZOMBIE:
@@ -89,7 +89,7 @@ def test_what_keeps_ncu_from_counting_is_said(ncu, text, status, words, monkeypa
     else:
         ncu(text, status)
     with pytest.raises(RuntimeError, match=words):
-        count_calls("m:f", {}, kernel="forward_kernel")
+        count_calls({}, kernel="forward_kernel")
 
 
 @pytest.mark.parametrize("value", ["n/a", None])
@@ -97,20 +97,19 @@ def test_a_metric_without_a_number_is_named_and_the_others_are_read(ncu, value):
     values = {**VALUES, "far_sectors": value} if value else {k: v for k, v in VALUES.items() if k != "far_sectors"}
     ncu(printed(values=values))
     with pytest.warns(UserWarning, match=r"no number for lts__t_sectors_srcunit_ltcfabric_op_read\.sum$"):
-        table = count_calls("m:f", {}, kernel="forward_kernel")
+        table = count_calls({}, kernel="forward_kernel")
     assert table.far_sectors.isna().all()
     assert table.drop(columns="far_sectors").notna().all(axis=None)
 
 
 def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):
     said = []
-    module = types.ModuleType("watched")
-    module.calls = lambda n: (partial(said.append, i) for i in range(n))
-    monkeypatch.setitem(sys.modules, "watched", module)
+    monkeypatch.setattr(counters, "calls", lambda n: (partial(said.append, i) for i in range(n)))
+    monkeypatch.setattr(sys, "argv", ["-c", '{"n": 2}'])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
-    counters._run("watched:calls", '{"n": 2}')
+    counters.make_calls()
     assert said == [0, "start", 0, "stop", 1, "start", 1, "stop"]
 
 
