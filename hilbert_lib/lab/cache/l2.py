@@ -6,7 +6,6 @@ shared with other traffic, and tags lines of four sectors: a prediction to test,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import pandas as pd
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.pattern import DilatedPattern
+
+NEVER = torch.iinfo(torch.int64).max  # the distance of a first read: longer than any cache
 
 
 @dataclass(frozen=True)
@@ -109,27 +110,61 @@ def kernel_trace(
     )
 
 
+def stack_distances(units: Tensor) -> Tensor:
+    """LRU stack distance of every read: how many other units were read since the last read of the same unit.
+
+    An LRU cache of C units hits exactly where it is below C, so that one pass answers for every capacity (Mattson,
+    Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970). `NEVER` at a first read. O(n log n), vectorised.
+    """
+    previous = _previous(units)
+    seen = previous >= 0
+    last = previous[seen]
+    # The reads j in (last, t) that bring a new unit are those with previous(j) <= last. All reads up to last fulfil
+    # that too; so count the reads before t that do, and take last + 1 away.
+    first_reads = (~seen).cumsum(0)[seen]
+    is_last = torch.zeros_like(units).index_fill_(0, last, 1)
+    rank = is_last.cumsum(0)[last] - 1
+    distances = torch.full((len(units),), NEVER, device=units.device)
+    distances[seen] = first_reads + _smaller_before(rank) - last - 1
+    return distances
+
+
+def _smaller_before(permutation: Tensor) -> Tensor:
+    """For each element of a permutation of 0..n-1, how many smaller ones stand before it: a radix sort from the top.
+
+    At bit b the elements that agree above b form a group, in their first order; group g fills the places from
+    g * 2**(b+1) on. Two elements differ first in one bit: there the larger one counts a smaller one before it.
+    """
+    values = permutation
+    places = torch.arange(len(values), device=values.device)
+    origin, counts = places, torch.zeros_like(values)
+    for bit in reversed(range(len(values).bit_length())):
+        low = (values >> bit) & 1 == 0
+        start = values >> (bit + 1) << (bit + 1)
+        low_before = low.cumsum(0) - low.long() - (start >> 1)  # in the group: each full group has 2**bit low ones
+        counts[origin[~low]] += low_before[~low]
+        target = start + torch.where(low, low_before, (1 << bit) + places - start - low_before)
+        values = torch.empty_like(values).scatter_(0, target, values)
+        origin = torch.empty_like(origin).scatter_(0, target, origin)
+    return counts
+
+
 def lru_hit_rates(trace: Trace, capacities: Sequence[int]) -> pd.DataFrame:
     """Hit rates of LRU caches of several sizes [bytes] on one trace, exactly; of its sectors too, where it has them."""
     requests = int(trace.requests.sum())
     table = pd.DataFrame({"capacity_bytes": list(capacities), "requests": requests})
-    missed = [_missed(trace.units.tolist(), capacity // trace.unit_bytes) for capacity in capacities]
-    table["misses"] = [len(reads) for reads in missed]
+    if min(capacities) >= trace.units.unique().numel() * trace.unit_bytes:
+        distances = torch.where(_previous(trace.units) < 0, NEVER, 0)  # nothing is ever forgotten
+    else:
+        distances = stack_distances(trace.units)
+    missed = [distances >= capacity // trace.unit_bytes for capacity in capacities]
+    table["misses"] = [int(reads.sum()) for reads in missed]
     table["hit_rate"] = 1 - table.misses / requests
     table["memory_bytes"] = table.misses * trace.unit_bytes
     if trace.sectors is not None:
         asked = int((trace.requests * trace.sectors).sum())
         table["sector_hit_rate"] = [1 - int(trace.sectors[reads].sum()) / asked for reads in missed]
     return table
-
-
-def _missed(units: list[int], capacity: int) -> list[int]:
-    # The reads that miss in an LRU cache of so many units: Python's own is one.
-    missed = []
-    read = lru_cache(maxsize=capacity)(lambda unit: missed.append(at))
-    for at, unit in enumerate(units):  # noqa: B007  the cache's function sees it
-        read(unit)
-    return missed
 
 
 def hit_rates(
@@ -149,3 +184,12 @@ def hit_rates(
             trace = kernel_trace(Storage(orderings[name], size, layout="bhsd"), pattern, **kernel)
             tables.append(lru_hit_rates(trace, capacities).assign(ordering=name, row_bytes=size))
     return pd.concat(tables, ignore_index=True)
+
+
+def _previous(units: Tensor) -> Tensor:
+    """Which read of the same unit came last before each read; -1 where none did."""
+    by_unit = units.argsort(stable=True)
+    again = units[by_unit[1:]] == units[by_unit[:-1]]
+    previous = torch.full_like(units, -1)
+    previous[by_unit[1:][again]] = by_unit[:-1][again]
+    return previous

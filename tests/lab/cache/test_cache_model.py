@@ -16,7 +16,7 @@ from hilbert_lib.lab.cache.cache import (
     tile_requests,
     units_touched,
 )
-from hilbert_lib.lab.cache.l2 import Trace, kernel_trace, lru_hit_rates
+from hilbert_lib.lab.cache.l2 import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
@@ -68,7 +68,14 @@ def naive_kernel(storage, pattern, unit_bytes, tile_queries, tile_keys, concurre
     return trace
 
 
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3)), min_size=1, max_size=120), st.integers(1, 10))
+@given(st.lists(st.integers(0, 12), max_size=120), st.integers(1, 14))
+def test_hits_by_stack_distance_are_those_of_an_lru_cache(units, capacity):
+    distances = stack_distances(torch.tensor(units, dtype=torch.int64))
+    assert int((distances >= capacity).sum()) == naive_misses(units, capacity)
+    assert int((distances == NEVER).sum()) == len(set(units))
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3)), min_size=1, max_size=60), st.integers(1, 10))
 def test_requests_of_programs_in_step_count_like_reads_one_after_the_other(reads, capacity):
     units, requests = (torch.tensor(column) for column in zip(*reads, strict=True))
     result = lru_hit_rates(Trace(units, requests, unit_bytes=32), [32 * capacity]).iloc[0]
