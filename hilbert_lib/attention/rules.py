@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-CHOICE_RECORD = "notebook 05 on an H200, reports/h200"
+CHOICE_RECORD = "notebook 05 on an H100, reports/h100"
 NOT_MEASURED = "not measured: the order of general knowledge"
 
 

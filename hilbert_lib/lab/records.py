@@ -23,7 +23,6 @@ RESULTS, PACKED = "results.jsonl", ".gz"
 FAILED = ".failed"  # ends the name of the folder of an attempt that did not finish
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
-TELLING = "h200*"  # those that numbers and advice are from
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
 VARYING = ("utc", "gpus")  # facts that change within a run: the moment, and the clocks
 
@@ -121,9 +120,9 @@ def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
     """The folder of a notebook's newest finished run that holds a file, of `OF_SEVERAL_GPUS` on the most GPUs; or None.
 
-    By default it is one of the committed runs of `TELLING` with a GPU, else any of the given machines' folders.
+    By default it is one of the committed runs with a GPU, else any of the given machines' folders.
     """
-    folders = REPORTS.glob(TELLING) if machines is None else machines
+    folders = REPORTS.glob(MACHINES) if machines is None else machines
     runs = [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
     # What was measured before an attempt failed is no record.
     runs = [run for run in runs if not run.name.endswith(FAILED) and has_records(run / file)]

@@ -13,7 +13,7 @@ from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 
 MEASURED = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
-BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H200 (notebook 08); others {MEASURED}")
+BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08); others {MEASURED}")
 ON_GPU, COMPACT = Rule(("triton", "flex", "eager"), MEASURED), Rule(("flex", "triton", "eager"), MEASURED)
 ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
 CURVES = ("hilbert", "morton", "tile")  # orders whose blocks are compact

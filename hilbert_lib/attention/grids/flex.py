@@ -33,11 +33,12 @@ from hilbert_lib.ordering import Ordering
 
 def attend(
     given: Tensors, request: Request, block_size: int = FLEX_BLOCK, kernel_options: dict | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Output like q, and lse (batch, heads, seq). On CUDA it is compiled and differentiable.
 
     On the CPU it runs in eager mode: memory for length squared, no gradient. block_size: tokens of a block of the mask,
-    each way. kernel_options: FlexAttention's own, on CUDA; by default those that take its kernel for many queries.
+    each way. kernel_options: FlexAttention's own, on CUDA; by default those that take its kernel for many queries. With
+    others lse is None: FlashAttention-4 has no gradient beside it.
     """
     q, extra = given.q, given.extra_k.shape[1]
     k, v = (torch.cat(pair, 1) if extra else pair[0] for pair in zip(given[1:3], given[3:], strict=True))
@@ -50,19 +51,21 @@ def attend(
         mask, attends, padding = copy(mask), mask.mask_mod, padding_of(given, request)
         mask.mask_mod = lambda b, h, query, key: attends(b, h, query, key) & ~padding[b, key]
     run = compiled_flex_attention if q.is_cuda else flex_attention
+    asked = AuxRequest(lse=True) if kernel_options is None else None
     with _tiles_within(block_size) if q.is_cuda else warnings.catch_warnings():
         if not q.is_cuda:  # the docstring says that it is not compiled
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        out, more = run(
+        found = run(
             *(x.transpose(1, 2) for x in (q, k, v)),
             block_mask=mask,
             scale=request.scale,
             enable_gqa=group > 1,
-            return_aux=AuxRequest(lse=True),
+            return_aux=asked,
             # The kernel that torch has for few queries takes no such masks.
             kernel_options=(kernel_options or {"FORCE_USE_FLEX_ATTENTION": True}) if q.is_cuda else None,
         )
-    return out.transpose(1, 2).contiguous(), more.lse.to(working_dtype(q.dtype))
+    out, more = found if asked else (found, None)
+    return out.transpose(1, 2).contiguous(), more and more.lse.to(working_dtype(q.dtype))
 
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
-from hilbert_lib.lab.records import REPORTS, RESULTS, TELLING, newest_run, read_records, run_environment
+from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
 
 ROOT, LEDGER, VERDICTS = REPORTS.parent, REPORTS / "claims.yml", REPORTS / "verdicts.yml"
 HOLDS, HOLDS_NOT, UNTESTED, WAITS = "holds", "does not hold", "cannot be tested here", "waits for"
@@ -37,7 +37,7 @@ class Claim:
     """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
 
     measure: "module:function" of this package, which gives the cases that `options` ask for, from a file of the newest
-    run under reports/h200*/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
+    run under reports/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
     them) show the verdict. when: what it "says" of the condition under which the claim holds, in words that follow
     "holds", and "where" that is, as a query over its cases. basis: "as planned" or "as predicted", where nothing was
     measured. only: parameters of the notebook that measure this claim alone.
@@ -114,8 +114,8 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     if not claim.record:
         cases = measure(**claim.options)
     else:
-        # What needs no GPU was timed without one.
-        run = run or newest_run(claim.record, claim.file) or newest_run(claim.record, claim.file, REPORTS.glob(TELLING))
+        at = claim.record, claim.file  # below, what needs no GPU was timed without one
+        run = run or newest_run(*at) or newest_run(*at, REPORTS.glob(MACHINES))
         if run is None:
             return Answer(claim, f"{WAITS}: {claim.record}")
         try:

@@ -20,7 +20,7 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger.claim import ROOT, Answer, Claim, answer
 from hilbert_lib.lab.pairs import Results, Side, relative_difference, run_sides
-from hilbert_lib.lab.records import RESULTS, TELLING, newest_run
+from hilbert_lib.lab.records import RESULTS, newest_run
 from hilbert_lib.lab.seeds import seed_hilbert_d2xy
 from hilbert_lib.lab.suite.run import run_id
 from hilbert_lib.lab.sweeps.kernels import stored_side
@@ -169,7 +169,7 @@ def command(claim: Claim, out: str | Path = "reports/local", *, gpus: int | None
     if claim.id in CLAIMS or not claim.record:
         return f"hilbert claims --rerun {claim.id}"
     words = ["hilbert", "run", claim.record, "--force", "--out", str(out)]
-    configs = ROOT.glob(f"notebooks/configs/{TELLING}/{claim.record}.yaml")
+    configs = ROOT.glob(f"notebooks/configs/h200*/{claim.record}.yaml")
     if configs := {int(path.parent.name.partition("x")[2] or 1): path for path in configs}:
         fitting = [count for count in configs if gpus is None or count <= gpus]
         if not fitting:

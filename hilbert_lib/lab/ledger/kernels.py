@@ -15,7 +15,7 @@ from hilbert_lib.lab.guarded.cases import outcome_table
 from hilbert_lib.lab.ledger import models
 from hilbert_lib.lab.ledger.claim import INTERVAL, counted
 from hilbert_lib.lab.ledger.claims import BACKENDS, LAYOUTS
-from hilbert_lib.lab.records import REPORTS, TELLING, committed_records, read_records
+from hilbert_lib.lab.records import MACHINES, REPORTS, committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.sweeps.memory import pair_table, pool_table
@@ -143,7 +143,7 @@ def over_xformers(records: Records) -> pd.DataFrame:
     pairs = ratios(records, sweep="claims", where=f"pair == '{BACKENDS}'", columns=["base", "length", "direction"])
     if "flash" in set(pairs.base):
         return pairs
-    (run,) = REPORTS.glob(f"{TELLING}/*/{POINTS}")
+    (run,) = REPORTS.glob(f"{MACHINES}/*/{POINTS}")
     flash = over_base(read_records(run / "points.jsonl"), base="flash", rival="xformers")
     return pd.concat([pairs, flash], ignore_index=True)
 
@@ -168,9 +168,10 @@ def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
 
 def pools(records: Records) -> pd.DataFrame:
     """Time under torch's caching allocator over that with a pool, and at 8,192 tokens the pool's memory over its."""
-    times, held = pool_table(records), pool_table(records, "memory table")
-    times = times[times.strategy.isin(POOLS) & ~times.lengths.str.contains(" ")].rename(columns={"ratio": "value"})
-    bytes_at_8k = held[(held.curve == "hilbert") & (held.lengths == "8192")].set_index("strategy").reserved_bytes
+    held = pool_table(records)
+    times = held[held.strategy.isin(POOLS) & ~held.lengths.str.contains(" ")].rename(columns={"ratio": "value"})
+    at_8k = held[(held.lengths == "8192") & (held.direction == "forward")]
+    bytes_at_8k = at_8k.set_index("strategy").reserved_bytes
     more = (bytes_at_8k / bytes_at_8k["caching"]).rename("value").reset_index()
     memory = counted(more[more.strategy.isin(POOLS)]).assign(what="memory", lengths="8192")
     cases = pd.concat([times.assign(what="time"), memory], ignore_index=True)
@@ -178,11 +179,12 @@ def pools(records: Records) -> pd.DataFrame:
 
 
 def memory_of_configurations(records: Records) -> pd.DataFrame:
-    """Memory reserved with k and v reordered and buffers held in each way, over that of plain calls."""
-    held = pool_table(records, "memory table").query("lengths != '8192'")
-    plain = held[held.curve == ""].set_index("lengths").reserved_bytes
-    others = held[held.curve != ""]
-    return counted(others[["strategy", "lengths"]], others.reserved_bytes / others.lengths.map(plain))
+    """Memory reserved by calls of one length with buffers held in each way, over that under torch's allocator."""
+    held = pool_table(records)
+    held = held[~held.lengths.str.contains(" ")].set_index(["lengths", "direction"])
+    plain = held[held.strategy == "caching"].reserved_bytes.rename("plain")
+    others = held[held.strategy != "caching"].join(plain).reset_index()
+    return counted(others[["strategy", "lengths", "direction"]], others.reserved_bytes / others.plain)
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:

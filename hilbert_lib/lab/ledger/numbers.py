@@ -22,6 +22,7 @@ from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read
 from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
+from hilbert_lib.lab.tables import both_ways
 from hilbert_lib.pattern import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
@@ -35,16 +36,17 @@ LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
 
 @cache
 def numbers() -> dict[str, str]:
-    """Every number by its name, as it is printed. Those of an H100 begin with h100_, the others are of H200s."""
+    """Every number by its name, as it is printed. Those of an H200 begin with h200_."""
     runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
-    h100 = sorted(REPORTS.glob("h100*"))
-    runs |= {f"h100_{name[:2]}": newest_run(name, machines=h100) for name in (KERNELS, RING)}
-    choices, fused, ring, grids, h100_fused, h100_ring = (read_records(run / RESULTS) for run in runs.values())
+    runs["h200_06"] = newest_run(KERNELS, machines=REPORTS.glob("h200*"))
+    choices, fused, ring, grids, h200_fused = (read_records(run / RESULTS) for run in runs.values())
     told = {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
-    told |= {**_choice(choices, fused), **_saved(), **_claims(), **_causes(), "runs": _runs()}
-    told |= {f"h100_{name}": value for name, value in {**_speeds(h100_fused), **_ring(h100_ring)}.items()}
+    told |= {**_choice(choices, fused), **_sustained(choices, grids), **_saved(), **_claims(), **_causes()}
+    told["runs"] = _runs()
+    told |= {f"h200_{name}": value for name, value in _speeds(h200_fused).items()}
     for name, run in runs.items():
-        told[f"{name}_run"] = f"[{say_hardware(run_environment(run))}]({run.relative_to(ROOT).as_posix()})"
+        gpu = say_hardware(run_environment(run)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
+        told[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
     return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
 
 
@@ -147,6 +149,18 @@ def _choice(choices: list[dict], records: list[dict]) -> dict:
     told = {"works": len(nearest), "works_ahead": int((nearest.low > 1).sum())}
     told["works_behind"] = int((nearest.high < 1).sum())
     return told | {"works_behind_percent": f"{max(0, 100 / nearest.value.min() - 100):.1f}"}
+
+
+def _sustained(choices: list[dict], grids: list[dict]) -> dict:
+    """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over NATTEN so."""
+    calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
+    told = {}
+    for name, table, side in (("kept", calls, "triton"), ("boxes_kept", works, "boxes, raster")):
+        own = table[table.name == side]
+        told |= _ends(name, 100 * own.tflop_per_s / own.singly, ".0f")
+    work = ["direction", "side", "window", "head_dim"]
+    boxes, natten = (works[works.name == f"{name}, raster"].set_index(work) for name in ("boxes", "NATTEN"))
+    return told | _ends("over_natten", natten.median_ms / boxes.median_ms, ".1f")
 
 
 def _saved() -> dict:

@@ -201,23 +201,22 @@ def _emptied(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def pool_table(records: list[dict], sweep: str = "pools") -> pd.DataFrame:
+def pool_table(records: list[dict]) -> pd.DataFrame:
     """Every strategy on every workload, torch's caching allocator first, with its time over the strategy's as `ratio`.
 
     allocated_bytes and reserved_bytes are at their peaks, fragmented_bytes is the difference.
     """
     rows = []
-    for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == sweep):
+    for record in (each for each in records if "a" in each and each["a"]["parameters"]["sweep"] == "pools"):
         held = zip(record["peak_bytes"], record["reserved_bytes"], strict=True)
         ratios = (1.0, 1.0, 1.0), (record["ratio"], *record["interval"])
         for name, (allocated, reserved), ratio in zip("ab", held, ratios, strict=True):
             side = record[name]
-            given = {"curve": "", **side["parameters"]}
-            row = {"lengths": given["lengths"], "strategy": side["name"], **given}
+            row = {"lengths": side["parameters"]["lengths"], "strategy": side["name"], **side["parameters"]}
             row |= {"allocated_bytes": allocated, "reserved_bytes": reserved, "fragmented_bytes": reserved - allocated}
             row |= {"median_ms": side["median_ms"], "error": side["error"]}
             rows.append(row | dict(zip(("ratio", "low", "high"), ratio, strict=True)))
-    return pd.DataFrame(rows).drop_duplicates(["lengths", "strategy", "direction", "curve"], ignore_index=True)
+    return pd.DataFrame(rows).drop_duplicates(["lengths", "strategy", "direction"], ignore_index=True)
 
 
 def table_pairs(works: Iterable[Workload]) -> Iterator[tuple[Side, Side]]:

@@ -46,8 +46,8 @@ def test_numbers_are_found_below_another_root_and_links_lead_from_the_file(tmp_p
     for name in ("README.md", "reports/README.md"):
         (tmp_path / name).write_text("ran on <!--06_run-->?<!--/-->")
     above, below = filled_texts(tmp_path).values()
-    assert "](reports/h200/" in above
-    assert "](h200/" in below
+    assert "](reports/h100/" in above
+    assert "](h100/" in below
 
 
 def test_the_table_of_runs_has_the_newest_of_each_notebook_and_machine():
@@ -69,7 +69,7 @@ def test_speeds_are_those_of_the_records_samples():
     assert numbers()["forward_128_other"] == nearest["a"]["name"]
     assert numbers()["forward_128_other_speed"] == f"{nearest['a']['useful_flop'] / beside / 1e9:.0f}"
     assert numbers()["forward_128_ratio"] == f"{nearest['ratio']:.2f}"
-    assert numbers()["h100_forward_128"] != numbers()["forward_128"]
+    assert numbers()["h200_forward_128"] != numbers()["forward_128"]
 
 
 def test_what_an_order_gains_is_that_of_the_record():
