@@ -212,7 +212,7 @@ def compare(folders: tuple[Path, ...]) -> None:
 
     \b
     Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
-    Example: hilbert compare reports/h200 reports/h100
+    Example: hilbert compare reports/h200/*abe831b3 reports/h100/*216bfc32
     """
     from hilbert_lib.lab.records import compare_runs
 
