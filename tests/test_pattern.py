@@ -233,10 +233,7 @@ WRONG = {
         (lambda: DilatedPattern.within(64, flop=0, branches=3, heads=2, head_dim=8), "flop must be finite and above 0"),
         (lambda: DilatedPattern((4,), (1,), padding="ones"), "padding must be one of none, zeros; got 'ones'"),
         (lambda: PATTERN.pairs(-1, heads=1), "length must be an integer of at least 0, got -1"),
-        (
-            lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)),
-            r"at must be positions from 0 to 7, .* got range\(6, 9\)",
-        ),
+        (lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)), r"at must be positions from 0 to 7, .* got range\(6, 9\)"),
         (lambda: PATTERN.pairs(8, heads=1, at=range(-1, 9)), r"at must be positions from 0 to 7, .* got range\(-1"),
         (lambda: PATTERN.pairs(8, heads=1, at=range(0, 8, 2)), "at must be positions .* one after the other"),
         (lambda: PATTERN.pairs(8, heads=0), "heads must be an integer of at least 1, got 0"),

@@ -12,13 +12,7 @@ from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
 from hilbert_lib.lab.suite.html import write_notebook_page, write_page
-from hilbert_lib.lab.suite.report import (
-    find_runs,
-    read_points,
-    write_index,
-    write_report,
-    write_table,
-)
+from hilbert_lib.lab.suite.report import find_runs, read_points, write_index, write_report, write_table
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -20,14 +20,7 @@ from hilbert_lib.cli.stop import Interrupted, interruptible
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.suite import manifest as manifest_module
-from hilbert_lib.lab.suite.manifest import (
-    LIVING,
-    close_abandoned,
-    put_in_place,
-    read_manifest,
-    run_id,
-    work_folder,
-)
+from hilbert_lib.lab.suite.manifest import LIVING, close_abandoned, put_in_place, read_manifest, run_id, work_folder
 from hilbert_lib.lab.suite.points import Point, read_notebook
 from hilbert_lib.lab.suite.run import run_point, run_points
 
