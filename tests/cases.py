@@ -154,6 +154,17 @@ def refused(wrong: dict[type, list]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("error", "call", "words"), cases, ids=range(len(cases)))
 
 
+def refusals(wrong: dict[type, list]) -> Callable:
+    """A test that each call of such a table raises its error with its words."""
+
+    @refused(wrong)
+    def test(error, call, words):
+        with pytest.raises(error, match=words):
+            call()
+
+    return test
+
+
 def only(some: set[tuple], every: Iterable[tuple]) -> list:
     """Cases of which every run has some, and the full one all."""
     return [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in every]

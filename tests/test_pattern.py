@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -256,9 +256,4 @@ WRONG = {
         (lambda: PATTERN.describe(-4), "length must be an integer of at least 1, got -4"),
     ],
 }
-
-
-@refused(WRONG)
-def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_a_wrong_argument_is_refused_by_name_and_value = refusals(WRONG)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import oracle
 import pytest
 import torch
-from cases import assert_close, attended, drawn, refused
+from cases import assert_close, attended, drawn, refusals
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -178,9 +178,4 @@ WRONG = {
         (lambda: packed(ends_of([1] * 8 + [TOTAL - 9])), r"got \[0, 1, 2, 3, \.\.\., 6, 7, 8, 25\]"),
     ],
 }
-
-
-@refused(WRONG)
-def test_what_is_no_row_of_documents_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_what_is_no_row_of_documents_is_refused_by_name_and_value = refusals(WRONG)

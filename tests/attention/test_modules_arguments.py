@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 
 from hilbert_lib import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, Ordering
 
@@ -94,13 +94,8 @@ WRONG = {
         (lambda: multihead(kv_ordering=HILBERT(12))(tokens(1, 9)), r"must have the length of k \(9\), got 12"),
     ],
 }
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@refused(WRONG)
-def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+of_nested_tensors = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+test_a_wrong_argument_is_refused_by_name_and_value = of_nested_tensors(refusals(WRONG))
 
 
 def test_the_largest_head_dim_is_served():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 from torch.nn.functional import layer_norm, linear
 
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention
@@ -85,12 +85,7 @@ WRONG = {
         ),
     ],
 }
-
-
-@refused(WRONG)
-def test_what_is_not_such_a_layer_is_refused_by_name(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_what_is_not_such_a_layer_is_refused_by_name = refusals(WRONG)
 
 
 def their_layer(pattern: DilatedPattern, monkeypatch):

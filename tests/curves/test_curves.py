@@ -10,7 +10,7 @@ import hilbert
 import numpy as np
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -238,12 +238,7 @@ WRONG = {
         (lambda: curve_index("hilbert", torch.tensor([[0, 0, 0]]), (4, 4)), r"2 in the last axis, got \(1, 3\)"),
     ],
 }
-
-
-@refused(WRONG)
-def test_bad_arguments_are_named(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_bad_arguments_are_named = refusals(WRONG)
 
 
 def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refusals
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -91,12 +92,8 @@ VALUES = [
     (lambda: grid_module(shards=Rectangles((4,))), "parts must have one for each of the 2 axes"),
     (lambda: grid_module(backend="fast"), "backend must be one of auto, .*got 'fast'"),
 ]
-
-
-@pytest.mark.parametrize(("call", "words"), TYPES + VALUES)
-def test_a_wrong_argument_is_refused_by_its_name(call, words, four_ranks):
-    with pytest.raises(TypeError if (call, words) in TYPES else ValueError, match=words):
-        call()
+among_four = pytest.mark.usefixtures("four_ranks")
+test_a_wrong_argument_is_refused_by_its_name = among_four(refusals({TypeError: TYPES, ValueError: VALUES}))
 
 
 def test_without_a_process_group_it_says_what_to_call():
