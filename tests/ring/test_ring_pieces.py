@@ -1,7 +1,6 @@
 """Pieces of the ring that need no ranks."""
 
 import copy
-from importlib import import_module
 
 import pytest
 import torch
@@ -20,13 +19,6 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
     delta = torch.full((7, 3), 0.5 * scale).where(dout.any(-1), 0.0)
     found = (passes._with_product(dout, delta).double() * dout.double()).sum(-1)
     torch.testing.assert_close(found, delta.double(), rtol=1e-5, atol=0.0)
-
-
-def test_the_plan_has_its_function_and_its_module():
-    from hilbert_lib.ring.plan import plan, plan_ring
-
-    assert plan is import_module("hilbert_lib.ring.plan.plan")
-    assert plan_ring is plan.plan_ring
 
 
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
