@@ -166,10 +166,7 @@ WRONG = {
         (lambda: packed(None, max_seqlen=11), "max_seqlen must be None without cu_seqlens, got 11"),
         (lambda: packed(query_start=0), "query_start must be None with cu_seqlens, got 0"),
         (lambda: packed(kv_ordering=Ordering.linear(TOTAL)), "kv_ordering must be None with cu_seqlens, got Ordering"),
-        (
-            lambda: packed(key_padding_mask=torch.zeros(1, TOTAL, dtype=torch.bool)),
-            "key_padding_mask must be None with cu_seqlens, got Tensor",
-        ),
+        (lambda: packed(key_padding_mask=CU[None] > 0), "key_padding_mask must be None with cu_seqlens, got Tensor"),
         (lambda: packed(backend="flex"), "backend='flex' .*(no cu_seqlens|needs a CUDA device)"),
         (lambda: packed(CU[1:] + 1), r"must begin with 0, never fall and end with q's length 26, got \[1, 8, 9, 9, "),
         (lambda: packed(CU[2:]), r"must begin with 0, .* got \[7, 8, 8, 20, 21, 26, 26\]"),

@@ -219,7 +219,6 @@ WRONG = {
     TypeError: [
         (lambda: curve_coordinates("morton", (True, 2)), r"shape\[0\] must be an integer.*, got True"),
         (lambda: curve_coordinates("morton", {4, 2}), "shape must be a sequence of integers"),
-        (lambda: curve_coordinates("tile", (4, 2.5)), r"shape\[1\] must be an integer.*, got 2.5"),
         (lambda: curve_coordinates("raster", 4), "integers.*4"),
         (lambda: curve_index("hilbert", torch.tensor([[0.0, 1.0]]), (4, 4)), "integers, got torch.float32"),
         (lambda: curve_index("hilbert", [[0, 1]], (4, 4)), "coordinates must be a tensor of integers, got list"),
@@ -227,12 +226,8 @@ WRONG = {
     ValueError: [
         (lambda: curve_coordinates("hilbret", (4, 4)), "hilbert, morton, snake, raster, tile.*'hilbret'"),
         (lambda: curve_coordinates("hilbert", (4,)), r"2 or 3 sides.*\(4,\)"),
-        (lambda: curve_coordinates("hilbert", (2, 2, 2, 2)), "2 or 3 sides"),
         (lambda: curve_coordinates("morton", (4, 0)), r"shape\[1\] must be .* at least 1, got 0"),
-        (
-            lambda: curve_coordinates("hilbert", (2, 2), device="gpu"),
-            "device must be a device that .* knows.*, got 'gpu'",
-        ),
+        (lambda: curve_coordinates("hilbert", (2, 2), device="gpu"), "device must be a device .*, got 'gpu'"),
         (lambda: curve_index("hilbert", torch.tensor([[0, 4]]), (4, 4)), r"inside the shape \(4, 4\), got \[0, 4\]"),
         (lambda: curve_index("hilbert", torch.tensor([[-1, 0]]), (4, 4)), r"got \[-1, 0\]"),
         (lambda: curve_index("hilbert", torch.tensor([[0, 0, 0]]), (4, 4)), r"2 in the last axis, got \(1, 3\)"),

@@ -241,11 +241,7 @@ WIDE = torch.zeros(1, 24, 2, 32, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        (
-            (Q, K, V, (4, 6)),
-            {},
-            "neighbourhood must hold one for each of the 2 KV heads, got 2|must be a Neighbourhood",
-        ),
+        ((Q, K, V, (4, 6)), {}, "neighbourhood must hold one for each .*, got 2|must be a Neighbourhood"),
         ((Q, K, V, (NEAR,)), {}, "one for each of the 2 KV heads, got 1"),
         ((Q, K, V, (NEAR, Neighbourhood((4, 6), 2))), {}, "differ in window alone"),
         ((Q[:, 1:], K, V, NEAR), {}, r"q must have the 24 cells of the grid \(4, 6\)"),
@@ -278,12 +274,7 @@ def test_bad_arguments_are_named(arguments, options, words):
         (WIDE[..., :20], NEAR, None, "a multiple of 8; got 20"),
         (WIDE, NEAR, Ordering.residue(24, 2), "row by row, got Ordering.residue"),
         (WIDE, NEAR, ORDER, ""),
-        (
-            WIDE[:, :15],
-            Neighbourhood((3, 5), 2, dilation=(1, 2)),
-            None,
-            "multiples of dilation, got 5 and 2 along axis 1",
-        ),
+        (WIDE[:, :15], Neighbourhood((3, 5), 2, dilation=(1, 2)), None, "got 5 and 2 along axis 1"),
         (WIDE, NEAR, None, ""),
         (WIDE[:1].expand(2**16, -1, -1, -1), NEAR, None, "serves up to 65,535 sequences, got 65,536"),
     ],
