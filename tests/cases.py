@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import oracle
 import pytest
@@ -117,6 +118,21 @@ def attended(tensors: Sequence[torch.Tensor], pattern, backend: str, **options) 
 def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.Tensor, ...]:
     """The same of the reference in float64."""
     return attended([x.double() for x in tensors], pattern, "reference", **options)
+
+
+def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:
+    """`cu_seqlens` of documents."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def documents_alone(tensors: Sequence[torch.Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
+    """out, lse and gradients of packed documents, each by the oracle alone; tensors as `attended` takes them."""
+    *inputs, dout = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in inputs]
+    documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
+    alone = [oracle.attention(*each, pattern, **options) for each in documents]
+    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def norms(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[float]:

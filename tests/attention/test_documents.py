@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
-import oracle
 import pytest
 import torch
-from cases import assert_close, attended, drawn, refusals
+from cases import assert_close, attended, documents_alone, drawn, ends_of, refusals
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,10 +28,6 @@ PATTERN = DilatedPattern((4, 10), (1, 3), padding="zeros")
 GROUPS = DilatedPattern((4, 10), (2, 3), "head_block", "head_groups")
 
 
-def ends_of(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
 CU = ends_of(LENGTHS)
 
 
@@ -41,14 +35,9 @@ CU = ends_of(LENGTHS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pattern", [PATTERN, GROUPS], ids=["zeros", "groups"])
 def test_every_document_is_as_the_oracle_has_it_alone(pattern, is_causal, backend):
-    *inputs, dout = drawn(TOTAL, 4, 2, 6, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    documents = zip(*(x.split(LENGTHS, 1) for x in leaves), strict=True)
-    alone = [oracle.attention(*each, pattern, is_causal=is_causal) for each in documents if each[0].numel()]
-    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
-    wanted = out, lse, *torch.autograd.grad(out, leaves, dout)
-    found = attended((*inputs, dout), pattern, backend, is_causal=is_causal, cu_seqlens=CU, max_seqlen=12)
-    assert_close(found, wanted, 1e-12)
+    tensors = drawn(TOTAL, 4, 2, 6, dtype=torch.float64)
+    found = attended(tensors, pattern, backend, is_causal=is_causal, cu_seqlens=CU, max_seqlen=12)
+    assert_close(found, documents_alone(tensors, LENGTHS, pattern, is_causal=is_causal), 1e-12)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])

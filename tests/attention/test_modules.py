@@ -13,16 +13,11 @@ from torch._dynamo.testing import CompileCounter
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 
+pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DENSE = DilatedPattern((64,), (1,))  # one segment for every length here: dense attention
 DILATED = DilatedPattern((4, 12), (1, 3))
 HILBERT = partial(Ordering.from_curve, "hilbert")
 EMBED, HEADS, LENGTH = 16, 4, 12
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled_code():
-    yield
-    torch.compiler.reset()
 
 
 def tokens(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:

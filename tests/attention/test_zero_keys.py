@@ -1,7 +1,6 @@
 """Keys of zeros that fill segments: output, lse and gradients by every backend, and what else keeps its meaning."""
 
 from dataclasses import replace
-from functools import partial
 
 import oracle
 import pytest
@@ -112,17 +111,6 @@ def test_one_kernel_adds_them_as_torch_does(dtype, monkeypatch):
         zero_keys.add_zero_keys(*found[-1], Call(PADDED), 0, 31, 3)
     torch.testing.assert_close(*found, equal_nan=True)
     assert (found[0][1] != lse).any()
-
-
-def test_torch_traces_it_as_one_operator():
-    call = Call(PADDED, scale=0.5)
-    tensors = [x.requires_grad_() for x in drawn(31, 2, 1, 4)[:3]]
-    given = *tensors, *operators._fields(call), "eager"
-    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
-    attend = partial(dilated_attention, pattern=PADDED, backend="eager", return_lse=True)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(*tensors), attend(*tensors)))
-    torch.compiler.reset()
 
 
 def test_their_memory_is_estimated():
