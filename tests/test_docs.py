@@ -1,5 +1,6 @@
 """What the pages of docs/ say can be done, is done here."""
 
+import inspect
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
-from hilbert_lib.cli.main import main
+from hilbert_lib.cli import main as cli
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (DOCS / "names.md").read_text()
@@ -23,10 +24,11 @@ SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
 PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_from.md"))
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
 COMMANDS = re.findall(
-    r"^\.venv/bin/hilbert ((?:run|sweep|plan|bench).*?)(?:  +#.*)?$",
-    "".join(page.read_text() for page in sorted(DOCS.glob("*.md"))),
+    r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$",
+    "".join(page.read_text() for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))),
     re.M,
 )
+COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
 
 
 @pytest.mark.parametrize("title", [title for title, text in RECIPES.items() if "```python" in text])
@@ -79,9 +81,9 @@ def test_every_name_of_the_documents_is_there():
 
 
 @pytest.mark.parametrize("command", COMMANDS + [command for _, command in SCRIPTS])
-def test_every_command_of_the_pages_is_understood(command, monkeypatch):
+def test_every_command_of_the_pages_and_of_the_help_is_understood(command, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
-    if "--help" not in command and not command.startswith("plan"):
+    if "--help" not in command and not command.startswith(("plan", "list")):
         command += " --dry-run"
-    done = CliRunner().invoke(main, command.split())
+    done = CliRunner().invoke(cli.main, command.split())
     assert done.exit_code == 0, done.output

@@ -141,13 +141,6 @@ def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
     assert (touched.loc["64 x 64", ["hilbert", "morton", "tile"]].nunique(axis=1) == 1).all()
 
 
-def test_a_block_of_keys_that_the_grid_does_not_fill_is_partial():
-    # Windows are clipped there, so that by their rule they reach past the end.
-    blocks = mask_blocks(Neighbourhood((11,), 7, stride=4, edge="clip"), None, q_block=2, kv_block=4)
-    assert blocks.partial[4].tolist() == [False, True, True]
-    assert not blocks.full[4].any()
-
-
 def test_used_is_the_share_of_pairs_that_attend():
     near = Neighbourhood((16, 16), 5)
     shares = block_shares(near, block_size=32)

@@ -111,10 +111,6 @@ def test_the_grid_beside_a_chunk_is_the_grid_of_one_chunk():
     assert torch.equal(perm, torch.cat([one, 16 + one, 32 + one[one < 8]]))
 
 
-def test_snake_is_the_order_that_the_seeds_call_hilbert():
-    assert Ordering.from_curve("snake", 9).perm.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
-
-
 def test_random_neither_reads_nor_moves_the_global_generator():
     torch.manual_seed(0)
     expected_next = torch.rand(1)

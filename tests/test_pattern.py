@@ -60,13 +60,6 @@ def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_hea
                 assert pattern.covered(length, g, kv_heads) == sum(bool(keys) for keys in seen[g])
 
 
-@cases
-def test_heads_of_one_offset_are_one_slice(pattern, length, kv_heads, is_causal):
-    for branch in range(len(pattern.branches)):
-        by_slice = {g: o for o, heads in pattern.offset_heads(branch, kv_heads).items() for g in range(kv_heads)[heads]}
-        assert by_slice == {g: pattern.offset(branch, g, kv_heads) for g in pattern.branch_heads(branch, kv_heads)}
-
-
 def test_flop_of_an_aligned_pattern_follow_the_closed_form():
     lengths, rates = tuple(2048 * 2**i for i in range(5)), tuple(2**i for i in range(5))
     work = DilatedPattern(lengths, rates).work(65536, heads=16, head_dim=128)
@@ -162,17 +155,6 @@ def test_the_mask_of_a_branch_that_a_head_does_not_use_is_empty():
         ((4, 3), torch.bool, True),
         ((4, 3), torch.bool, False),
     ]
-
-
-def test_head_groups_are_those_of_tensor_split():
-    pattern = DilatedPattern((4, 8, 16), (1, 2, 4), mixing="head_groups")
-    for kv_heads in (3, 4, 5, 8):
-        expected = [group.tolist() for group in torch.tensor_split(torch.arange(kv_heads), 3)]
-        assert [list(pattern.branch_heads(i, kv_heads)) for i in range(3)] == expected
-        branches = [[i for i, group in enumerate(expected) if g in group] for g in range(kv_heads)]
-        assert [list(pattern.head_branches(g, kv_heads)) for g in range(kv_heads)] == branches
-    with pytest.raises(ValueError, match=r"at least one KV head a branch \(3\), got 2"):
-        pattern.branch_heads(0, 2)
 
 
 def test_patterns_are_values():

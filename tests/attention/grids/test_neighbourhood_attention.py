@@ -177,15 +177,6 @@ def test_what_is_no_number_reaches_only_those_who_see_it():
             assert out.isnan().any(-1).any(-1).equal(seen.expand(2, -1))
 
 
-def test_a_query_without_keys_gives_nothing():
-    q, k, v, *_ = tensors()
-    hidden = torch.ones(2, 24, dtype=torch.bool)
-    for backend in ("reference", "eager"):
-        out, lse = neighbourhood_attention(q, k, v, NEAR, key_padding_mask=hidden, backend=backend, return_lse=True)
-        assert (out == 0).all()
-        assert (lse == -torch.inf).all()
-
-
 def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
     leaves = tensors(requires_grad=True)
     order = Ordering.from_curve("hilbert", 24, grid=(4, 6))
