@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -297,10 +298,8 @@ print(before, len(seen), seen[0].filename, seen[0].message)
 
 
 def test_a_public_name_that_lacks_the_suite_names_it(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
-
-    monkeypatch.setattr(hilbert_lib.lazy, "import_module", missing)
+    missing = ModuleNotFoundError("No module named 'pandas'", name="pandas")
+    monkeypatch.setattr(hilbert_lib.lazy, "import_module", Mock(side_effect=missing))
     monkeypatch.delitem(vars(hilbert_lib), "SafeBenchmarkRunner", raising=False)
     with pytest.raises(
         ModuleNotFoundError, match=r"SafeBenchmarkRunner needs the packages of \[suite\].*pandas is missing"

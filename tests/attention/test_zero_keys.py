@@ -50,6 +50,12 @@ def test_without_gaps_and_where_it_is_causal_nothing_changes():
         assert all(map(torch.equal, *found))
 
 
+def test_whole_segments_that_a_rate_does_not_divide_are_filled():
+    q, k, v, _ = drawn(18, 2, 2, 4, dtype=torch.float64)
+    pattern = DilatedPattern((9,), (4,), padding="zeros")
+    assert_close(dilated_attention(q, k, v, pattern, return_lse=True), oracle.attention(q, k, v, pattern), 1e-12)
+
+
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_masked_keys_do_not_take_keys_of_zeros_with_them(backend):
     q, k, v, _ = drawn(31, 2, 1, 4, batch=2, dtype=torch.float64)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -97,10 +98,8 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
 
 
 def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
-    def full(lines, path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(sweep, "append_lines", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
+    monkeypatch.setattr(sweep, "append_lines", Mock(side_effect=full))
     output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
     assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
     assert "Error: [Errno 28] No space left on device: 'out.jsonl'" in output
