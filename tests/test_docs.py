@@ -74,9 +74,8 @@ def test_their_mapping_is_our_snake(n):
 
 
 def test_every_name_of_the_documents_is_there():
-    assert (
-        len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
-    )  # of which 6 are the ring's, 2 + 1 those of the tests above
+    # Of which 6 are the ring's, 2 + 1 those of the tests above.
+    assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
     assert len(SCRIPTS) == 3
 
 

@@ -269,6 +269,7 @@ WRONG = {
         (given(k=X[:, :9], query_start=0), r"no more rows than k \(9\) .* got 32"),
         (given(scale=10**400), r"scale must be finite and above 0, got inf"),
         (given(scale=2.4e38), r"scale must be at most 2.35866e\+38, got 2.4e\+38"),
+        (given(scale=float("nan")), r"scale must be finite and above 0, got nan"),
         (given(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
         (given(dropout_p=float("nan")), r"dropout_p must be in"),
         (given(key_padding_mask=PADDING[:, :31]), r"\(2, 32\), got \(2, 31\)"),

@@ -97,5 +97,11 @@ def test_without_a_process_group_it_says_what_to_call():
 
 def test_a_rank_outside_a_group_may_hold_its_module(four_ranks):
     others = dist.new_group([2, 3])
-    assert RingDilatedAttention(DilatedPattern((4,), (1,)), group=others).group is others
-    assert copy.deepcopy(RingNeighbourhoodAttention(NEAR, group=others)).group is others
+    for module in (
+        RingDilatedAttention(DilatedPattern((4,), (1,)), group=others),
+        RingNeighbourhoodAttention(NEAR, group=others),
+    ):
+        other = copy.deepcopy(module)
+        assert other is not module
+        assert module.group is other.group is others
+        assert repr(other) == repr(module)

@@ -7,14 +7,12 @@ from random import Random
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from grid_cases import (
     HEADS,
     LARGE,
     MORE,
     ORDERS,
     PARTS,
-    RULES,
     SMALL,
     TOLERANCE,
     boxed,
@@ -22,6 +20,7 @@ from grid_cases import (
     check_part,
     every_rule,
     grids,
+    in_pairs,
     mask_of,
     pairs_of_options,
     part_of,
@@ -40,12 +39,6 @@ from hilbert_lib.attention.grids.request import Request, Tensors, on_its_keys
 from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
-
-
-def in_pairs(*axes):
-    """Cases in which every two values of the axes meet."""
-    cases = AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE)), *map(list, axes)])
-    return pytest.mark.parametrize("case", list(cases), ids=lambda case: "-".join(map(str, case)))
 
 
 @pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager")), ids=str)

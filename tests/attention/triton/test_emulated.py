@@ -24,7 +24,6 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 CASES = 32
 # A seed, and whether torch asks for determinism: then the copy engine sums no dq.
 CALLS = [(seed, seed % 7 in (0, 2)) for seed in range(CASES)]
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
 HEAD_DIMS = (40, 48, 64, 80, 128)
 HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 LAYOUTS = ("bshd", "bhsd", "sliced")
@@ -142,7 +141,7 @@ def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
         return "the plain kernel ran once more, as for a NaN"
     launches = len({each.named["branches"] for each in sources.starts if "branches" in each.named})
     # Each launch rounds what it adds to.
-    bound = (TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
+    bound = (emulator.TOLERANCE[case.dtype] ** 2 + launches * (torch.finfo(case.dtype).eps / 4) ** 2) ** 0.5
     return emulator.wrong(results, expected(case)[1], bound)
 
 

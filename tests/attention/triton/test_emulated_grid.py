@@ -20,7 +20,6 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 from grid_mutations import MUTATIONS  # noqa: E402
 from mutations import Mutation  # noqa: E402
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
 KERNELS = [f"{emulator.PACKAGE}.hopper.grid_{direction}" for direction in ("forward", "backward", "backward")]
 MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(len(CASES), 8 * len(CASES))]
 
@@ -41,7 +40,7 @@ def fault_of(sources, case: Case) -> str | None:
     """What is wrong about the results of a case, if anything."""
     try:
         for (name, found), right in zip(results_of(sources, case), expected(case)[3], strict=True):
-            if wrong := emulator.wrong({name: found}, [right], TOLERANCE[case.dtype]):
+            if wrong := emulator.wrong({name: found}, [right], emulator.TOLERANCE[case.dtype]):
                 return wrong
     except emulator.Fault as fault:
         return str(fault)
