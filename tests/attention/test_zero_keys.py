@@ -43,13 +43,6 @@ def test_flex_differentiates_its_results_as_a_part(monkeypatch):
     torch.testing.assert_close(got, torch.autograd.grad(out, leaves, dout))
 
 
-def test_without_gaps_and_where_it_is_causal_nothing_changes():
-    q, k, v, dout = drawn(48, 2, 2, 8)
-    for pattern, options in ((DilatedPattern((8, 16), (1, 2)), {}), (DilatedPattern((9,), (4,)), {"is_causal": True})):
-        found = [attended((q, k, v, dout), replace(pattern, padding=p), "eager", **options) for p in ("none", "zeros")]
-        assert all(map(torch.equal, *found))
-
-
 def test_whole_segments_that_a_rate_does_not_divide_are_filled():
     q, k, v, _ = drawn(18, 2, 2, 4, dtype=torch.float64)
     pattern = DilatedPattern((9,), (4,), padding="zeros")

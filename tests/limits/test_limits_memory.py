@@ -155,11 +155,6 @@ def test_a_containers_file_that_cannot_be_read_is_no_limit(tmp_path, monkeypatch
     assert host_memory().total == 64 * GB
 
 
-def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "none")
-    assert host_memory().total == memory.psutil.virtual_memory().total
-
-
 def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():
     x = torch.ones(1000, 1000)
 
