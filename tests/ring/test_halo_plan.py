@@ -141,21 +141,6 @@ def test_rectangles_receive_least_and_tables_say_so():
     assert re.search(r"^ 1-6 +32,768 +33.6 +33.6 +67.1 +67.1 +24,576 +8,192 ", table, re.M), table
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--ranks 2", "give --tokens, or --grid and --window"),
-        ("--ranks 2 --grid 8x8", "give --tokens, or --grid and --window"),
-        ("--ranks 2 --grid 8x8 --window 3 --weights 1,2", "--weights: not of a grid"),
-        ("--ranks 2 --grid 8x8 --window 9", "window * dilation must be at most the side of axis 0"),
-    ],
-)
-def test_the_command_refuses_what_is_no_grid(words, message):
-    done = CliRunner().invoke(main, ["plan", *words.split()])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-
-
 NEAR = Neighbourhood((4, 6), 3)
 
 
