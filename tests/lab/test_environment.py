@@ -49,9 +49,6 @@ PASCAL = SimpleNamespace(name="GTX 1080", major=6, minor=1, total_memory=8 * 2**
 WORKING = {"device": True, "cuda": "13.0", "available": True, "builds": ["sm_61"], "gpus": [PASCAL]}
 
 
-# What is recorded
-
-
 def test_environment_is_json_and_names_neither_host_nor_user_nor_folder():
     text = json.dumps(environment(), allow_nan=False)
     words = set(re.findall(r"[\w.-]+", text))
@@ -83,9 +80,6 @@ def test_the_table_names_the_gpu_its_driver_and_its_clock(machine):
     assert "absent" in describe_environment()
     prepare_kernels()
     assert "Triton kernels, where used, are interpreted" in describe_environment()
-
-
-# Triton
 
 
 def test_importing_the_library_imports_no_package_of_kernels(tmp_path):
@@ -133,9 +127,6 @@ def test_preparing_kernels_after_triton_was_imported_is_refused(machine, monkeyp
     monkeypatch.setitem(sys.modules, "triton", object())
     with pytest.raises(RuntimeError, match=r"imported before prepare_kernels\(\)"):
         prepare_kernels()
-
-
-# A GPU that torch cannot use
 
 
 @pytest.mark.parametrize(
@@ -231,9 +222,6 @@ def test_builds_serve_their_own_generation_and_ptx_every_later_one(capability, b
     assert module._is_built_for(capability, builds) is served
 
 
-# Which code
-
-
 def test_code_hash_follows_names_and_contents_and_nothing_else(tmp_path):
     def write(folder, files):
         for name, content in files.items():
@@ -285,9 +273,6 @@ def test_commit_and_dirt_come_from_our_own_repository_else_from_variables(tmp_pa
     monkeypatch.setenv("HILBERT_DIRTY", "perhaps")
     with pytest.raises(ValueError, match="HILBERT_DIRTY must be 0 or 1, got 'perhaps'"):
         version(ours)
-
-
-# On a GPU
 
 
 @pytest.mark.gpu
