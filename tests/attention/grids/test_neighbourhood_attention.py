@@ -13,6 +13,7 @@ from grid_cases import (
     LARGE,
     MORE,
     ORDERS,
+    PARTS,
     SMALL,
     TOLERANCE,
     boxed,
@@ -135,6 +136,13 @@ def test_a_query_of_a_part_sees_the_same_keys_in_the_grid_that_these_are(edge, s
             assert frame.attends(torch.tensor(own.queries[0])[:, None], line).equal(seen[:, keys])
             assert seen.sum() == seen[:, keys].sum()
     assert served > 50
+
+
+@pytest.mark.parametrize("rules", [*PARTS, "several tiles"])
+def test_some_parts_of_grids_are(rules):
+    # Drawn parts need not wrap.
+    several = boxed(Neighbourhood((100,), 5), (range(80),), (range(70),))
+    check_part(part_of(rules) if rules in PARTS else several, "eager", dtype=torch.bfloat16)
 
 
 @in_pairs((4,))
