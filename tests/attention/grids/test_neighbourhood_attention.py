@@ -80,6 +80,7 @@ def test_on_a_gpu_every_backend_is_the_oracles(case):
 @settings(max_examples=60, deadline=None)
 @given(grids(), st.integers(1, 9), st.integers(1, 9))
 @example(Neighbourhood((11,), 7, stride=4, edge="clip"), 2, 4)  # the grid does not fill the last block of keys
+@example(Neighbourhood((1,), 1), 2, 1)  # nor that of queries
 def test_windows_tiles_and_blocks_are_those_of_the_definition(near, q_block, kv_block):
     mask, position = mask_of(near), torch.arange(near.length)
     assert near.attends(position[:, None], position).equal(mask)
