@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import oracle
 import pytest
@@ -119,6 +120,21 @@ def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.
     return attended([x.double() for x in tensors], pattern, "reference", **options)
 
 
+def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:
+    """`cu_seqlens` of documents."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def documents_alone(tensors: Sequence[torch.Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
+    """out, lse and gradients of packed documents, each by the oracle alone; tensors as `attended` takes them."""
+    *inputs, dout = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in inputs]
+    documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
+    alone = [oracle.attention(*each, pattern, **options) for each in documents]
+    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
 def norms(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[float]:
     """How far each tensor is off, relative to what is expected."""
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
@@ -152,6 +168,17 @@ def refused(wrong: dict[type, list]) -> pytest.MarkDecorator:
     """Cases of (error, what raises it, words of the message), from lists of these by the error."""
     cases = [(error, *case) for error, listed in wrong.items() for case in listed]
     return pytest.mark.parametrize(("error", "call", "words"), cases, ids=range(len(cases)))
+
+
+def refusals(wrong: dict[type, list]) -> Callable:
+    """A test that each call of such a table raises its error with its words."""
+
+    @refused(wrong)
+    def test(error, call, words):
+        with pytest.raises(error, match=words):
+            call()
+
+    return test
 
 
 def only(some: set[tuple], every: Iterable[tuple]) -> list:

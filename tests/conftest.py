@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def compiled_code_is_forgotten():
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def nothing_is_left(monkeypatch):
     """In the end no process is left of those that the test started, or that an isolated one of it did."""
     from own_processes import mark, marked_processes  # with all of `safety`, which few tests need

@@ -71,13 +71,9 @@ def raise_alone() -> None:
     raise ValueError("pattern must be the same on every rank")
 
 
-def fill_the_memory() -> None:
-    torch.empty(2**52, device=device())
-
-
 FAULTS = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "fills the memory": fill_the_memory,
+    "fills the memory": lambda: torch.empty(2**52, device=device()),
     "raises": raise_alone,
     "stalls": stall,
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -1,9 +1,11 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
+from collections.abc import Callable
 from functools import cache, lru_cache, reduce
 from itertools import product
 from math import prod
 
+import pytest
 import torch
 from allpairspy import AllPairs
 from hypothesis import strategies as st
@@ -73,6 +75,13 @@ def pairs_of_options(*axes) -> list[tuple]:
     """Small cases, as `check` takes them, in which every two values of the options and of other axes meet."""
     cases = AllPairs([*map(list, (*OPTIONS, HEADS, ORDERS, MORE, *axes))], filter_func=lambda case: is_possible(*case))
     return [(rules_of(SMALL, *case[:5]), *case[5:]) for case in cases]
+
+
+def in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
+    """Cases, as `check` takes them, in which every two values of the rules and of other axes meet."""
+    cases = AllPairs([list(axis) for axis in (RULES, HEADS, ORDERS, MORE, *axes)])
+    marked = [pytest.param(case, marks=marks(case)) for case in cases]
+    return pytest.mark.parametrize("case", marked, ids=lambda case: "-".join(map(str, case)))
 
 
 def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:

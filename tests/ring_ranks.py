@@ -222,7 +222,7 @@ def compare(
     for name, own, single, truth in zip(NAMES, mine, one, exact, strict=True):
         part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
         assert (own.dtype, own.shape) == (single.dtype, truth[part].shape), name
-        found[name] = _squared_error(own, truth[part]), _squared_error(single[part], truth[part])
+        found[name] = squared_error(own, truth[part]), squared_error(single[part], truth[part])
     return found
 
 
@@ -243,7 +243,7 @@ def _as_it_is(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x
 
 
-def _squared_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+def squared_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     assert torch.equal(x.isinf(), truth.isinf())
     assert not x.isnan().any()
     return (x.double() - truth)[truth.isfinite()].square().sum().item()

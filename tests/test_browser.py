@@ -48,9 +48,8 @@ class Server:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(setting))
         shutil.copytree(ROOT / "notebooks", folder / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-        shutil.copytree(
-            ROOT / "reports", folder / "reports", ignore=shutil.ignore_patterns("local")
-        )  # links lead there
+        # Links lead there.
+        shutil.copytree(ROOT / "reports", folder / "reports", ignore=shutil.ignore_patterns("local"))
         own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "JUPYTERLAB_SETTINGS_DIR": "settings"}
         own |= {"JUPYTERLAB_WORKSPACES_DIR": "workspaces", "IPYTHONDIR": "ipython"}
         environment = os.environ | {name: str(folder / place) for name, place in own.items()}

@@ -1,5 +1,6 @@
 """What the pages of docs/ say can be done, is done here."""
 
+import inspect
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
-from hilbert_lib.cli.main import main
+from hilbert_lib.cli import main as cli
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (DOCS / "names.md").read_text()
@@ -23,10 +24,11 @@ SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
 PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_from.md"))
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
 COMMANDS = re.findall(
-    r"^\.venv/bin/hilbert ((?:run|sweep|plan|bench).*?)(?:  +#.*)?$",
-    "".join(page.read_text() for page in sorted(DOCS.glob("*.md"))),
+    r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$",
+    "".join(page.read_text() for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))),
     re.M,
 )
+COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
 
 
 @pytest.mark.parametrize("title", [title for title, text in RECIPES.items() if "```python" in text])
@@ -51,16 +53,9 @@ def test_every_module_of_the_documents_names_equals_the_oracle(call):
     torch.testing.assert_close(made(q, k, v), oracle.attention(q, k, v, pattern)[0].float())
 
 
-def test_the_order_of_the_documents_mixin_is_a_hilbert_curve_and_is_undone():
+def test_the_order_of_the_documents_mixin_is_a_hilbert_curve():
     ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
-    order = eval(call, {"Ordering": Ordering, "length": 64})
-    x = torch.randn(2, 64, 3)
-    assert torch.equal(order.undo(order.apply(x, dim=1), dim=1), x)
-    cells = [divmod(position, 8) for position in order.perm.tolist()]
-    assert sorted(cells) == [(row, col) for row in range(8) for col in range(8)]
-    assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in itertools.pairwise(cells))
-    quarters = [(row // 4, col // 4) for row, col in cells]
-    assert len([key for key, _ in itertools.groupby(quarters)]) == 4, "each quarter is visited whole"
+    assert eval(call, {"Ordering": Ordering, "length": 64}) == Ordering.from_curve("hilbert", 64)
 
 
 @pytest.mark.parametrize("n", [16, 20, 256])
@@ -72,16 +67,15 @@ def test_their_mapping_is_our_snake(n):
 
 
 def test_every_name_of_the_documents_is_there():
-    assert (
-        len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
-    )  # of which 6 are the ring's, 2 + 1 those of the tests above
+    # Of which 6 are the ring's, 2 + 1 those of the tests above.
+    assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
     assert len(SCRIPTS) == 3
 
 
 @pytest.mark.parametrize("command", COMMANDS + [command for _, command in SCRIPTS])
-def test_every_command_of_the_pages_is_understood(command, monkeypatch):
+def test_every_command_of_the_pages_and_of_the_help_is_understood(command, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
-    if "--help" not in command and not command.startswith("plan"):
+    if "--help" not in command and not command.startswith(("plan", "list")):
         command += " --dry-run"
-    done = CliRunner().invoke(main, command.split())
+    done = CliRunner().invoke(cli.main, command.split())
     assert done.exit_code == 0, done.output

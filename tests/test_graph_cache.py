@@ -7,6 +7,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,11 +94,8 @@ def test_tables_that_a_capture_would_leave_empty_are_refused(streams, monkeypatc
 
 
 def test_an_error_while_tables_are_made_is_the_callers(streams):
-    def build():
-        raise MemoryError("no room")
-
     with pytest.raises(MemoryError, match="no room"):
-        made_to_share(build, CUDA)
+        made_to_share(Mock(side_effect=MemoryError("no room")), CUDA)
 
 
 def test_tables_are_made_where_the_main_thread_has_ended():

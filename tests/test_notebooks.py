@@ -52,16 +52,13 @@ def test_its_parameters_are_few_typed_explained_literals(path, cells):
     assert len(parameters) <= MOST_PARAMETERS + 1
 
 
-def test_it_prints_the_environment(cells):
-    (cell,) = (cell for cell in code_of(cells) if "describe_environment()" in cell.source)
-    assert "nbval-ignore-output" in cell.metadata.tags
-
-
-def test_it_is_thin_and_states_what_to_believe(cells):
+def test_it_is_thin_states_what_to_believe_and_prints_the_environment(cells):
     code = [cell for cell in code_of(cells) if "parameters" not in cell.metadata.get("tags", [])]
     assert max(len(cell.source.splitlines()) for cell in code) <= 20
     assert any(re.search(r"^\s*assert ", cell.source, re.M) for cell in code)
     assert not any("sys.path" in cell.source for cell in code)
+    (cell,) = (cell for cell in code if "describe_environment()" in cell.source)
+    assert "nbval-ignore-output" in cell.metadata.tags
 
 
 def test_its_links_lead_to_notebooks_that_exist(path, cells):
@@ -77,6 +74,7 @@ def test_its_outputs_are_of_its_code_and_small(path, cells):
     elif any(cell.outputs for cell in code_of(cells)):
         notebook = json.loads(path.read_text())
         assert notebook["metadata"][keep_outputs.KEPT] == keep_outputs.code_hash(notebook), "make figures"
+    assert all(cell.execution_count for cell in code_of(cells) if cell.outputs), "nbval refuses others"
     assert path.stat().st_size <= 500_000
 
 
@@ -113,7 +111,3 @@ def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
     assert "FAILED warns.ipynb::Cell 1" in done.stdout
     assert "the cell wrote to stderr" in done.stdout
     assert "UserWarning: look here" in done.stdout
-
-
-def test_cells_with_outputs_have_run(cells):  # nbval refuses others
-    assert all(cell.execution_count for cell in code_of(cells) if cell.outputs)

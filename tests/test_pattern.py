@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -58,13 +58,6 @@ def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_hea
             pattern_module._covered.cache_clear()
             for g in range(kv_heads):
                 assert pattern.covered(length, g, kv_heads) == sum(bool(keys) for keys in seen[g])
-
-
-@cases
-def test_heads_of_one_offset_are_one_slice(pattern, length, kv_heads, is_causal):
-    for branch in range(len(pattern.branches)):
-        by_slice = {g: o for o, heads in pattern.offset_heads(branch, kv_heads).items() for g in range(kv_heads)[heads]}
-        assert by_slice == {g: pattern.offset(branch, g, kv_heads) for g in pattern.branch_heads(branch, kv_heads)}
 
 
 def test_flop_of_an_aligned_pattern_follow_the_closed_form():
@@ -164,17 +157,6 @@ def test_the_mask_of_a_branch_that_a_head_does_not_use_is_empty():
     ]
 
 
-def test_head_groups_are_those_of_tensor_split():
-    pattern = DilatedPattern((4, 8, 16), (1, 2, 4), mixing="head_groups")
-    for kv_heads in (3, 4, 5, 8):
-        expected = [group.tolist() for group in torch.tensor_split(torch.arange(kv_heads), 3)]
-        assert [list(pattern.branch_heads(i, kv_heads)) for i in range(3)] == expected
-        branches = [[i for i, group in enumerate(expected) if g in group] for g in range(kv_heads)]
-        assert [list(pattern.head_branches(g, kv_heads)) for g in range(kv_heads)] == branches
-    with pytest.raises(ValueError, match=r"at least one KV head a branch \(3\), got 2"):
-        pattern.branch_heads(0, 2)
-
-
 def test_patterns_are_values():
     pattern = DilatedPattern([4, np.int64(8)], np.array([1, 2]))
     assert pattern.segment_lengths + pattern.dilation_rates == (4, 8, 1, 2)
@@ -188,22 +170,18 @@ def test_patterns_are_values():
 
 PATTERN = DilatedPattern((4, 8), (1, 2))
 TOKENS = torch.arange(4)
-AT = {"kv_head": 0, "kv_heads": 1}
+AT, SIZES = {"kv_head": 0, "kv_heads": 1}, {"heads": 2, "head_dim": 8}
 WRONG = {
     TypeError: [
         (lambda: DilatedPattern((4.0,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
         (lambda: DilatedPattern((True,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got True"),
-        (lambda: DilatedPattern(4, (1,)), "segment_lengths must be a sequence of integers, got 4"),
         (lambda: DilatedPattern("4", (1,)), "segment_lengths must be a sequence of integers, got '4'"),
-        (lambda: DilatedPattern(b"4", (1,)), "segment_lengths must be a sequence of integers, got b'4'"),
         (lambda: DilatedPattern({4: 1}, (1,)), "segment_lengths must be a sequence of integers, got {4: 1}"),
         (lambda: DilatedPattern((4,), {1}), "dilation_rates must be a sequence of integers, got {1}"),
         (lambda: DilatedPattern(np.array([[4]]), (1,)), "segment_lengths must be a sequence of integers"),
-        (lambda: DilatedPattern(torch.tensor([4]), (1,)), "segment_lengths must be a sequence of integers"),
         (lambda: DilatedPattern((4,), (torch.tensor(1),)), r"dilation_rates\[0\] must be an integer"),
         (lambda: DilatedPattern((4,), (1,), None), "offsets must be a string"),
         (lambda: PATTERN.pairs(2.5, heads=1), "length must be an integer of at least 0, got 2.5"),
-        (lambda: PATTERN.work(8.0, heads=1, head_dim=4), "length must be an integer"),
         (lambda: PATTERN.work(8, heads=1.0, head_dim=4), "heads must be an integer"),
         (lambda: PATTERN.keys(0, **AT, length=8.0), "length must be an integer"),
         (lambda: PATTERN.describe(4, heads=1.5), "heads must be an integer"),
@@ -215,28 +193,16 @@ WRONG = {
         (lambda: DilatedPattern((4,), (5,)), "dilation_rates must be from 1 to the segment length 4, got 5"),
         (lambda: DilatedPattern((2**63,), (1,)), r"segment_lengths must be at most 2\^63 - 1, got 9223372036854775808"),
         (lambda: DilatedPattern((4,), (0,)), r"dilation_rates\[0\] must be an integer of at least 1, got 0"),
-        (
-            lambda: DilatedPattern((4,), (1,), "heads"),
-            "offsets must be one of head, head_block, branch, zero; got 'heads'",
-        ),
+        (lambda: DilatedPattern((4,), (1,), "heads"), "offsets must be one of head, head_block, .*; got 'heads'"),
         (lambda: DilatedPattern((4,), (1,), "head", "mean"), "mixing must be one of softmax, head_groups; got 'mean'"),
         (lambda: DilatedPattern.geometric(8, 4), "last must be an integer from 8 to .*, got 4"),
         (lambda: DilatedPattern.geometric(8, 64, 1), "branches must be an integer of at least 2, got 1"),
-        (
-            lambda: DilatedPattern.geometric(8, 64, 3, 9),
-            "dilation_rates must be from 1 to the segment length 64, got 81",
-        ),
-        (
-            lambda: DilatedPattern.within(64, flop=1e3, branches=3, heads=2, head_dim=8),
-            "flop must be more for 3 branches over 64 tokens, got 1000",
-        ),
-        (lambda: DilatedPattern.within(64, flop=0, branches=3, heads=2, head_dim=8), "flop must be finite and above 0"),
+        (lambda: DilatedPattern.geometric(8, 64, 3, 9), "dilation_rates must be from 1 to .* 64, got 81"),
+        (lambda: DilatedPattern.within(64, flop=1e3, branches=3, **SIZES), "flop must be more for 3 .* 64 tokens"),
+        (lambda: DilatedPattern.within(64, flop=0, branches=3, **SIZES), "flop must be finite and above 0"),
         (lambda: DilatedPattern((4,), (1,), padding="ones"), "padding must be one of none, zeros; got 'ones'"),
         (lambda: PATTERN.pairs(-1, heads=1), "length must be an integer of at least 0, got -1"),
-        (
-            lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)),
-            r"at must be positions from 0 to 7, .* got range\(6, 9\)",
-        ),
+        (lambda: PATTERN.pairs(8, heads=1, at=range(6, 9)), r"at must be positions from 0 to 7, .* got range\(6, 9\)"),
         (lambda: PATTERN.pairs(8, heads=1, at=range(-1, 9)), r"at must be positions from 0 to 7, .* got range\(-1"),
         (lambda: PATTERN.pairs(8, heads=1, at=range(0, 8, 2)), "at must be positions .* one after the other"),
         (lambda: PATTERN.pairs(8, heads=0), "heads must be an integer of at least 1, got 0"),
@@ -250,7 +216,6 @@ WRONG = {
         (lambda: PATTERN.keys(8, **AT, length=8), "position must be .* 0 to 7, got 8"),
         (lambda: PATTERN.keys(0, kv_head=-1, kv_heads=1, length=8), "kv_head must be .* from 0 to 0"),
         (lambda: PATTERN.offset(2, 0, 1), "branch must be an integer from 0 to 1, got 2"),
-        (lambda: PATTERN.offset(-1, 0, 1), "branch must be an integer from 0 to 1, got -1"),
         (lambda: PATTERN.offset(0, 1, 1), "kv_head must be an integer from 0 to 0, got 1"),
         (lambda: PATTERN.offset(0, 0, 0), "kv_heads must be an integer of at least 1, got 0"),
         (lambda: PATTERN.branch_heads(2, 4), "branch must be an integer from 0 to 1, got 2"),
@@ -259,9 +224,4 @@ WRONG = {
         (lambda: PATTERN.describe(-4), "length must be an integer of at least 1, got -4"),
     ],
 }
-
-
-@refused(WRONG)
-def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_a_wrong_argument_is_refused_by_name_and_value = refusals(WRONG)

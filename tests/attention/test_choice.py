@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -255,10 +256,6 @@ def test_benchmark_backends_measures_once_and_remembers(place, monkeypatch):
     assert len(list(place.iterdir())) == 2
 
 
-def full_disk(path, text):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("reason", ["File exists", "No space left on device"])
 def test_a_measurement_that_cannot_be_kept_holds_for_its_call(reason, place, monkeypatch):
     q, k, v = tensors()
@@ -269,7 +266,8 @@ def test_a_measurement_that_cannot_be_kept_holds_for_its_call(reason, place, mon
         place.touch()
         monkeypatch.setenv(remembered.VARIABLE, str(place))
     else:
-        monkeypatch.setattr(remembered, "write_whole", full_disk)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(remembered, "write_whole", Mock(side_effect=full))
     with pytest.warns(UserWarning, match=f"measured, but not kept: {place}: {reason}"):
         assert select_attention_backend(q, k, v, PATTERN, benchmark_backends=True) == "eager"
     assert select_attention_backend(q, k, v, PATTERN) == "sdpa"
@@ -282,19 +280,14 @@ UNSERVED = [
     ({"key_padding_mask": PADDING, **KEPT}, "where key_padding_mask is given"),
     ({"query_start": 2, **KEPT}, "where query_start is given"),
     ({"backend": "eager", **KEPT}, "where backend is given"),
+    ({"benchmark_backends": 1}, "benchmark_backends must be True or False, got"),
 ]
-
-
-@pytest.mark.parametrize("flag", [1, "yes", None])
-def test_benchmark_backends_is_a_flag(flag):
-    with pytest.raises(TypeError, match="benchmark_backends must be True or False, got"):
-        select_attention_backend(*tensors(), PATTERN, benchmark_backends=flag)
 
 
 @pytest.mark.parametrize(("options", "words"), UNSERVED)
 def test_select_attention_backend_refuses_by_name(options, words):
     q, k, v = tensors()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         select_attention_backend(q[:, options.get("query_start", 0) :], k, v, PATTERN, **options)
 
 

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
-import oracle
 import pytest
 import torch
-from cases import assert_close, attended, drawn, refused
+from cases import assert_close, attended, documents_alone, drawn, ends_of, refusals
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,10 +28,6 @@ PATTERN = DilatedPattern((4, 10), (1, 3), padding="zeros")
 GROUPS = DilatedPattern((4, 10), (2, 3), "head_block", "head_groups")
 
 
-def ends_of(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
 CU = ends_of(LENGTHS)
 
 
@@ -41,14 +35,9 @@ CU = ends_of(LENGTHS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pattern", [PATTERN, GROUPS], ids=["zeros", "groups"])
 def test_every_document_is_as_the_oracle_has_it_alone(pattern, is_causal, backend):
-    *inputs, dout = drawn(TOTAL, 4, 2, 6, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    documents = zip(*(x.split(LENGTHS, 1) for x in leaves), strict=True)
-    alone = [oracle.attention(*each, pattern, is_causal=is_causal) for each in documents if each[0].numel()]
-    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
-    wanted = out, lse, *torch.autograd.grad(out, leaves, dout)
-    found = attended((*inputs, dout), pattern, backend, is_causal=is_causal, cu_seqlens=CU, max_seqlen=12)
-    assert_close(found, wanted, 1e-12)
+    tensors = drawn(TOTAL, 4, 2, 6, dtype=torch.float64)
+    found = attended(tensors, pattern, backend, is_causal=is_causal, cu_seqlens=CU, max_seqlen=12)
+    assert_close(found, documents_alone(tensors, LENGTHS, pattern, is_causal=is_causal), 1e-12)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
@@ -166,10 +155,7 @@ WRONG = {
         (lambda: packed(None, max_seqlen=11), "max_seqlen must be None without cu_seqlens, got 11"),
         (lambda: packed(query_start=0), "query_start must be None with cu_seqlens, got 0"),
         (lambda: packed(kv_ordering=Ordering.linear(TOTAL)), "kv_ordering must be None with cu_seqlens, got Ordering"),
-        (
-            lambda: packed(key_padding_mask=torch.zeros(1, TOTAL, dtype=torch.bool)),
-            "key_padding_mask must be None with cu_seqlens, got Tensor",
-        ),
+        (lambda: packed(key_padding_mask=CU[None] > 0), "key_padding_mask must be None with cu_seqlens, got Tensor"),
         (lambda: packed(backend="flex"), "backend='flex' .*(no cu_seqlens|needs a CUDA device)"),
         (lambda: packed(CU[1:] + 1), r"must begin with 0, never fall and end with q's length 26, got \[1, 8, 9, 9, "),
         (lambda: packed(CU[2:]), r"must begin with 0, .* got \[7, 8, 8, 20, 21, 26, 26\]"),
@@ -178,9 +164,4 @@ WRONG = {
         (lambda: packed(ends_of([1] * 8 + [TOTAL - 9])), r"got \[0, 1, 2, 3, \.\.\., 6, 7, 8, 25\]"),
     ],
 }
-
-
-@refused(WRONG)
-def test_what_is_no_row_of_documents_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_what_is_no_row_of_documents_is_refused_by_name_and_value = refusals(WRONG)

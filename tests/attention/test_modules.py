@@ -12,18 +12,12 @@ from torch._dynamo.testing import CompileCounter
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from hilbert_lib.lab.samples import text_tokens
 
+pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DENSE = DilatedPattern((64,), (1,))  # one segment for every length here: dense attention
 DILATED = DilatedPattern((4, 12), (1, 3))
 HILBERT = partial(Ordering.from_curve, "hilbert")
 EMBED, HEADS, LENGTH = 16, 4, 12
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled_code():
-    yield
-    torch.compiler.reset()
 
 
 def tokens(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
@@ -101,23 +95,6 @@ def test_output_is_the_functions_between_projections(kv_heads, pattern):
     torch.testing.assert_close(ours(x, is_causal=True)[0], expected)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_stands_in_a_padded_token_changes_no_other_output(is_causal):
-    ours, x = multihead(), tokens(2, LENGTH)
-    options = {"key_padding_mask": PADDED, "is_causal": is_causal}
-    other = torch.where(PADDED[..., None], 100 * tokens(2, LENGTH).flip(0), x)
-    first, second = (ours(each, **options)[0] for each in (x, other))
-    assert torch.equal(first[~PADDED], second[~PADDED])
-    assert not torch.equal(first, ours(x, is_causal=is_causal)[0])
-
-
-def test_a_token_without_keys_gives_the_bias_alone():
-    ours = multihead()
-    nn.init.normal_(ours.out_proj.bias)
-    out = ours(tokens(1, LENGTH), key_padding_mask=torch.ones(1, LENGTH, dtype=torch.bool))[0]
-    assert torch.equal(out, ours.out_proj.bias.expand_as(out))
-
-
 ORDERINGS = {"function": HILBERT, "fixed": Ordering.residue(LENGTH, 3)}
 
 
@@ -128,24 +105,6 @@ def test_output_and_gradients_do_not_depend_on_how_k_and_v_are_stored(backend, o
     out, expected = (module(x, key_padding_mask=PADDED, is_causal=True)[0] for module in (stored, plain))
     assert torch.equal(out, expected)
     assert all(map(torch.equal, grads_of(stored, out), grads_of(plain, expected)))
-
-
-def test_k_and_v_reach_the_attention_in_the_ordering(monkeypatch):
-    from hilbert_lib.attention import modules
-
-    seen = []
-
-    def record(q, k, v, pattern, **options):
-        seen.append((k, v, options["kv_ordering"]))
-        return q
-
-    monkeypatch.setattr(modules, "attend", record)
-    q, k, v = tokens(3, 1, LENGTH, 2)
-    DilatedAttention(DILATED, kv_ordering=HILBERT)(q, k, v)
-    ((stored_k, stored_v, ordering),) = seen
-    assert ordering == HILBERT(LENGTH)
-    assert torch.equal(stored_k, k[:, ordering.perm])
-    assert torch.equal(stored_v, v[:, ordering.perm])
 
 
 def test_scale_and_decoding_are_those_of_the_function():
@@ -312,54 +271,3 @@ def test_parameters_made_on_the_meta_device_are_drawn_as_others_are():
     ours.reset_parameters()
     for name, parameter in multihead().named_parameters():
         assert torch.equal(ours.get_parameter(name), parameter)
-
-
-class ByteModel(nn.Module):
-    """Predicts the next byte: an embedding, one layer of torch's with our attention, and a head."""
-
-    def __init__(self, length: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.place = nn.Embedding(256, EMBED), nn.Embedding(length, EMBED)
-        self.layer, self.head = encoder_layer(DilatedPattern((16, 64), (1, 4))), nn.Linear(EMBED, 256)
-        self.causal = nn.Transformer.generate_square_subsequent_mask(length)
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.embed(text) + self.place.weight
-        return self.head(self.layer(x, src_mask=self.causal, is_causal=True))
-
-
-class NoAttention(nn.Module):
-    """Stands where our attention does and adds nothing to a token."""
-
-    batch_first, _qkv_same_embed_dim = True, False  # torch's layer reads them
-
-    def forward(self, query, *_arguments, **_options):
-        return torch.zeros_like(query), None
-
-
-def trained(model: ByteModel) -> list[float]:
-    """The loss of each step, on 8 lines of 64 bytes; parameters that ask for no gradient stay as they are."""
-    text = text_tokens(8 * 65).view(8, 65)
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    optimizer, losses = torch.optim.Adam(parameters, lr=1e-2), []
-    for _ in range(80):
-        loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(each.grad.isfinite().all() for each in parameters)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_a_layer_learns_real_text_by_its_attention():
-    # A byte and its place say much of the next one, and the rest of the layer learns too: so what attention adds is
-    # held against the same layer without it, and with the attention that it began with.
-    losses = trained(ByteModel(64))
-    assert losses[-1] < 0.1 * losses[0], losses
-    without, untaught = ByteModel(64), ByteModel(64)
-    without.layer.self_attn = NoAttention()
-    untaught.layer.self_attn.requires_grad_(False)
-    for twin in (without, untaught):
-        assert losses[-1] < 0.5 * trained(twin)[-1]

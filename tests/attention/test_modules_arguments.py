@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 
 from hilbert_lib import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, Ordering
 
@@ -39,10 +39,7 @@ WRONG = {
         (lambda: multihead(batch_first="yes"), "batch_first must be True or False, got 'yes'"),
         (lambda: called(tokens(2, 9).half()), r"query must have the dtype of .* \(torch.float32\), got torch.float16"),
         (lambda: called(value=tokens(2, 9).half()), "value must have the dtype of"),
-        (
-            lambda: torch.autocast("cpu", torch.bfloat16)(called)(tokens(2, 9).double()),
-            r"query must have the dtype of the parameters \(torch.float32\), got torch.float64",
-        ),
+        (lambda: torch.autocast("cpu", torch.bfloat16)(called)(tokens(2, 9).double()), "query must have the dtype of"),
         (lambda: called([1.0]), "query must be a tensor, got list"),
         (lambda: called(tokens(2, 9), 3), "key must be a tensor, got int"),
         (lambda: multihead(batch_first=False)(nested()), r"query must be a dense \(strided\) tensor, got a nested one"),
@@ -50,19 +47,12 @@ WRONG = {
         (lambda: ORDERED()(*[nested(4)] * 3), r"q must be a dense \(strided\) tensor, got a nested one"),
         (lambda: called(attn_mask="causal", is_causal=True), "attn_mask must be .* got str"),
         (lambda: called(tokens(9), key_padding_mask=[True] * 9), "key_padding_mask must be a tensor or None, got list"),
-        (
-            lambda: called(key_padding_mask=torch.zeros(2, 9, dtype=torch.int64)),
-            "key_padding_mask must be a bool tensor or None, got torch.int64",
-        ),
+        (lambda: called(key_padding_mask=tokens(2).long()), "key_padding_mask must be a bool .*, got torch.int64"),
         (lambda: ORDERED()(tokens(1, 9, 2), 3, 3), "k must be a tensor"),
-        (
-            lambda: DilatedAttention(DILATED, kv_ordering=lambda length: "hilbert")(*tokens(3, 1, 9, 2)),
-            "kv_ordering must be an Ordering such as .*, or None; got ",
-        ),
+        (lambda: DilatedAttention(DILATED, kv_ordering=str)(*tokens(3, 1, 9, 2)), "kv_ordering must be an Ordering"),
     ],
     ValueError: [
         (lambda: multihead(dropout=1), r"dropout must be in \[0, 1\), got 1"),
-        (lambda: multihead(dropout=float("nan")), r"dropout must be in \[0, 1\), got nan"),
         (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
         (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
         (lambda: multihead(backend="flash")(tokens(1, 9)), "backend='flash' .*needs a CUDA device"),
@@ -73,34 +63,19 @@ WRONG = {
         (lambda: multihead(GROUPS, kv_heads=1), r"needs at least one KV head a branch \(2\), got 1"),
         (lambda: multihead(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
         (lambda: multihead(dtype=torch.int8), "dtype must be one of torch.float16, .* got torch.int8"),
-        (lambda: multihead(dtype=torch.complex64), "dtype must be one of .* got torch.complex64"),
         (lambda: multihead(dtype="float32"), "dtype must be one of torch.float16, .* got 'float32'"),
         (lambda: called(tokens(2, 9).to("meta")), r"query must be on the device of the parameters \(cpu\), got meta"),
         (lambda: called(torch.ones(1, 9, 8)), "query must be tokens of size 16 in 2 or 3 dimensions"),
-        (
-            lambda: called(tokens(1, 12), *[tokens(1, 9)] * 2),
-            r"key must be tokens of size 16 .* shaped like query \(1, 12, 16\), got shape \(1, 9, 16\)",
-        ),
+        (lambda: called(tokens(1, 12), *[tokens(1, 9)] * 2), r"key must be .* like query \(1, 12, 16\), got .*9, 16\)"),
         (lambda: called(need_weights=True), "need_weights must be False"),
         (lambda: called(attn_mask=torch.ones(9, 9)), r"attn_mask must be None unless is_causal=True: .* \(9, 9\)"),
-        (
-            lambda: called(key_padding_mask=torch.full((2, 9), -1.0)),
-            "key_padding_mask must be bool, or hold 0 and -inf alone; got -1.0",
-        ),
-        (
-            lambda: ORDERED()(*tokens(2, 1, 9, 2), tokens(1, 3, 2)),
-            r"v must have the shape of k \(1, 9, 2, 16\), got \(1, 3, 2, 16\)",
-        ),
+        (lambda: called(key_padding_mask=-torch.ones(2, 9)), "key_padding_mask must be bool, or hold .*; got -1.0"),
+        (lambda: ORDERED()(*tokens(2, 1, 9, 2), tokens(1, 3, 2)), r"v must have the shape of k \(1, 9, .*\(1, 3, "),
         (lambda: multihead(kv_ordering=HILBERT(12))(tokens(1, 9)), r"must have the length of k \(9\), got 12"),
     ],
 }
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@refused(WRONG)
-def test_a_wrong_argument_is_refused_by_name_and_value(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+of_nested_tensors = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+test_a_wrong_argument_is_refused_by_name_and_value = of_nested_tensors(refusals(WRONG))
 
 
 def test_the_largest_head_dim_is_served():

@@ -36,6 +36,7 @@ from hilbert_lib.attention.grids.request import Request
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 
+pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 12
 PATTERN = DilatedPattern((6, 12), (3, 3))  # one pass of the fused kernels, which the interpreter runs slowly
@@ -57,12 +58,6 @@ BACKENDS = ["sdpa", "eager", "reference", "auto"] + ["triton"] * (kernel_mode() 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled_code():
-    yield
-    torch.compiler.reset()
 
 
 def qkv(*, rows: int = LENGTH, keys: int = LENGTH, dtype: torch.dtype = torch.float32, head_dim: int = 4):

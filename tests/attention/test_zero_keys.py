@@ -1,7 +1,6 @@
 """Keys of zeros that fill segments: output, lse and gradients by every backend, and what else keeps its meaning."""
 
 from dataclasses import replace
-from functools import partial
 
 import oracle
 import pytest
@@ -42,13 +41,6 @@ def test_flex_differentiates_its_results_as_a_part(monkeypatch):
     given = [x.detach() for x in (dout, q, k, v, out, lse)]
     got = operators.backward(*given, Call(PADDED, scale=0.5), "flex")
     torch.testing.assert_close(got, torch.autograd.grad(out, leaves, dout))
-
-
-def test_without_gaps_and_where_it_is_causal_nothing_changes():
-    q, k, v, dout = drawn(48, 2, 2, 8)
-    for pattern, options in ((DilatedPattern((8, 16), (1, 2)), {}), (DilatedPattern((9,), (4,)), {"is_causal": True})):
-        found = [attended((q, k, v, dout), replace(pattern, padding=p), "eager", **options) for p in ("none", "zeros")]
-        assert all(map(torch.equal, *found))
 
 
 def test_whole_segments_that_a_rate_does_not_divide_are_filled():
@@ -118,17 +110,6 @@ def test_one_kernel_adds_them_as_torch_does(dtype, monkeypatch):
         zero_keys.add_zero_keys(*found[-1], Call(PADDED), 0, 31, 3)
     torch.testing.assert_close(*found, equal_nan=True)
     assert (found[0][1] != lse).any()
-
-
-def test_torch_traces_it_as_one_operator():
-    call = Call(PADDED, scale=0.5)
-    tensors = [x.requires_grad_() for x in drawn(31, 2, 1, 4)[:3]]
-    given = *tensors, *operators._fields(call), "eager"
-    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
-    attend = partial(dilated_attention, pattern=PADDED, backend="eager", return_lse=True)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(*tensors), attend(*tensors)))
-    torch.compiler.reset()
 
 
 def test_their_memory_is_estimated():

@@ -8,6 +8,7 @@ import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import unquote_to_bytes
 
 import pandas as pd
@@ -268,18 +269,14 @@ def test_doctor_says_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
     def wrong(q, k, v, pattern, *, backend):
         return attend(q, k, v, pattern, backend=backend) + (backend == "triton")
 
-    def no_file(**_options):
-        raise PermissionError(13, "Permission denied")
-
-    def no_gpu():
-        raise RuntimeError("this torch cannot use the GPU: torch 2.13.0+cpu; install torch's CUDA build")
-
+    no_gpu = RuntimeError("this torch cannot use the GPU: torch 2.13.0+cpu; install torch's CUDA build")
     monkeypatch.setattr(doctor, "dilated_attention", wrong)
     monkeypatch.setattr(doctor, "NEEDED_MB", 2**40)
     output = hilbert("doctor", status=1)
     assert re.search(r"^BROKEN +kernels +the fused ones fail on 16 tokens: AssertionError: .*\n +fix: ", output, re.M)
     assert re.search(r"^BROKEN +reports .* MB free\n +fix: free \d+ MB, or ", output, re.M)
-    monkeypatch.setattr(doctor, "check_gpu", no_gpu)
+    monkeypatch.setattr(doctor, "check_gpu", Mock(side_effect=no_gpu))
+    no_file = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", no_file)
     output = hilbert("doctor", status=1)
     assert re.search(r"^BROKEN +gpu +this torch .*\n +fix: install torch's CUDA build$", output, re.M)
@@ -288,9 +285,7 @@ def test_doctor_says_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
 
 @pytest.mark.parametrize("command", ["run", "doctor"])
 def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch, command):
-    def refuse():
-        raise ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'")
-
+    refuse = Mock(side_effect=ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'"))
     write_notebook(Path("notebooks"), "00_a")
     for module in ("lab.environment", "lab.suite.doctor"):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)

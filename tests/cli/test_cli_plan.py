@@ -37,17 +37,21 @@ def test_the_command_gives_unequal_ranks_shards_by_their_work():
     ("words", "message"),
     [
         ("--tokens 1x", "'1x' is no whole number above 0"),
-        ("--weights 1,a", "'1,a' is no list of numbers such as 2,1,1"),
-        ("--weights 1,1,1", "weights must have one number a rank (2), got 3"),
-        ("--transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),
-        ("--memory-gb 0.001", "memory_limit must be at least 270532608 bytes (0.271 GB)"),
-        ("--memory-gb inf", "inf is not in the range"),
-        ("--memory-gb nan", "cannot convert float NaN"),
-        ("--kv-heads 3", "kv_heads must divide heads (16), got 3"),
+        ("--tokens 64k --weights 1,a", "'1,a' is no list of numbers such as 2,1,1"),
+        ("--tokens 64k --weights 1,1,1", "weights must have one number a rank (2), got 3"),
+        ("--tokens 64k --transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),
+        ("--tokens 64k --memory-gb 0.001", "memory_limit must be at least 270532608 bytes (0.271 GB)"),
+        ("--tokens 64k --memory-gb inf", "inf is not in the range"),
+        ("--tokens 64k --memory-gb nan", "cannot convert float NaN"),
+        ("--tokens 64k --kv-heads 3", "kv_heads must divide heads (16), got 3"),
+        ("", "give --tokens, or --grid and --window"),
+        ("--grid 8x8", "give --tokens, or --grid and --window"),
+        ("--grid 8x8 --window 3 --weights 1,2", "--weights: not of a grid"),
+        ("--grid 8x8 --window 9", "window * dilation must be at most the side of axis 0"),
     ],
 )
 def test_the_command_refuses_what_cannot_be_planned(words, message):
-    done = plan(f"--tokens 64k --ranks 2 {words}")
+    done = plan(f"--ranks 2 {words}")
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
 

@@ -1,11 +1,10 @@
 """The Hilbert kernels give the bits of the torch version; without a GPU they run here in Triton's interpreter."""
 
+from itertools import product
 from math import prod
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from hilbert_lib.curves import coordinates as curves
 from hilbert_lib.curves.coordinates import curve_coordinates, curve_index
@@ -43,35 +42,14 @@ def check(shape):
     assert torch.equal(curve_index("hilbert", cells[mixed], shape), mixed)
 
 
-@pytest.mark.parametrize("shape", [*PLANES, *BOXES], ids=str)
-def test_cells_and_places_are_bit_equal_to_the_torch_version(kernels, monkeypatch, shape):
-    monkeypatch.setattr(curves_triton, "LEAF_CELLS", max(1, prod(shape) // 16))
-    check(shape)
+# With leaves of a sixteenth of the cells, of one cell and of all; and with leaves of several steps.
+SIZED = [(shape, max(1, prod(shape) // 16)) for shape in [*PLANES, *BOXES, (2, 3)]]
+SIZED += [*product([(5, 7), (3, 2, 5)], [1, 3, 1024]), ((1024, 3), 1024), ((2, 1, 1100), 1024)]
 
 
-@pytest.mark.parametrize("leaf_cells", [1, 3, 1024])
-@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 5)])
-def test_cells_and_places_do_not_depend_on_the_size_of_a_leaf(kernels, monkeypatch, shape, leaf_cells):
+@pytest.mark.parametrize(("shape", "leaf_cells"), SIZED, ids=str)
+def test_cells_and_places_are_bit_equal_to_the_torch_version(kernels, monkeypatch, shape, leaf_cells):
     monkeypatch.setattr(curves_triton, "LEAF_CELLS", leaf_cells)
-    check(shape)
-
-
-SIDES = st.integers(1, 24)
-
-
-@settings(max_examples=12)
-@given(shape=st.one_of(st.tuples(SIDES, SIDES), st.tuples(*[st.integers(1, 8)] * 3)))
-@example(shape=(2, 3))  # a block whose child is as large as itself
-def test_cells_and_places_are_bit_equal_on_any_shape(shape):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "_has_kernel", lambda device: True)
-        patch.setattr(curves_triton, "LEAF_CELLS", max(1, prod(shape) // 8))
-        check(shape)
-
-
-@pytest.mark.parametrize("shape", [(1024, 3), (2, 1, 1100)])
-def test_cells_are_right_where_a_leaf_takes_several_steps(kernels, monkeypatch, shape):
-    monkeypatch.setattr(curves_triton, "LEAF_CELLS", 1024)
     check(shape)
 
 

@@ -10,7 +10,7 @@ import hilbert
 import numpy as np
 import pytest
 import torch
-from cases import refused
+from cases import refusals
 from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,11 +32,6 @@ def step_lengths(cells):
     return change.sum(dim=1), change.amax(dim=1)
 
 
-def parity_forbids_unit_steps(shape):
-    longest = max(shape)
-    return longest % 2 == 1 and prod(shape) // longest % 2 == 0
-
-
 @settings(max_examples=150)
 @given(shape=SHAPES, kind=st.sampled_from(KINDS))
 def test_every_cell_is_met_once_and_index_is_the_inverse(shape, kind):
@@ -49,66 +44,14 @@ def test_every_cell_is_met_once_and_index_is_the_inverse(shape, kind):
     assert torch.equal(curve_index(kind, cells, shape), torch.arange(prod(shape)))
 
 
-def check_hilbert_steps(shape):
-    sums, largest = step_lengths(curve_coordinates("hilbert", shape))
-    assert (largest <= 1).all()
-    assert (sums <= 2).all()
-    assert (sums == 2).sum() == parity_forbids_unit_steps(shape)
-
-
-@given(shape=SHAPES)
-def test_hilbert_steps_are_one_but_for_one_diagonal_where_parity_forbids(shape):
-    check_hilbert_steps(shape)
-
-
 def test_hilbert_steps_hold_for_every_small_shape():
+    """They are one, but for one diagonal where parity forbids."""
     for shape in [*product(range(1, 20), repeat=2), *product(range(1, 8), repeat=3)]:
-        check_hilbert_steps(shape)
-
-
-def walk(start, along, across, m, n):
-    """The curve through a block of m by n cells, cell by cell, in steps `along` its major axis and `across` it."""
-    if m * n == 1:
-        yield start
-        return
-    cut, first, second = (m + 1) // 4 * 2, 0, 0
-    if m <= 3:
-        cut, first, second = (1, n, n) if m <= 2 else (2, n - 1, n)
-    elif 3 * m <= 4 * n:
-        first = second = (n + 1) // 4 * 2
-
-    def at(steps, turns):
-        return tuple(s + steps * a + turns * b for s, a, b in zip(start, along, across, strict=True))
-
-    back, down = (tuple(-step for step in way) for way in (along, across))
-    parts = (start, across, along, first, cut), (at(0, first), along, across, cut, n - first)
-    parts += ((at(cut, second), along, across, m - cut, n - second),)
-    parts += ((at(m - 1, second - 1), down, back, second, m - cut),)
-    for *part, sides, others in parts:
-        if sides * others:
-            yield from walk(*part, sides, others)
-
-
-def test_hilbert_rectangles_are_those_that_are_walked_cell_by_cell():
-    rng = np.random.default_rng(0)
-    for shape in [(48, 40), *map(tuple, rng.integers(1, 46, (55, 2)).tolist())]:
-        longer = shape.index(max(shape))
-        along, across = ((1, 0), (0, 1)) if longer == 0 else ((0, 1), (1, 0))
-        walked = list(walk((0, 0), along, across, shape[longer], shape[1 - longer]))
-        cells = curve_coordinates("hilbert", shape)
-        assert list(map(tuple, cells.tolist())) == walked, shape
-        # And without the rule of the cuts: slots k apart lie at most sqrt(16 k) apart, or a narrow grid's length.
-        k = np.array([each for each in (2, 5, 16, 40, 100) if each < len(cells)], dtype=int)
-        far = [(cells[each:] - cells[:-each]).square().sum(dim=1).max().item() for each in k]
-        assert min(shape) < 12 or (np.array(far) <= 16 * k).all(), shape
-
-
-def test_hilbert_goes_from_the_origin_to_the_end_of_the_longest_side():
-    for shape in [(13, 21), (21, 13), (64, 64), (5, 6, 9), (1, 7), (9, 2, 4)]:
-        cells = curve_coordinates("hilbert", shape)
-        longest = shape.index(max(shape))
-        assert cells[0].tolist() == [0] * len(shape)
-        assert cells[-1].tolist() == [side - 1 if axis == longest else 0 for axis, side in enumerate(shape)]
+        sums, largest = step_lengths(curve_coordinates("hilbert", shape))
+        forbids = max(shape) % 2 == 1 and prod(shape) // max(shape) % 2 == 0
+        assert (largest <= 1).all()
+        assert (sums <= 2).all()
+        assert (sums == 2).sum() == forbids
 
 
 @pytest.mark.parametrize(("order", "ndim"), [(1, 2), (2, 2), (7, 2), (1, 3), (2, 3), (5, 3)])
@@ -142,18 +85,14 @@ def test_hilbert_square_is_the_published_curve_up_to_symmetry(order):
         assert any(np.array_equal(turned, published) for turned in symmetries(ours, 2**order))
 
 
-def test_hilbert_square_keeps_near_slots_near():
-    """Slots k apart lie at most sqrt(6 k) apart, as on the continuous curve (Bauman, Math. Notes 80, 2006)."""
-    cells = curve_coordinates("hilbert", (32, 32))
-    for k in range(1, len(cells)):
-        assert (cells[k:] - cells[:-k]).square().sum(dim=1).max() <= 6 * k
-
-
 @pytest.mark.parametrize(
     ("shape", "bound"), [((60, 84), 11), ((13, 200), 16), ((48, 80), 8.5), ((31, 57), 7.5), ((200, 13), 16)]
 )
 def test_hilbert_rectangle_keeps_near_slots_near(shape, bound):
-    """Slots k apart lie at most sqrt(bound k) apart: blocks that are cut without regard to their shape miss it."""
+    """Slots k apart lie at most sqrt(bound k) apart: blocks that are cut without regard to their shape miss it.
+
+    On the continuous curve, of a square, it is sqrt(6 k) (Bauman, Math. Notes 80, 2006).
+    """
     cells = curve_coordinates("hilbert", shape)
     assert all((cells[k:] - cells[:-k]).square().sum(dim=1).max() <= bound * k for k in range(1, len(cells)))
 
@@ -219,7 +158,6 @@ WRONG = {
     TypeError: [
         (lambda: curve_coordinates("morton", (True, 2)), r"shape\[0\] must be an integer.*, got True"),
         (lambda: curve_coordinates("morton", {4, 2}), "shape must be a sequence of integers"),
-        (lambda: curve_coordinates("tile", (4, 2.5)), r"shape\[1\] must be an integer.*, got 2.5"),
         (lambda: curve_coordinates("raster", 4), "integers.*4"),
         (lambda: curve_index("hilbert", torch.tensor([[0.0, 1.0]]), (4, 4)), "integers, got torch.float32"),
         (lambda: curve_index("hilbert", [[0, 1]], (4, 4)), "coordinates must be a tensor of integers, got list"),
@@ -227,23 +165,14 @@ WRONG = {
     ValueError: [
         (lambda: curve_coordinates("hilbret", (4, 4)), "hilbert, morton, snake, raster, tile.*'hilbret'"),
         (lambda: curve_coordinates("hilbert", (4,)), r"2 or 3 sides.*\(4,\)"),
-        (lambda: curve_coordinates("hilbert", (2, 2, 2, 2)), "2 or 3 sides"),
         (lambda: curve_coordinates("morton", (4, 0)), r"shape\[1\] must be .* at least 1, got 0"),
-        (
-            lambda: curve_coordinates("hilbert", (2, 2), device="gpu"),
-            "device must be a device that .* knows.*, got 'gpu'",
-        ),
+        (lambda: curve_coordinates("hilbert", (2, 2), device="gpu"), "device must be a device .*, got 'gpu'"),
         (lambda: curve_index("hilbert", torch.tensor([[0, 4]]), (4, 4)), r"inside the shape \(4, 4\), got \[0, 4\]"),
         (lambda: curve_index("hilbert", torch.tensor([[-1, 0]]), (4, 4)), r"got \[-1, 0\]"),
         (lambda: curve_index("hilbert", torch.tensor([[0, 0, 0]]), (4, 4)), r"2 in the last axis, got \(1, 3\)"),
     ],
 }
-
-
-@refused(WRONG)
-def test_bad_arguments_are_named(error, call, words):
-    with pytest.raises(error, match=words):
-        call()
+test_bad_arguments_are_named = refusals(WRONG)
 
 
 def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():

@@ -85,9 +85,6 @@ def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_h
         assert len(read_records(tmp_path / RESULTS)) == 24
 
 
-# Packed
-
-
 def facts(moment, hardware="one"):
     return {"utc": f"2026-11-26T00:00:{moment:02d}", "hardware": hardware, "gpus": [{"name": "a", "clock": moment}]}
 
@@ -120,9 +117,6 @@ def test_what_this_code_measured_on_this_hardware_is_found_again(tmp_path):
     assert measured_before(tmp_path / "nowhere") == []
 
 
-# Which run speaks for a notebook
-
-
 def made(path, day, gpus=1, pack=False):
     append_lines([{"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}] * gpus}}], path / RESULTS)
     if pack:
@@ -147,9 +141,6 @@ def test_a_run_without_a_gpu_speaks_only_where_its_folder_is_named(tmp_path, mon
     monkeypatch.setattr(records, "REPORTS", tmp_path)
     assert newest_run("05_x") is None
     assert newest_run("05_x", machines=[tmp_path / "h200"]) == path
-
-
-# Runs side by side
 
 
 @pytest.fixture

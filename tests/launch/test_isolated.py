@@ -9,8 +9,6 @@ import pytest
 
 from hilbert_lib.launch import isolated
 from hilbert_lib.launch.isolated import run_isolated
-from hilbert_lib.limits.config import SafetyConfig
-from hilbert_lib.limits.watch import Watcher
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -54,19 +52,6 @@ def test_an_error_names_no_path_of_this_machine():
     missing = os.path.join(os.path.abspath(sys.path[0]), "missing")
     ending = run_isolated("builtins:open", [missing], seconds=30)
     assert ending.cause == "FileNotFoundError: [Errno 2] No such file or directory: 'missing'"
-
-
-def test_host_memory_is_capped():
-    take = ["bytearray(2**28)"]
-    assert run_isolated("builtins:exec", take, seconds=10, host_bytes=2**30).status == "ok"
-    assert run_isolated("builtins:exec", take, seconds=10, host_bytes=2**27).status == "out of memory"
-
-
-def test_a_process_is_ended_when_its_watcher_says_so():
-    watch = Watcher(SafetyConfig(max_seconds=0.01), "cpu", on_limit=lambda cause: None)
-    ending = run_isolated("time:sleep", [60], seconds=30, watch=lambda pid: watch)
-    assert (ending.status, ending.cause[:7]) == ("over a limit", "it ran ")
-    assert ending.seconds < 5
 
 
 def test_records_are_read_however_late_their_reader_is(monkeypatch):

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,23 +69,16 @@ def test_lengths_grow_by_any_factor_and_the_last_is_the_end(machine, factor, len
     assert set(result.table().measured_bytes) == {7}
 
 
-def raising(error):
-    def fail():
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize(
     ("fail", "words"),
     [
         (
-            raising(torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB\nmore")),
-            "of memory: CUDA out of memory. Tried",
+            Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB\nmore")),
+            "memory: CUDA out of memory.",
         ),
         (lambda: torch.empty(2**60, dtype=torch.uint8, device="cpu"), "can't allocate memory"),
-        (raising(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")), "out of memory: CUDA_ERROR_OUT_OF_MEMORY"),
-        (raising(MemoryError()), "out of memory: "),
+        (Mock(side_effect=RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")), "out of memory: CUDA_ERROR_OUT_OF_MEMORY"),
+        (Mock(side_effect=MemoryError()), "out of memory: "),
     ],
 )
 def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fail, words):
@@ -97,7 +91,7 @@ def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fa
 
 def test_other_errors_of_the_run_are_not_taken_for_a_limit(machine):
     with pytest.raises(RuntimeError, match="a mistake"):
-        progress(machine, 1, 64, run=lambda length: raising(RuntimeError("a mistake"))())
+        progress(machine, 1, 64, run=lambda length: Mock(side_effect=RuntimeError("a mistake"))())
 
 
 def test_a_run_that_passes_a_limit_on_its_way_is_ended():

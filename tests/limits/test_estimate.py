@@ -359,6 +359,7 @@ NARROW = {"length": 65536, "heads": 16, "head_dim": 64}
 HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
 # Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
 ALL = (*HALVES, pytest.param("eager", marks=pytest.mark.alone))
+WIDE, WINDOWS = Neighbourhood((512, 512), 17), tuple(Neighbourhood((256, 256), n) for n in (17, 33))
 ON_A_GPU = {  # backends, pattern and options
     "plain": (ALL, REFERENCE, LARGE),
     "grouped, causal": (ALL, REFERENCE, {**NARROW, "is_causal": True, "kv_heads": 4}),
@@ -376,20 +377,8 @@ ON_A_GPU = {  # backends, pattern and options
     "eager, dropout": (["eager"], ALIGNED, {"length": 8192, "heads": 8, "dropout_p": 0.1}),
     "eager, padding": (["eager"], ALIGNED, {"length": 32768, "heads": 8, "has_key_padding": True}),
     "eager, half of the queries": (["eager"], ALIGNED, {"length": 65536, "queries": 32768, "heads": 8}),
-}
-
-
-ON_A_GPU |= {
-    "grid": (
-        ["triton", "eager", "flex"],
-        Neighbourhood((512, 512), 17),
-        {"heads": 8, "kv_heads": 4, "head_dim": 128, "extra": 256},
-    ),
-    "grid, two windows": (
-        ["triton", "flex"],
-        tuple(Neighbourhood((256, 256), n) for n in (17, 33)),
-        {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128},
-    ),
+    "grid": (["triton", "eager", "flex"], WIDE, {"heads": 8, "kv_heads": 4, "head_dim": 128, "extra": 256}),
+    "grid, two windows": (["triton", "flex"], WINDOWS, {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}),
 }
 
 

@@ -83,32 +83,6 @@ def test_what_torch_caches_is_there_for_this_process_alone(monkeypatch):
     assert runner.why_not({"sides": ["any"]})["any"]["status"] == "not tried"
 
 
-VERSION_1 = {"memory.limit_in_bytes": 8 * GB, "memory.usage_in_bytes": 5 * GB}
-VERSION_2 = {"memory.max": 8 * GB, "memory.current": 5 * GB}
-
-
-@pytest.mark.parametrize(
-    ("line", "folder", "files", "cache"),
-    [
-        ("0::/a/b", "a/b", VERSION_2, "inactive_file"),
-        ("0::/a/b", "a", VERSION_2, "inactive_file"),  # a limit of a group above
-        ("0::/of/the/host", "", VERSION_2, "inactive_file"),  # a container that sees its own group at the root
-        ("4:memory:/a", "memory/a", VERSION_1, "total_inactive_file"),
-    ],
-)
-def test_a_containers_limit_binds_and_files_pages_count_as_available(tmp_path, monkeypatch, line, folder, files, cache):
-    (tmp_path / "memory/a").mkdir(parents=True)
-    if line.endswith("/a/b"):
-        (tmp_path / "a/b").mkdir(parents=True)
-        (tmp_path / "a/b/memory.max").write_text("max\n")
-    for name, size in files.items():
-        (tmp_path / folder / name).write_text(f"{size}\n")
-    (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} {GB}\n")
-    in_container(monkeypatch, tmp_path, f"2:cpu:/\n{line}\n".encode())
-    bounds = ((64 * GB, 60 * GB), (8 * GB, 4 * GB))
-    assert host_memory() == Memory("host", 8 * GB, 4 * GB, bounds)
-
-
 def in_container(monkeypatch, folder, own, files=()):
     """A machine of 64 GB, 60 of them free, whose /proc/self/cgroup says `own`; files of cgroups below the folder."""
     (folder / "own").write_bytes(own)
@@ -124,13 +98,17 @@ def in_container(monkeypatch, folder, own, files=()):
 
 USED, GB_8 = b"%d\n" % (5 * GB), b"%d\n" % (8 * GB)
 ONE = {b"memory.current": USED}
+# Pages of files are given back at need; as version 2 of cgroups says it, and version 1.
+FREED = {b"memory.max": GB_8, **ONE, b"memory.stat": b"anon 1\ninactive_file %d\n" % GB}
+FREED_1 = {b"memory.limit_in_bytes": GB_8, b"memory.usage_in_bytes": USED}
+FREED_1[b"memory.stat"] = b"anon 1\ntotal_inactive_file %d\n" % GB
 NO_LIMIT = (b"", b"max", b"-1\n", b"8G\n", b"1e9", b"9" * 5000, b"\xff", None)  # None is a folder
 NO_GROUP = (b"", b"\n", b"nothing", b"0:", b"1:cpu", b"4:memory:/", b"\xff\x00")
 OTHERS = [  # what /proc/self/cgroup says, files, and GB in all and available
-    *(
-        (b"0::/\n", {b"memory.max": x, **ONE}, 64, 60)
-        for x in (b"", b"max", b"-1\n", b"8G\n", b"9" * 5000, b"\xff", None)
-    ),
+    *((b"0::/\n", {b"memory.max": x, **ONE}, 64, 60) for x in NO_LIMIT),
+    (b"2:cpu:/\n0::/a/b\n", {b"a/b/memory.max": b"max\n", **{b"a/" + name: x for name, x in FREED.items()}}, 8, 4),
+    (b"0::/of/the/host\n", FREED, 8, 4),  # a container that sees its own group at the root
+    (b"4:memory:/a\n", {b"memory/a/" + name: x for name, x in FREED_1.items()}, 8, 4),
     (b"0::/\n", {b"memory.max": b"%d" % (2**70), **ONE}, 64, 60),
     (b"0::/\n", {b"memory.max": b"%d" % (99 * GB), **ONE}, 64, 60),  # above the machine's
     (b"4:memory:/\n", {b"memory/memory.limit_in_bytes": b"9223372036854771712\n"}, 64, 60),
@@ -147,10 +125,7 @@ OTHERS = [  # what /proc/self/cgroup says, files, and GB in all and available
     (b"0::/../../of/the/host\n", {b"memory.max": GB_8, **ONE}, 8, 3),
     (b"0::/gone (deleted)\n", {b"memory.max": GB_8, **ONE}, 8, 3),
     (b"0::/\xff:\x0b\n", {b"\xff:\x0b/memory.max": GB_8}, 8, 8),
-    *(
-        (own, {b"memory.max": GB_8}, 64, 60)
-        for own in (b"", b"\n", b"nothing", b"0:", b"1:cpu", b"4:memory:/", b"\xff\x00")
-    ),
+    *((own, {b"memory.max": GB_8}, 64, 60) for own in NO_GROUP),
 ]
 
 
@@ -159,6 +134,7 @@ def test_every_way_to_write_a_containers_limit_gives_a_sane_number(tmp_path, mon
     in_container(monkeypatch, tmp_path, own, files)
     found = host_memory()
     assert (found.total / GB, found.available / GB) == (total, available)
+    assert found.bounds[0] == (64 * GB, 60 * GB)
     assert all(0 <= free <= most for most, free in found.bounds)
 
 
@@ -177,11 +153,6 @@ def test_a_containers_file_that_cannot_be_read_is_no_limit(tmp_path, monkeypatch
     assert host_memory().total == 64 * GB
     (tmp_path / "own").unlink()
     assert host_memory().total == 64 * GB
-
-
-def test_without_a_containers_limit_the_host_is_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "none")
-    assert host_memory().total == memory.psutil.virtual_memory().total
 
 
 def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -94,10 +95,7 @@ def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back():
 
 @pytest.mark.parametrize("error", [OSError("no such file"), ValueError("no number")], ids=repr)
 def test_a_watch_that_fails_ends_the_run(monkeypatch, error):
-    def fail():
-        raise error
-
-    monkeypatch.setattr(watch, "host_memory", fail)
+    monkeypatch.setattr(watch, "host_memory", Mock(side_effect=error))
     told = f"the watch failed, {type(error).__name__}: {error}"
     with pytest.raises(LimitReachedError, match=told), Watcher(device="cpu"):
         time.sleep(LONG_SLEEP)
@@ -125,11 +123,8 @@ def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were(monkeypatch):
     with Watcher(device="cpu") as one, pytest.raises(RuntimeError, match="watches once"), one:
         pytest.fail("the block began")
 
-    def refuse():
-        raise RuntimeError("can't start new thread")
-
     one = Watcher(device="cpu")
-    monkeypatch.setattr(one._thread, "start", refuse)
+    monkeypatch.setattr(one._thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="can't start new thread"), one:
         pytest.fail("the block began")
     assert signal.getsignal(signal.SIGINT) == handler
@@ -169,9 +164,6 @@ def test_the_gpus_memory_and_temperature_are_seen():
 
 
 def test_an_interrupt_while_it_begins_is_told_as_one(monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), Watcher(SafetyConfig(), "cpu"):
         raise AssertionError("the block does not begin")

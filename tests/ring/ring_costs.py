@@ -38,20 +38,8 @@ def count_bytes(
         out = ring_dilated_attention(*leaves, pattern, **call)
     with counted() as backward:
         torch.autograd.grad(out, leaves, dout)
-    plan = plan_ring(
-        pattern,
-        lengths,
-        batch=2,
-        heads=4,
-        kv_heads=4,
-        head_dim=8,
-        dtype=dtype,
-        is_causal=is_causal,
-        transport=transport,
-        padded=padded,
-        **planning,
-    )
-    cost = plan.ranks[rank]
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": dtype, "padded": padded}
+    cost = plan_ring(pattern, lengths, is_causal=is_causal, transport=transport, **sizes, **planning).ranks[rank]
     planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
     return [[forward["sent"], forward["received"], backward["sent"], backward["received"]], planned]
 
@@ -67,12 +55,9 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
     else:
         options |= {"kv_ordering": spec, "transport": what}
         call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **options)
-    places = [(graph_cache, "made_to_share", "table"), (attention, "plan_ring", "plan")]
-    places += [
-        (neighbourhood, "plan_halo", "plan"),
-        (neighbourhood, "shard_lengths_for", "plan"),
-        (DilatedPattern, "__post_init__", "pattern"),
-    ]
+    places = [(graph_cache, "made_to_share", "table"), (DilatedPattern, "__post_init__", "pattern")]
+    places += [(attention, "plan_ring", "plan"), (neighbourhood, "plan_halo", "plan")]
+    places += [(neighbourhood, "shard_lengths_for", "plan")]
     places += [(passes, "Shard", "table"), (passes, "name_table", "table"), (blocks, "name_table", "table")]
     places += [(place, "exchange", "message") for place in (exchange, passes, halo)]
     found = []
@@ -85,13 +70,7 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
 
 
 def peak_memory(
-    branches: list,
-    tokens: int,
-    transport: str,
-    *,
-    is_causal: bool = False,
-    ordering: str = "none",
-    padded: bool = False,
+    branches: list, tokens: int, transport: str, *, is_causal=False, ordering: str = "none", padded=False
 ) -> list[list[int]]:
     """Bytes at the highest point of a forward, and of a backward: as allocated by torch, and as planned.
 

@@ -21,7 +21,7 @@ from hilbert_lib.ring.rank.layout import Mail
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
-NAMES = ("out", "lse", "dq", "dk", "dv")
+
 GROUPED = {"heads": 6, "kv_heads": 3}
 DROPPING = ("eager", "reference")  # backends whose dropout bits are keyed by position
 # Without a GPU dropout takes Triton's interpreter long.

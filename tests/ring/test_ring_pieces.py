@@ -1,8 +1,5 @@
 """Pieces of the ring that need no ranks."""
 
-import copy
-from importlib import import_module
-
 import pytest
 import torch
 
@@ -22,13 +19,6 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
     torch.testing.assert_close(found, delta.double(), rtol=1e-5, atol=0.0)
 
 
-def test_the_plan_has_its_function_and_its_module():
-    from hilbert_lib.ring.plan import plan, plan_ring
-
-    assert plan is import_module("hilbert_lib.ring.plan.plan")
-    assert plan_ring is plan.plan_ring
-
-
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
     asked = {2: (None, {"pattern": "a"}), 3: (None, {"pattern": "b"})}
     assert header._difference(asked) == "pattern must be the same on all ranks, got a on rank 2; b on rank 3"
@@ -39,12 +29,3 @@ def test_a_module_calls_with_what_it_was_made_with(monkeypatch):
     monkeypatch.setattr(module, "ring_dilated_attention", lambda *_, **options: options)
     x = torch.ones(1, 4, 1, 4)
     assert RingDilatedAttention(DilatedPattern((4,), (1,)), **given)(x, x, x).items() >= given.items()
-
-
-def test_a_copy_of_the_module_shares_its_group():
-    one = RingDilatedAttention(DilatedPattern((4,), (1,)))
-    one.group = object()
-    other = copy.deepcopy(one)
-    assert other is not one
-    assert other.group is one.group
-    assert repr(other) == repr(one)

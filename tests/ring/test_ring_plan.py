@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from cases import refusals
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib.lab.records import REPORTS, read_records
@@ -68,6 +69,8 @@ def cells_of(message):
 
 
 @given(patterns(), shards, kv_head_counts, st.booleans(), st.sampled_from(GATHERING))
+# 3 divides 6, but not its segment length 10: rows 12 and 18 of the second branch are not in the first.
+@example(DilatedPattern((10, 20), (3, 6)), [15, 5], 3, False, "ring")
 def test_every_rank_receives_exactly_the_rows_that_its_queries_need(pattern, lengths, kv_heads, is_causal, transport):
     plan = plan_of(pattern, lengths, heads=kv_heads, kv_heads=kv_heads, is_causal=is_causal, transport=transport)
     found = {pair: cells_of(message) for pair, message in plan.messages.get(transport, {}).items()}
@@ -89,12 +92,6 @@ def test_a_row_that_several_branches_need_is_sent_once(pattern, lengths, kv_head
         # k and v again, one way; dk and dv in float32, the other
         assert cost.sent_backward == 2 * row * out + 4 * row * into
         assert cost.received_backward == 2 * row * into + 4 * row * out
-
-
-def test_rows_that_only_look_contained_are_sent():
-    # 3 divides 6, but not its segment length 10: rows 12 and 18 of the second branch are not in the first.
-    plan = plan_of(DilatedPattern((10, 20), (3, 6)), (15, 5), heads=1, kv_heads=1, transport="ring")
-    assert {position for position, _ in cells_of(plan.messages["ring"][0, 1])} == {10, 13, 0, 6, 12}
 
 
 @given(patterns(), shards, st.booleans())
@@ -154,45 +151,6 @@ def test_all_ranks_compute_the_useful_flop_and_receive_what_is_sent(pattern, len
         )
         assert flop == getattr(work, f"flop_{way}")
         assert sent == received
-
-
-# Tokens, ranks, w and r of aligned shards.
-ALIGNED = [(4096, 8, 2048, 4), (4096, 8, 4096, 8), (4096, 4, 2048, 1), (8192, 8, 4096, 16)]
-
-
-@pytest.mark.parametrize(("length", "ranks", "w", "r"), ALIGNED)
-@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(16, 16, torch.bfloat16), (16, 8, torch.float32)])
-def test_bytes_are_those_of_the_formulas(length, ranks, w, r, heads, kv_heads, dtype):
-    # u: bytes of one head's rows on one rank; g ranks share a segment; e, eg: bytes of an element and of a gradient.
-    e, eg, d, batch = dtype.itemsize, 4, 64, 3
-    g, u = w * ranks // length, batch * (length // ranks // r) * d * e
-    asked = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "batch": batch, "dtype": dtype}
-    pattern, lengths = DilatedPattern((w,), (r,)), (length // ranks,) * ranks
-    for transport in GATHERING:
-        for cost in plan_of(pattern, lengths, transport=transport, **asked).ranks:
-            assert cost.sent_forward == cost.received_forward == 2 * kv_heads * (g - 1) * u
-            assert cost.sent_backward == cost.received_backward == 2 * kv_heads * u * (g - 1) * (e + eg) // e
-    lse = heads * 4 * (u // d // e) * (g - 1) // g
-    for cost in plan_of(pattern, lengths, transport="all_to_all", **asked).ranks:
-        assert cost.sent_forward == cost.received_forward == 2 * (heads + kv_heads) * u * (g - 1) // g + lse
-        with_gradients = (heads * e + (heads + 2 * kv_heads) * eg) * u // e * (g - 1) // g
-        assert cost.sent_backward == cost.received_backward == with_gradients + 2 * lse
-
-
-@pytest.mark.parametrize("transport", [*GATHERING, "all_to_all"])
-def test_a_padding_mask_takes_a_byte_of_each_row_that_travels(transport):
-    asked = {"heads": 6, "kv_heads": 3, "batch": 2, "transport": transport}
-    plans = [plan_of(DilatedPattern((8, 36), (1, 3)), (12, 12, 12), padded=p, **asked) for p in (False, True)]
-    between = plans[1].messages[transport]
-    for rank, (plain, padded) in enumerate(zip(*(plan.ranks for plan in plans), strict=True)):
-        out, into = (
-            {pair: 2 * message.size for pair, message in between.items() if pair[end] == rank} for end in (0, 1)
-        )
-        own = out.get((rank, rank), 0)  # of an exchange of heads: held, and not sent
-        assert sum(out.values()) > own
-        assert padded.sent_forward - plain.sent_forward == sum(out.values()) - own
-        assert padded.received_forward - plain.received_forward == sum(into.values()) - own
-        assert padded.sent_backward == plain.sent_backward
 
 
 def test_auto_exchanges_heads_by_the_rule():
@@ -312,20 +270,12 @@ def test_a_billion_tokens_are_planned_in_no_more_time_than_few():
 
 def test_the_table_says_who_sends_what_and_why():
     plan = plan_of(DilatedPattern((512, 2048), (1, 4)), (1024,) * 2, heads=4, kv_heads=4, head_dim=64)
-    columns = [re.split("  +", line.strip()) for line in str(plan).splitlines()]
-    asked = "2,048 tokens on 2 ranks, batch 1, 4 heads, 4 KV heads, head_dim 64, bfloat16, not causal"
-    why = "exchanging heads would take 0.264 MB; room for all rows at once"
-    titles = ["rank", "tokens", "MB sent", "received", "backward: sent", "received"]
-    assert columns == [
-        [asked],
-        [""],
-        ["branch", "segment_length", "dilation_rate", "ranks a segment", "MB a rank", "transport", "why"],
-        ["0", "512", "1", "1", "0", "local", "every segment lies inside one rank"],
-        ["1", "2,048", "4", "2", "0.262", "all_gather", why],
-        [""],
-        [*titles, "GB of memory", "backward", "TFLOP", "backward"],
-        ["0-1", "1,024", "0.262", "0.262", "0.786", "0.786", "0.00349", "0.00757", "0.000671", "0.00168"],
-    ]
+    asked, _, _, local, shared, _, _, ranks = [re.split("  +", line.strip()) for line in str(plan).splitlines()]
+    assert asked[0].startswith("2,048 tokens on 2 ranks, batch 1, 4 heads, 4 KV heads, head_dim 64, bfloat16")
+    assert local[:6] == ["0", "512", "1", "1", "0", "local"]
+    assert shared[:6] == ["1", "2,048", "4", "2", "0.262", "all_gather"]
+    assert "0.264 MB" in shared[6]
+    assert " ".join(ranks) == "0-1 1,024 0.262 0.262 0.786 0.786 0.00349 0.00757 0.000671 0.00168"
 
 
 PATTERN = DilatedPattern((4, 16), (1, 2))
@@ -342,7 +292,6 @@ TYPES = [
     (lambda: plan(transport=["ring"]), r"transport must be a string, got \['ring'\]"),
     (lambda: plan(weights=(1, 1, "1", 1)), r"weights\[2\] must be a number, got '1'"),
     (lambda: plan(weights=3), "weights must be a sequence of numbers or None, got 3"),
-    (lambda: plan(weights=iter("1111")), "weights must be a sequence of numbers or None, got <str"),
     (lambda: plan(is_causal="no"), "is_causal must be True or False, got 'no'"),
     (lambda: shard_lengths_for(100, 3, pattern="x"), "pattern must be a DilatedPattern, got str"),
     (lambda: shard_lengths_for(100, 3, is_causal="no"), "is_causal must be True or False, got 'no'"),
@@ -355,7 +304,6 @@ VALUES = [
     (lambda: plan(head_dim=257), "head_dim must be an integer from 1 to 256"),
     (lambda: plan(batch=0), "batch must be an integer of at least 1"),
     (lambda: plan(dtype=torch.int32), "dtype must be one of"),
-    (lambda: plan(dtype="bfloat16"), "dtype must be one of"),
     (lambda: plan(transport="nvlink"), "transport must be one of auto, ring, all_gather, all_to_all"),
     (lambda: plan(transport="all_to_all"), "needs at least one KV head a rank: 4 ranks.*branch 1.*has 2"),
     (lambda: plan(memory_limit=0), "memory_limit must be an integer of at least 1"),
@@ -363,9 +311,4 @@ VALUES = [
     (lambda: plan(weights=(1, 1, 0, 1)), r"weights\[2\] must be finite and above 0, got 0"),
     (lambda: plan(GROUPS, kv_heads=1), "at least one KV head a branch"),
 ]
-
-
-@pytest.mark.parametrize(("call", "words"), TYPES + VALUES, ids=[words for _, words in TYPES + VALUES])
-def test_what_cannot_be_planned_names_the_argument(call, words):
-    with pytest.raises(TypeError if (call, words) in TYPES else ValueError, match=words):
-        call()
+test_what_cannot_be_planned_names_the_argument = refusals({TypeError: TYPES, ValueError: VALUES})

@@ -39,9 +39,8 @@ def inputs(tmp_path, monkeypatch):
 
 @inductor
 def test_a_backward_runs_again_after_those_that_ran_once(inputs):
-    gradients(
-        torch.compile(tuple_of_a_view, dynamic=False), inputs, 1
-    )  # takes buffers over, and stays in torch's cache
+    # It takes buffers over, and stays in torch's cache.
+    gradients(torch.compile(tuple_of_a_view, dynamic=False), inputs, 1)
     torch._dynamo.reset()
     compiled = torch.compile(tuple_of_a_view, dynamic=False)
     gradients(lambda *x: run_to_keep(compiled, *x), inputs, 1)

@@ -1,315 +1,138 @@
 """Edits of the sources of kernels for grids that a test must see: small faults of boxes, residues and barriers."""
 
-from mutations import Mutation
+from mutations import parsed
 
-MUTATIONS = [
-    Mutation(
-        "hopper.places",
-        "begin + tile % per * SIZE, tile // per",
-        "begin + tile % per * SIZE, 0",
-        "residue 0 is all there is",
-        14,
-    ),
-    Mutation(
-        "hopper.boxes",
-        "more = gl.where(start < 0, m, 0)",
-        "more = 0",
-        "what a window sees across the start is looked for before it",
-        2,
-    ),
-    Mutation(
-        "hopper.boxes",
-        "count = gl.minimum(end - start, m)",
-        "count = end - start",
-        "windows that overlap themselves see keys twice",
-        2,
-    ),
-    Mutation(
-        "hopper.masks",
-        "begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)",
-        "begin, end = begin, end",
-        "a group passes over what it sees beyond a round axis' end",
-        11,
-    ),
-    Mutation(
-        "hopper.masks",
-        "return (rank < sight.end)",
-        "return (rank + SIDE < sight.end)",
-        "a box that is seen in part alone is passed over",
-        14,
-    ),
-    Mutation(
-        "hopper.masks",
-        "is_cut = (rank < sight.full_begin) | (rank + SIDE > sight.full_end)",
-        "is_cut = rank + SIDE > sight.full_end",
-        "a box whose first cells are cut goes without a mask",
-        14,
-    ),
-    Mutation(
-        "hopper.masks",
-        "is_cut = is_cut | (left < SIDE)",
-        "is_cut = is_cut",
-        "a box that goes past the end of a round axis counts whole",
-        43,
-    ),
-    Mutation(
-        "hopper.masks",
-        "seen = seen & (cell < left)",
-        "seen = seen",
-        "cells that two boxes of a round axis hold count twice",
-        2,
-    ),
-    Mutation(
-        "hopper.masks",
-        "ahead = gl.where(ahead < 0, ahead + m, ahead)",
-        "ahead = ahead",
-        "a window does not go round",
-        2,
-    ),
-    Mutation(
-        "hopper.masks",
-        "bitcast=True) < length.to",
-        "bitcast=True) <= length.to",
-        "windows are a key too long",
-        14,
-    ),
-    Mutation(
-        "hopper.boxes",
-        "return gl.where(done, 1, s)",
-        "return gl.where(done, 2, s)",
-        "a row of boxes in the middle is left out",
-        8,
-    ),
-    Mutation(
-        "hopper.box_descriptors",
-        "*(step // unit if d > 1 else 0 for",
-        "*(0 for",
-        "every residue reads the first one's keys",
-        14,
-    ),
-    Mutation(
-        "hopper.boxes",
-        "return first[0], first[1] + NUMBER * side(RULES, 1), first[2]",
-        "return first[0], first[1], first[2]",
-        "the second group has the first one's windows",
-        26,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "(turn // boxes.BUFFERS & 1) ^ 1)",
-        "turn // boxes.BUFFERS & 1)",
-        "queries are copied over those at work",
-        22,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "block - last >= ring.k_tiles.shape[0] - 1",
-        "block - last > ring.k_tiles.shape[0]",
-        "a stage is held while all others are passed over",
-        28,
-    ),
-    Mutation(
-        "hopper.masks",
-        "allowed = column < extra",
-        "allowed = column <= extra",
-        "an extra key that is not there",
-        26,
-    ),
-    Mutation(
-        "hopper.masks",
-        "boxes.cell_of(ranks, place.residue, axes.d, axes.n)",
-        "boxes.cell_of(ranks, (0, 0, 0), axes.d, axes.n)",
-        "every residue has the first one's padding",
-        6,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "acc = gl.zeros_like(acc)",
-        "acc = acc",
-        "a tile goes on from the products of the one before",
-        0,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)",
-        "exists = own0 >= 0",
-        "lse of rows past the end of an axis is written",
-        14,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "        if not LATE:\n            mbarrier.arrive(shared.q_free.index(buffer))\n",
-        "        if not LATE:\n",
-        "tiles of queries are not given back",
-        22,
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "    tma.store_wait(0)  # the tile before has left\n",
-        "",
-        "output is written over while the tile before leaves",
-        17,
-    ),
-    Mutation(
-        "hopper.boxes",
-        "    fence_async_shared()\n",
-        "",
-        "the copy engine does not see the output",
-        14,
-    ),
-    Mutation(
-        "hopper.boxes",
-        " + residue[2] * moves[3]",
-        "",
-        "every residue's output is that of the first one",
-        14,
-    ),
-    Mutation(
-        "hopper.places",
-        "gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)",
-        "gl.where(total >= count, total - count, total), 0",
-        "a digit is not carried",
-        17,
-    ),
-    Mutation(
-        "hopper.masks",
-        "(low > own) | (end < gl.minimum(own + SIDE, m))",
-        "(low > own)",
-        "queries whose windows end among a group's keys go without a mask",
-        14,
-    ),
-    Mutation(
-        "hopper.masks",
-        "(low > own) | (end < gl.minimum(own + SIDE, m))",
-        "(end < gl.minimum(own + SIDE, m))",
-        "queries whose windows begin among a group's keys go without a mask",
-        14,
-    ),
-    Mutation(
-        "hopper.masks",
-        "gl.where(ahead < m, ahead, ahead - m)",
-        "ahead",
-        "a key after the end is not seen by a query before it",
-        2,
-    ),
-    Mutation(
-        "hopper.masks",
-        "seen = seen | reach.is_round",
-        "seen = seen",
-        "a group passes over queries that see it round the axis",
-        11,
-    ),
-    Mutation(
-        "hopper.masks",
-        "(rank < end + reach.moved)",
-        "(rank + SIDE < end + reach.moved)",
-        "queries that see a group in part are passed over",
-        14,
-    ),
-    Mutation(
-        "hopper.boxes",
-        " + gl.where(start < -m, m, 0)",
-        "",
-        "queries more than a round before the keys are looked for there",
-        25,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])",
-        "here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)",
-        "queries that two boxes of a round axis hold count twice",
-        2,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "count=2 if OF_KEYS else 1",
-        "count=1",
-        "rows of lse are not waited for",
-        14,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "members = group if OF_KEYS else 1",
-        "members = 1",
-        "of the query heads of a KV head one counts",
-        17,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "_store_rows(lse, delta, place.b * heads + head, box,",
-        "_store_rows(lse, delta, head, box,",
-        "sequences share their lse",
-        17,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "gl.where(weighs, dk_acc, 0.0)",
-        "dk_acc",
-        "a key without weight has a gradient",
-        2,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "gl.where(last < 0, block, last))",
-        "block)",
-        "slopes are multiplied with the k of the next box",
-        14,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "boxes.send(acc * scale",
-        "boxes.send(acc",
-        "dq lacks its scale",
-        14,
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        'return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E',
-        "return lse * LOG2_E",
-        "a query without keys has a slope",
-        46,
-    ),
-    # Of parts of grids; the cases that show them are named.
-    Mutation(
-        "hopper.boxes",
-        "return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]",
-        "return ranks",
-        "queries lie where their keys do",
-        "inside",
-    ),
-    Mutation(
-        "hopper.boxes",
-        "begin = gl.maximum(start, own.begin[AXIS])",
-        "begin = gl.maximum(start, 0)",
-        "queries before the first that is computed have gradients",
-        "inside",
-    ),
-    Mutation(
-        "hopper.boxes",
-        "count = gl.maximum(gl.minimum(end, stop) - begin, 0)",
-        "count = gl.maximum(gl.minimum(end, m) - begin, 0)",
-        "queries behind the last that is computed have gradients",
-        "inside",
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "a_first = own.first if OF_KEYS else (0, 0, 0)",
-        "a_first = (0, 0, 0)",
-        "dk and dv are made of other queries",
-        "a border",
-    ),
-    Mutation(
-        "hopper.grid_backward",
-        "& (column < HEAD_DIM)",
-        "",
-        "a narrow row is written over the next",
-        "a border",
-    ),
-    Mutation(
-        "hopper.grid_forward",
-        "goal = (-masks.FAR, 0, 0, 0, 0)",
-        "goal = (-1, 0, 0, 0, 0)",
-        "the rows of no tile are written where q begins before the keys",
-        "rows before the keys",
-    ),
-]
+# The last six are of parts of grids; the cases that show them are named.
+MUTATIONS = parsed("""\
+hopper.places, 14: residue 0 is all there is
+-begin + tile % per * SIZE, tile // per
++begin + tile % per * SIZE, 0
+hopper.boxes, 2: what a window sees across the start is looked for before it
+-more = gl.where(start < 0, m, 0)
++more = 0
+hopper.boxes, 2: windows that overlap themselves see keys twice
+-count = gl.minimum(end - start, m)
++count = end - start
+hopper.masks, 11: a group passes over what it sees beyond a round axis' end
+-begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)
++begin, end = begin, end
+hopper.masks, 14: a box that is seen in part alone is passed over
+-return (rank < sight.end)
++return (rank + SIDE < sight.end)
+hopper.masks, 14: a box whose first cells are cut goes without a mask
+-is_cut = (rank < sight.full_begin) | (rank + SIDE > sight.full_end)
++is_cut = rank + SIDE > sight.full_end
+hopper.masks, 43: a box that goes past the end of a round axis counts whole
+-is_cut = is_cut | (left < SIDE)
++is_cut = is_cut
+hopper.masks, 2: cells that two boxes of a round axis hold count twice
+-seen = seen & (cell < left)
++seen = seen
+hopper.masks, 2: a window does not go round
+-ahead = gl.where(ahead < 0, ahead + m, ahead)
++ahead = ahead
+hopper.masks, 14: windows are a key too long
+-bitcast=True) < length.to
++bitcast=True) <= length.to
+hopper.boxes, 8: a row of boxes in the middle is left out
+-return gl.where(done, 1, s)
++return gl.where(done, 2, s)
+hopper.box_descriptors, 14: every residue reads the first one's keys
+-*(step // unit if d > 1 else 0 for
++*(0 for
+hopper.boxes, 26: the second group has the first one's windows
+-return first[0], first[1] + NUMBER * side(RULES, 1), first[2]
++return first[0], first[1], first[2]
+hopper.grid_forward, 22: queries are copied over those at work
+-(turn // boxes.BUFFERS & 1) ^ 1)
++turn // boxes.BUFFERS & 1)
+hopper.grid_forward, 28: a stage is held while all others are passed over
+-block - last >= ring.k_tiles.shape[0] - 1
++block - last > ring.k_tiles.shape[0]
+hopper.masks, 26: an extra key that is not there
+-allowed = column < extra
++allowed = column <= extra
+hopper.masks, 6: every residue has the first one's padding
+-boxes.cell_of(ranks, place.residue, axes.d, axes.n)
++boxes.cell_of(ranks, (0, 0, 0), axes.d, axes.n)
+hopper.grid_forward, 0: a tile goes on from the products of the one before
+-acc = gl.zeros_like(acc)
++acc = acc
+hopper.grid_forward, 14: lse of rows past the end of an axis is written
+-exists = (own0 >= 0) & boxes.is_there(boxes.ranks_of(number, (own0, own1, own2), RULES), asked.stop)
++exists = own0 >= 0
+hopper.grid_forward, 22: tiles of queries are not given back
+-        if not LATE:
+-            mbarrier.arrive(shared.q_free.index(buffer))
++        if not LATE:
+hopper.grid_forward, 17: output is written over while the tile before leaves
+-    tma.store_wait(0)  # the tile before has left
+hopper.boxes, 14: the copy engine does not see the output
+-    fence_async_shared()
+hopper.boxes, 14: every residue's output is that of the first one
+- + residue[2] * moves[3]
++
+hopper.places, 17: a digit is not carried
+-gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)
++gl.where(total >= count, total - count, total), 0
+hopper.masks, 14: queries whose windows end among a group's keys go without a mask
+-(low > own) | (end < gl.minimum(own + SIDE, m))
++(low > own)
+hopper.masks, 14: queries whose windows begin among a group's keys go without a mask
+-(low > own) | (end < gl.minimum(own + SIDE, m))
++(end < gl.minimum(own + SIDE, m))
+hopper.masks, 2: a key after the end is not seen by a query before it
+-gl.where(ahead < m, ahead, ahead - m)
++ahead
+hopper.masks, 11: a group passes over queries that see it round the axis
+-seen = seen | reach.is_round
++seen = seen
+hopper.masks, 14: queries that see a group in part are passed over
+-(rank < end + reach.moved)
++(rank + SIDE < end + reach.moved)
+hopper.boxes, 25: queries more than a round before the keys are looked for there
+- + gl.where(start < -m, m, 0)
++
+hopper.grid_backward, 2: queries that two boxes of a round axis hold count twice
+-here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
++here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
+hopper.grid_backward, 14: rows of lse are not waited for
+-count=2 if OF_KEYS else 1
++count=1
+hopper.grid_backward, 17: of the query heads of a KV head one counts
+-members = group if OF_KEYS else 1
++members = 1
+hopper.grid_backward, 17: sequences share their lse
+-_store_rows(lse, delta, place.b * heads + head, box,
++_store_rows(lse, delta, head, box,
+hopper.grid_backward, 2: a key without weight has a gradient
+-gl.where(weighs, dk_acc, 0.0)
++dk_acc
+hopper.grid_backward, 14: slopes are multiplied with the k of the next box
+-gl.where(last < 0, block, last))
++block)
+hopper.grid_backward, 14: dq lacks its scale
+-boxes.send(acc * scale
++boxes.send(acc
+hopper.grid_backward, 46: a query without keys has a slope
+-return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
++return lse * LOG2_E
+hopper.boxes, inside: queries lie where their keys do
+-return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]
++return ranks
+hopper.boxes, inside: queries before the first that is computed have gradients
+-begin = gl.maximum(start, own.begin[AXIS])
++begin = gl.maximum(start, 0)
+hopper.boxes, inside: queries behind the last that is computed have gradients
+-count = gl.maximum(gl.minimum(end, stop) - begin, 0)
++count = gl.maximum(gl.minimum(end, m) - begin, 0)
+hopper.grid_backward, a border: dk and dv are made of other queries
+-a_first = own.first if OF_KEYS else (0, 0, 0)
++a_first = (0, 0, 0)
+hopper.grid_backward, a border: a narrow row is written over the next
+-& (column < HEAD_DIM)
++
+hopper.grid_forward, rows before the keys: the rows of no tile are written where q begins before the keys
+-goal = (-masks.FAR, 0, 0, 0, 0)
++goal = (-1, 0, 0, 0, 0)
+""")

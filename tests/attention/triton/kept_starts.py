@@ -186,39 +186,26 @@ if __name__ == "__main__":
 
     # What differs from a kept call in one thing is not served by it.
     base = lambda: drawn(1, 256, 2, 48)  # noqa: E731
-    with noted("kept"):
-        for _ in range(3):
-            along(base())
-    with noted("alignment"):
-        flat = torch.zeros(256 * 2 * 48 + 1, dtype=torch.bfloat16)[1:]
-        along([flat.view(1, 256, 2, 48), *base()[:3]])
-    with noted("stride"):
-        along([torch.zeros(1, 256, 4, 48, dtype=torch.bfloat16)[:, :, ::2], *base()[:3]])
-    with noted("dtype"):
-        along(drawn(1, 256, 2, 48, dtype=torch.float16))
-    with noted("length"):
-        along(drawn(1, 255, 2, 48))
-    with noted("one head"):
-        along(drawn(1, 256, 1, 48))
-    with noted("scale"):
-        along(base(), scale=0.5)
-    with noted("a scale that is an integer"):
-        along(base(), scale=1.0)
-        along(base(), scale=1.0)
-        along(base(), scale=1)
-    with noted("causal"):
-        along(base(), is_causal=True)
-    with noted("pattern"):
-        along(base(), pattern=DilatedPattern((64, 100, 128), (1, 2, 4)))
-    with noted("padding"):
-        along(base(), key_padding_mask=masked(1, 256))
-    with noted("seed"):
-        along(base(), dropout_p=0.5, seed=torch.zeros(1, dtype=torch.int64))
-    with noted("one tensor as q, k and v"):
-        along([base()[0]] * 4)
-        along([base()[0]] * 4)
-        along([base()[0]] * 4)
-        along(base())
+    flat, wide = torch.zeros(256 * 2 * 48 + 1, dtype=torch.bfloat16)[1:], drawn(1, 256, 4, 48, number=1)[0]
+    calls = {  # tensors and options of each call in a row; by default `base` and none
+        "kept": [{}, {}, {}],
+        "alignment": [{"tensors": [flat.view(1, 256, 2, 48), *base()[:3]]}],
+        "stride": [{"tensors": [wide[:, :, ::2], *base()[:3]]}],
+        "dtype": [{"tensors": drawn(1, 256, 2, 48, dtype=torch.float16)}],
+        "length": [{"tensors": drawn(1, 255, 2, 48)}],
+        "one head": [{"tensors": drawn(1, 256, 1, 48)}],
+        "scale": [{"scale": 0.5}],
+        "a scale that is an integer": [{"scale": 1.0}, {"scale": 1.0}, {"scale": 1}],
+        "causal": [{"is_causal": True}],
+        "pattern": [{"pattern": DilatedPattern((64, 100, 128), (1, 2, 4))}],
+        "padding": [{"key_padding_mask": masked(1, 256)}],
+        "seed": [{"dropout_p": 0.5, "seed": torch.zeros(1, dtype=torch.int64)}],
+        "one tensor as q, k and v": [*({"tensors": [base()[0]] * 4} for _ in range(3)), {}],
+    }
+    for name, several in calls.items():
+        with noted(name):
+            for options in several:
+                along(**{"tensors": base(), **options})
     with noted("device"):
         device[0] = 1
         along(base())

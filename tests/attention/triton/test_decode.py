@@ -92,22 +92,6 @@ def test_every_part_of_the_keys_has_one_program_and_no_other_is_started():
     assert units == sum(-(-n // chunk) * h for n, h in zip(keys, heads, strict=True))
 
 
-def test_rows_without_keys_give_zero_and_minus_infinity():
-    q, k, v = tokens(5, 2, 2)
-    padding = torch.zeros(2, KEYS, dtype=torch.bool)
-    padding[1] = True
-    call = Call(DilatedPattern((8, 16), (2, 4), offsets="zero"), query_start=31, key_padding_mask=padding)
-    out, lse = decoded(q, k, v, call)
-    sees = torch.zeros(2, 2, 5, dtype=torch.bool)
-    sees[0, :, [1, 3]] = True  # positions 32 and 34: of the first sequence, even
-    assert torch.equal(lse > -torch.inf, sees)
-    assert torch.equal((out != 0).all(-1).transpose(1, 2), sees)
-    nowhere = replace(call, query_start=33, key_padding_mask=None)
-    out, lse = decoded(q[:, :1], k, v, nowhere)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-
-
 # NaN in what is masked makes numpy warn where the interpreter multiplies it.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("which", ["k", "v"])

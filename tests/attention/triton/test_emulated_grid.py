@@ -19,8 +19,9 @@ emulator = pytest.importorskip("emulator", reason="triton has no build for this 
 
 from grid_mutations import MUTATIONS  # noqa: E402
 from mutations import Mutation  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors, as on a GPU
 KERNELS = [f"{emulator.PACKAGE}.hopper.grid_{direction}" for direction in ("forward", "backward", "backward")]
 MORE_CASES = [pytest.param(number, marks=pytest.mark.full) for number in range(len(CASES), 8 * len(CASES))]
 
@@ -41,7 +42,7 @@ def fault_of(sources, case: Case) -> str | None:
     """What is wrong about the results of a case, if anything."""
     try:
         for (name, found), right in zip(results_of(sources, case), expected(case)[3], strict=True):
-            if wrong := emulator.wrong({name: found}, [right], TOLERANCE[case.dtype]):
+            if wrong := emulator.wrong({name: found}, [right], emulator.TOLERANCE[case.dtype]):
                 return wrong
     except emulator.Fault as fault:
         return str(fault)
@@ -108,6 +109,17 @@ def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     assert torch.equal(out[0, :, 1].isnan().any(-1), seen.get(at, torch.tensor(True).expand(240)))
     kept = ~out.isnan()
     assert (out - exact)[kept].norm() <= 4e-3 * exact[kept].norm()
+
+
+@pytest.mark.parametrize("at", [(-1, 4, 0), (4, -3, 0), (5, 0, 0)])
+def test_a_box_is_zero_outside_of_the_tensor(at):
+    x, block = torch.randn(5, 6, 64), (2, 4, 64)
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+    host = TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+    around = torch.nn.functional.pad(x, (0, 0, 4, 4, 2, 2))
+    a, b, _ = at
+    right = around[a + 2 : a + 4, b + 4 : b + 8]
+    assert torch.equal(torch.from_numpy(emulator.Descriptor(host).box(list(at))), right)
 
 
 def is_seen(mutation: Mutation, numbers) -> bool:

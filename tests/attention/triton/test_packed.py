@@ -3,12 +3,10 @@
 import subprocess
 import sys
 from functools import partial
-from itertools import accumulate
 
-import oracle
 import pytest
 import torch
-from cases import BRANCHES, TOLERANCE, assert_close, attended, drawn, exactly, in_pairs, norms
+from cases import BRANCHES, TOLERANCE, assert_close, attended, documents_alone, drawn, ends_of, exactly, in_pairs, norms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +27,7 @@ AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, PADDING_RULES, LENGTHS, HEADS)
 AXES += ((torch.float32, torch.bfloat16, torch.float16), [False, True], [False, True])
 
 
-def ends_of(lengths: list[int], device: object = DEVICE) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+ends_there = partial(ends_of, device=DEVICE)
 
 
 @in_pairs(AXES, 5, kv_heads=lambda heads: heads[1])
@@ -38,12 +35,8 @@ def test_every_document_is_as_the_oracle_has_it_alone(case):
     branches, offsets, mixing, padding, lengths, heads, dtype, is_causal, is_bounded = case
     pattern, lengths = DilatedPattern(*BRANCHES[branches], offsets, mixing, padding), LENGTHS[lengths]
     tensors = drawn(sum(lengths), *heads, 5, dtype=dtype)
-    leaves = [x.double().requires_grad_() for x in tensors[:3]]
-    documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
-    alone = [oracle.attention(*each, pattern, is_causal=is_causal) for each in documents]
-    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
-    expected = out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())
-    options = {"cu_seqlens": ends_of(lengths), "max_seqlen": max(lengths) if is_bounded else None}
+    expected = documents_alone(tensors, lengths, pattern, is_causal=is_causal)
+    options = {"cu_seqlens": ends_there(lengths), "max_seqlen": max(lengths) if is_bounded else None}
     found = attended([x.to(DEVICE) for x in tensors], pattern, "triton", is_causal=is_causal, **options)
     assert found[0].dtype == dtype
     assert_close(found, expected, (*TOLERANCE[dtype], *[TOLERANCE[dtype][2]] * 2))
@@ -52,11 +45,11 @@ def test_every_document_is_as_the_oracle_has_it_alone(case):
 def test_it_is_one_operator_that_compiles_for_all_documents():
     pattern = DilatedPattern((4, 10), (1, 3), padding="zeros")
     tensors = [x.requires_grad_() for x in drawn(22, 2, 1, 4, device=DEVICE)[:3]]
-    given = *tensors, *operators._fields(Call(pattern, True, 0.5, cu_seqlens=ends_of([22]))), "triton"
+    given = *tensors, *operators._fields(Call(pattern, True, 0.5, cu_seqlens=ends_there([22]))), "triton"
     torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
     attend = partial(dilated_attention, pattern=pattern, backend="triton")
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for cu in map(ends_of, ([22], LENGTHS["mixed"])):
+    for cu in map(ends_there, ([22], LENGTHS["mixed"])):
         outs = [run(*tensors, cu_seqlens=cu) for run in (attend, compiled)]
         assert torch.equal(*outs)
         grads = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
@@ -88,7 +81,7 @@ DOCUMENTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 150)), min_size
 )  # fmt: skip
 def test_programs_take_every_row_of_every_document_once(pairs, lengths, rule, kv_heads, block, is_bounded):
     pattern, total = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule), sum(lengths)
-    cu = ends_of(lengths, "cpu")
+    cu = ends_of(lengths)
     longest = max(1, max(lengths)) if is_bounded else None
     length = packed.scheduled_length(Call(pattern, cu_seqlens=cu, max_seqlen=longest), total)
     assert max(lengths) <= length
@@ -121,7 +114,7 @@ def test_few_programs_are_started_in_vain(lengths, most):
     pattern, cpu = DilatedPattern((2048, 8192), (1, 4), offsets="zero"), torch.device("cpu")
     (one,) = schedule.passes(pattern, 8192, 128)
     known = packed.tables(pattern, one, 8192, 1, 128, cpu)
-    places = packed.places(ends_of(lengths, "cpu"), sum(lengths), known)
+    places = packed.places(ends_of(lengths), sum(lengths), known)
     assert len(places) <= most * int((places[:, 2] > 0).sum())
 
 
@@ -131,7 +124,7 @@ def test_nothing_that_the_host_does_needs_the_lengths():
     known, cu = packed.tables(pattern, one, 64, 2, 4, cpu), ends_of([30, 0, 20], "meta")  # has no values to ask for
     check_rows(cu, total, 30)
     found = packed.places(cu, total, known._replace(first=known.first.to("meta")))
-    assert found.shape == packed.places(ends_of([30, 0, 20], "cpu"), total, known).shape
+    assert found.shape == packed.places(ends_of([30, 0, 20]), total, known).shape
     out, lse = torch.empty(1, total, 2, 4, device="meta"), torch.empty(1, 2, total, device="meta")
     add_zero_keys(out, lse, Call(pattern, cu_seqlens=cu), 0, total, 2)
 
@@ -174,7 +167,7 @@ def test_ten_thousand_documents_are_one_call_for_which_the_host_never_waits(is_c
 def test_a_graph_takes_other_documents_when_it_is_replayed():
     pattern = DilatedPattern((64, 256), (1, 4), padding="zeros")
     q, k, v, _ = drawn(1000, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
-    cu = ends_of([0, 400, 1, 599])
+    cu = ends_there([0, 400, 1, 599])
 
     def call() -> torch.Tensor:
         return dilated_attention(q, k, v, pattern, cu_seqlens=cu, backend="triton")
@@ -184,7 +177,7 @@ def test_a_graph_takes_other_documents_when_it_is_replayed():
     with torch.cuda.graph(graph):
         captured = call()
     for lengths in ([250] * 4, [1000, 0, 0, 0], [0, 3, 990, 7]):
-        cu.copy_(ends_of(lengths))
+        cu.copy_(ends_there(lengths))
         graph.replay()
         assert torch.equal(captured, call())
 

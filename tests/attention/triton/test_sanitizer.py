@@ -40,15 +40,6 @@ FAMILIES = {
     "by_row": {"triton.rows.merge_kernel", "triton.rows.add_kernel", "triton.rows.zero_kernel"},
     "curve": {"curves.kernels.decode_kernel", "curves.kernels.encode_kernel"},
 }
-RACE = """\
-========= Error: Race reported between Read access at forward_kernel+0x90 in hopper.py:34
-=========     and Write access at forward_kernel+0x1f0 in hopper.py:61 [12 hazards]
-=========     and Write access at forward_kernel+0x2f0 in forward.py:7 [4 hazards]
-=========
-========= Warning: Race reported between Write access at 0x90 in other_kernel
-=========     and Write access at 0x90 in other_kernel [4 hazards]
-=========
-"""
 
 
 def run(family: str, tool: str | None = None) -> tuple[int, str]:
@@ -177,16 +168,6 @@ def test_a_race_is_found_and_where_it_is():
     assert races(said) != []
     assert all(access.startswith("sanitized.py:") for race in races(said) for access in race)
     assert status == FOUND
-
-
-def test_every_access_of_every_race_is_read():
-    assert races(RACE + "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n") == [
-        {"hopper.py:34", "hopper.py:61", "forward.py:7"},
-        {"0x90 in other_kernel"},
-    ]
-    assert races("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == []
-    with pytest.raises(AssertionError, match="not all of 3"):
-        races(RACE + "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n")
 
 
 def test_the_lines_at_which_races_are_allowed_are_few():

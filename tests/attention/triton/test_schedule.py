@@ -178,12 +178,15 @@ def test_a_sample_of_tiles_tells_the_work_of_all(monkeypatch, length, is_causal)
         (DilatedPattern((2**21, 3 * 2**20), (2**13, 2**13)), 3 * 2**21, True, 2),  # and of both across segments
         (DilatedPattern((2**21,) * 7, (2**13,) * 7), 2**22, True, 2),  # and more branches than descriptors
         (DilatedPattern((64,), (1,)), 64, True, 1),
+        (DilatedPattern([64 << n for n in range(9)], [1] * 9), 32768, False, 2),  # more than descriptors
+        (DilatedPattern((2048, 8192, 12288), (1, 2, 6)), 98304, True, 2),  # 8192 does not divide 12288
     ],
 )
 def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causal, parts):
     found, left = division.launches(pattern, length, 16 if length < 2**20 else 1, is_causal)
     assert len(found) == parts
     assert sum((one.branches for one in found), ()) == tuple(range(len(pattern.branches)))
+    assert all(one.is_aligned and len(one.branches) <= division.BRANCHES for one in found)
     assert left == ()
 
 
@@ -202,22 +205,8 @@ def test_branches_that_the_copy_engine_does_not_reach_are_left(branches, length,
     assert [[one.branches for one in some] for some in found] == [ours, theirs]
 
 
-def test_a_part_whose_tiles_would_cross_segments_is_no_choice():
-    pattern = DilatedPattern((2048, 8192, 12288), (1, 2, 6))  # 8192 does not divide 12288
-    found, _ = division.launches(pattern, 98304, 8, True)
-    assert len(found) > 1
-    assert all(one.is_aligned for one in found)
-
-
 def test_a_call_has_no_more_launches_than_its_results_may_be_rounded_by():
     lengths = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061]
     ours, theirs = division.launches(DilatedPattern(lengths, [1] * 10), 8192, 2, False)
     assert [one.branches for one in ours] == [(i,) for i in range(division.LAUNCHES)]
     assert [one.branches for one in theirs] == [(8, 9)]
-
-
-def test_a_launch_has_no_more_branches_than_the_kernels_have_descriptors():
-    pattern = DilatedPattern([64 << n for n in range(9)], [1] * 9)
-    found, _ = division.launches(pattern, 32768, 1, False)
-    assert len(found) == 2
-    assert all(len(one.branches) <= division.BRANCHES for one in found)

@@ -1,12 +1,12 @@
 """The fused kernels equal the oracle; without a GPU they run here in Triton's interpreter, at small sizes."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exactly, in_pairs, norms, only, stored
+from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exactly, in_pairs, norms, only
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
@@ -15,9 +15,7 @@ from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import arguments, schedule  # noqa: E402
-from hilbert_lib.attention.triton.arguments import launch_arguments  # noqa: E402
-from hilbert_lib.attention.triton.hopper import division  # noqa: E402
-from hilbert_lib.attention.triton.start import Start, start  # noqa: E402
+from hilbert_lib.attention.triton.start import start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -265,93 +263,6 @@ def test_float64_is_refused_and_the_interpreter_is_never_chosen_by_itself():
     assert "got float64" in explain_backend(*[q.double()] * 3, pattern).reasons["triton"]
     assert explain_backend(q, q, q, pattern).chosen == ("triton" if DEVICE == "cuda" else "sdpa")
     assert explain_backend(*[q.float()] * 3, pattern).chosen == "sdpa"
-
-
-PARTS = ["one part", "two parts", "two parts, with NaN"]
-GOING_ON = {
-    *(("head", False, False, "one part", 2), ("head", True, False, "two parts", 1)),
-    *(("head", True, True, "two parts", 2), ("head", True, True, "two parts, with NaN", 1)),
-    *(("zero", False, True, "two parts, with NaN", 2), ("zero", False, True, "one part", 1)),
-}
-LAID_OUT = [("head", True), ("head", False), ("zero", False)]  # offsets, whether heads are stored first
-ALL_PARTS = [(*how, *rest) for how, *rest in product(LAID_OUT, [False, True], PARTS, [1, 2])]
-
-
-# finest: the first rates; of rate 2 some rows are in no branch.
-@pytest.mark.parametrize(("offsets", "heads_first", "is_causal", "parts", "finest"), only(GOING_ON, ALL_PARTS))
-def test_passes_that_go_on_from_the_results_themselves_equal_the_oracle(
-    monkeypatch, offsets, heads_first, is_causal, parts, finest
-):
-    # As where the warp-specialised kernels compute the finest rates, in one launch or two; plain ones stand in. The
-    # NaN are what tiles that are cut off may give: they are computed once more.
-    served = []
-
-    def forward_of_one(q, k, v, call, one, out, lse, flag, *, first):
-        served.append(one.branches)
-        config = launch.config_of("forward", q)
-        grid, shared = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=True)
-
-        def run(*arguments, **named):
-            launch.forward_kernel[grid](*arguments, **named)
-            if parts.endswith("NaN"):
-                out.fill_(torch.nan)
-                flag.fill_(1)
-
-        return Start({grid: run}, grid, (q, k, v, out, lse, out, lse, q), shared | {"IF_FLAG": False})
-
-    def backward_of_one(dout, q, k, v, lse, delta, dk, dv, call, one, sums, *, first):
-        strides = dict(zip(("stride_db", "stride_dn", "stride_dh"), dout.stride()[:3], strict=True))
-        grid, shared = launch_arguments(
-            q, k, v, call, one, launch.config_of("dkv", q), rows="keys", first=first, last=True
-        )
-
-        def run(*arguments, **named):
-            launch.dkv_kernel[grid](*arguments, **named)
-            if sums is not None:
-                config = launch.config_of("dq", q)
-                dq_grid, more = launch_arguments(q, k, v, call, one, config, rows="queries", first=first, last=False)
-                launch.dq_kernel[dq_grid](q, k, v, dout, lse, delta, sums, sums, **more, **strides)
-
-        return Start({grid: run}, grid, (q, k, v, dout, lse, delta, dk, dv, dk, dv), shared | strides)
-
-    def start(make, *_, **__):  # what stands in is compiled when it is started
-        for each in make():
-            each.kernel[each.grid](*each.arguments, **each.named)
-
-    def launches(*asked):
-        assert asked == (pattern, 45, 2, is_causal)
-        length = 45
-        cuts = (0, 2) if parts == "one part" else (0, 1, 2)
-        some = *pairwise(cuts), (2, 3), (3, 4)
-        every = tuple(schedule.pass_of(pattern, tuple(range(a, b)), length) for a, b in some)
-        return every[:-2], every[-2:]
-
-    monkeypatch.setattr(division, "launches", launches)
-    monkeypatch.setattr(launch.hopper, "runs", lambda *_: True)
-    monkeypatch.setattr(launch.hopper, "forward", forward_of_one)
-    monkeypatch.setattr(launch.hopper, "backward", backward_of_one)
-    monkeypatch.setattr(launch, "start", start)
-    # What nobody has written yet may be anything.
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, torch.nan, **options))
-    monkeypatch.setattr(torch, "empty_like", lambda like, **options: torch.full_like(like, torch.nan, **options))
-    pattern = DilatedPattern((24, 48, 48, 48), (finest, finest, 12, 24), offsets=offsets)
-    tensors = drawn(45, 4, 2, 16, device=DEVICE)
-    if heads_first:
-        tensors = [stored(x, "bhsd") for x in tensors]
-    expected, _, *expected_grads = exactly(tensors, pattern, is_causal=is_causal)
-    *inputs, dout = tensors
-    call = Call(pattern, is_causal=is_causal, scale=0.25)
-    found, lse = launch.forward(*inputs, call)
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            grads = launch.backward(dout, *inputs, found, lse, call)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        # As the operators promise, whatever the strides of q, k and v.
-        assert all(x.is_contiguous() for x in (found, *grads))
-        assert_close((found, *grads), (expected, *expected_grads), 2e-5)
-    assert set(served) == ({(0, 1)} if parts == "one part" else {(0,), (1,)})
 
 
 def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():

@@ -5,7 +5,6 @@ from math import prod
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from grid_cases import (
     HEADS,
     MORE,
@@ -16,6 +15,7 @@ from grid_cases import (
     check,
     check_part,
     every_rule,
+    in_pairs,
     mask_of,
     pairs_of_options,
     part_of,
@@ -27,16 +27,15 @@ pytest.importorskip("hilbert_lib.attention.triton.grid_launch", reason="triton h
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = torch.float32, torch.bfloat16
-CASES = list(AllPairs([*map(list, (RULES, HEADS, ORDERS, MORE, DTYPES))]))
 
 
-def marked(case):
+def is_slow(case):
     """A case that takes the interpreter seconds is left to `make test-all`."""
     rows = prod((*RULES[case[0]][0], *HEADS[case[1]][:2]))
-    return pytest.param(case, marks=pytest.mark.full if DEVICE == "cpu" and rows > 700 else ())
+    return pytest.mark.full if DEVICE == "cpu" and rows > 700 else ()
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in CASES], ids=lambda case: "-".join(map(str, case)))
+@in_pairs(DTYPES, marks=is_slow)
 def test_output_lse_and_gradients_equal_the_oracle(case):
     check(*case, "triton", device=DEVICE)
 

@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hilbert_lib.lab.cache import l2, sweeps
-from hilbert_lib.lab.cache.cache import (
-    LAYOUTS,
-    Storage,
-    row_units,
-    tile_requests,
-    units_touched,
-)
+from hilbert_lib.lab.cache.cache import LAYOUTS, Storage, row_units, tile_requests, units_touched
 from hilbert_lib.lab.cache.l2 import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern

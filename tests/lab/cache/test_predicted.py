@@ -9,7 +9,6 @@ from triton.runtime import interpreter
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.triton import arguments, decode
-from hilbert_lib.lab.cache import predicted
 from hilbert_lib.lab.cache.cache import Storage
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import attention_reads, gather_reads, model_errors
@@ -172,17 +171,6 @@ def test_a_second_sector_misses_where_one_quarter_asks_for_both(layout, rate, l2
     sectors = 2 * rows + index + programs
     assert found.l1_sectors == sectors
     assert found.l2_found_percent == pytest.approx(100 * (1 - misses / sectors), abs=0.01)
-
-
-@pytest.mark.parametrize("tile_queries", [8, None])
-def test_rows_of_whole_fetches_need_no_simulation_of_their_order(tile_queries):
-    pattern, gpu = DilatedPattern((64,), (2,), offsets="zero"), Gpu("small", 8192, 3)
-    for ordering in compared_orderings(128, 2).values():
-        storage = Storage(ordering, 128, 2, "bhsd")
-        simulated = predicted._simulated(storage, pattern, tile_queries, 16, gpu, 64)
-        tiles = {"tile_queries": tile_queries, "tile_keys": 16, "table_sectors": 0, "gpu": gpu}
-        q = 2 * 128 * (64 if tile_queries else 1)
-        assert attention_reads(storage, pattern, **tiles).dram_read_bytes == simulated[1] + 128 * 4 + q
 
 
 @pytest.mark.evidence

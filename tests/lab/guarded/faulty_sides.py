@@ -34,16 +34,8 @@ def run(side: str) -> None:
     FAULTS.get(side, lambda: None)()
 
 
-def use_all_memory() -> None:
-    bytearray(2**50)
-
-
-def get_no_gpu_memory() -> None:
-    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 has ...")
-
-
-def read_illegally() -> None:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...")
+def fail(error: Exception) -> None:
+    raise error
 
 
 def fill_the_disk() -> None:
@@ -82,18 +74,19 @@ def start_others(then: Callable[[], object]) -> None:
     then()
 
 
+ILLEGALLY = "CUDA error: an illegal memory access was encountered"
 FAULTS = {
     "takes a GB": lambda: bytearray(2**30),
     "waits": lambda: time.sleep(0.5),
-    "uses all memory": use_all_memory,
-    "gets no GPU memory": get_no_gpu_memory,
+    "uses all memory": lambda: bytearray(2**50),
+    "gets no GPU memory": lambda: fail(OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 ...")),
     "hangs": lambda: time.sleep(60),
     "hangs and says so": hang_and_say_so,
     "aborts": os.abort,
     "aborts once": abort_once,
     "segfaults": lambda: ctypes.string_at(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "reads illegally": read_illegally,
+    "reads illegally": lambda: fail(RuntimeError(f"{ILLEGALLY}\nCUDA kernel errors ...")),
     "fills the disk": fill_the_disk,
     "starts others": lambda: start_others(lambda: None),
     "starts others and hangs": lambda: start_others(lambda: time.sleep(60)),

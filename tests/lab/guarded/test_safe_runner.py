@@ -4,10 +4,10 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -174,12 +174,9 @@ REFUSAL = """
     ],
 )
 def test_a_process_that_cannot_be_started_is_asked_for_again(runner, monkeypatch, tmp_path, call, error):
-    def refuse(*_, **__):
-        raise error
-
     with monkeypatch.context() as patched:
         if call == "subprocess.Popen":
-            patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=refuse, PIPE=subprocess.PIPE))
+            patched.setattr(isolated, "subprocess", SimpleNamespace(Popen=Mock(side_effect=error), PIPE=-1))
         else:
             patched.setattr(isolated, "CHILD", child_with(REFUSAL.format(call=call, error=error), tmp_path))
         (line,) = runner().run([point("good")])
@@ -279,17 +276,13 @@ def test_a_measurement_outlives_a_lack_of_memory(runner):
 def test_a_measurement_outlives_an_interrupted_retry(runner, monkeypatch):
     (first,) = runner().run([point("good", "aborts")])
     with monkeypatch.context() as patched:
-        patched.setattr(RUN, raise_interrupt)
+        patched.setattr(RUN, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             runner().run([point("good", "aborts")], retry_failed=True)
     kept = read_records(runner().path)[-1]
     assert statuses(kept) == {"good": "ok", "aborts": "interrupted"}
     assert kept["records"] == json.loads(json.dumps(first["records"]))
     assert statuses(*runner().run([point("good", "aborts")])) == {"good": "ok", "aborts": "crashed"}
-
-
-def raise_interrupt(*_arguments, **_options):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
