@@ -5,7 +5,8 @@ steps.py, forward.py, backward.py or division.py takes the place of the library'
 own forward.py). Where its configurations are others, forward.py has a HOPPER_FORWARD and backward.py a HOPPER_BACKWARD
 as the library's launch.py.
 
---without makes versions of the forward that lack a part, to see what it costs. Their results are wrong.
+--without makes versions of the forward that lack a part, to see what it costs. Their results are wrong. Then forwards
+alone are timed, and none causal, where what is not finite would start the plain kernel.
 """
 
 import importlib.util
@@ -207,6 +208,7 @@ def main(
             raise click.BadParameter(f"{folder} must hold one of {', '.join(f'{name}.py' for name in OURS)}")
     if get_gpu_info().capability != (9, 0):
         raise click.ClickException("a GPU of compute capability 9.0 is needed, the only one that these kernels run on")
+    directions = ("forward",) if parts else directions
     shape = {
         "dilation_rates": dilation_rates,
         "directions": directions,
@@ -216,13 +218,16 @@ def main(
     }
     with ExitStack() as stack, usage_errors():
         made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folders = (*folders, *(without(each, made) for each in parts))
+        folders = (*folders, *(without(each, made) for each in dict.fromkeys(parts)))
         run_once(folders, shape | {"lengths": lengths[:1], "heads": 1})
         shape["lengths"] = lengths
-        run_sides(pairs(folders, **shape), device="cuda", output_dir=out, repetitions=repetitions)
+        run_sides(_asked(pairs(folders, **shape), parts), device="cuda", output_dir=out, repetitions=repetitions)
         if back_to_back:
-            plain = (pair for pair in pairs(folders, **shape) if not pair[1].parameters["is_causal"])
-            run_back_to_back(plain, device="cuda", output_dir=out)
+            run_back_to_back(_asked(pairs(folders, **shape), True), device="cuda", output_dir=out)
+
+
+def _asked(pairs: Iterator[tuple[Side, Side]], plain: object) -> Iterator[tuple[Side, Side]]:
+    return (pair for pair in pairs if not (plain and pair[1].parameters["is_causal"]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from hilbert_lib.lab.sustained import back_to_back
+from hilbert_lib.lab.sustained import back_to_back, seconds_of_a_call
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
@@ -126,8 +126,8 @@ def run_back_to_back(
 ) -> list[dict]:
     """Time each case's sides among their own calls alone, as in training: windows of each in turn.
 
-    A record holds all sides of a case. Their samples are windows of calls, and their sweep's name ends with
-    `tables.BACK_TO_BACK`. A case of n sides takes 10 + 10 n windows, and what it compiles.
+    A record holds all sides of a case. Their samples are windows of calls, and the name of their sweep, a parameter
+    that each side has, ends with `tables.BACK_TO_BACK`. n sides take some 10 + 10 n windows, and what they compile.
 
     Args:
         cases: as of `run_sides`, each checked and kept as there.
@@ -141,6 +141,7 @@ def run_back_to_back(
     device = torch.device(device)
 
     def timed(cases: list[Case], took: list[float]) -> Turns:
+        took = [seconds_of_a_call(case.run, device, each) for case, each in zip(cases, took, strict=True)]
         calls = [max(1, round(seconds / each)) for each in took]
         found = back_to_back([case.run for case in cases], device, calls=calls)
         return Turns(tuple(_sustained(*each, device) for each in zip(cases, calls, found, strict=True)))

@@ -24,6 +24,7 @@ FAILED = ".failed"  # ends the name of the folder of an attempt that did not fin
 REPORTS = Path(__file__).parents[2] / "reports"  # the committed evidence, in a checkout
 MACHINES = "h[12]00*"  # its folders of committed runs; local ones lie beside them
 OF_SEVERAL_GPUS = ("07_ring_attention",)  # notebooks whose run says more the more GPUs it had
+TIMED = ("measurement", "comparison", "back to back")  # kinds of records that hold times of sides
 VARYING = ("utc", "gpus")  # facts that change within a run: the moment, and the clocks
 
 
@@ -118,9 +119,10 @@ def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
 
 
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:
-    """The folder of a notebook's newest finished run that holds a file, of `OF_SEVERAL_GPUS` on the most GPUs; or None.
+    """The folder of a notebook's newest run that holds a file, of `OF_SEVERAL_GPUS` on the most GPUs; or None.
 
-    By default it is one of the committed runs with a GPU, else any of the given machines' folders.
+    By default it is one of the committed runs with a GPU, else any of the given machines' folders. Where there
+    is no manifest, the records alone were kept.
     """
     folders = REPORTS.glob(MACHINES) if machines is None else machines
     runs = [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
@@ -184,12 +186,12 @@ def compare_runs(*folders: str | Path) -> pd.DataFrame:
 
 
 def _read_run(folder: Path) -> list[dict]:
-    """The measurements and comparisons of a run; counters, points and ranks go into other tables."""
+    """The times of a run; counters, points and ranks go into other tables."""
     paths = sorted({path.with_name(RESULTS) for path in folder.rglob(f"{RESULTS}*")})
     records = []
     for path in paths:
         if not any(part.startswith(".") or part.endswith(FAILED) for part in path.relative_to(folder).parts):
-            records += [each for each in read_records(path) if each.get("kind") in ("measurement", "comparison")]
+            records += [each for each in read_records(path) if each.get("kind") in TIMED]
     if not records:
         raise ValueError(
             f"no measurements: {folder} has none in any {RESULTS} below it; counters and the runs of rings are others"
@@ -203,7 +205,7 @@ def _rows(record: dict, is_one: bool) -> list[dict]:
     sides = [
         {**{name: side[name] for name in names}, "parameters": _say(side["parameters"])} for side in sides_of(record)
     ]
-    if is_one or len(sides) == 1:
+    if is_one or len(sides) != 2:
         return sides if is_one else []
     a, b = sides
     key = {"a": a["name"], "a_parameters": a["parameters"], "b": b["name"], "b_parameters": b["parameters"]}

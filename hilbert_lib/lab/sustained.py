@@ -13,6 +13,7 @@ import torch
 WARM_WINDOWS, WINDOWS = 10, 10  # of all calls together before those that are timed; and of each call
 HOST_CALLS = 8
 WATCH_SECONDS = 0.02
+SETTLE_SECONDS = 0.2  # at a window's begin, when clock and power still follow the call before and the counter lags
 REASONS = {  # for which a driver holds the clock down
     "power": pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
     "heat": pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
@@ -55,6 +56,17 @@ def back_to_back(
         told = _told([(began + start, began + end) for start, end in own], seen, calls=count * WINDOWS)
         found.append({"windows_ms": windows_ms, "warmup": warm * count, "host": host[at]} | told)
     return found
+
+
+def seconds_of_a_call(run: Callable[[], object], device: torch.device, alone: float) -> float:
+    """Of a call among others, for about a tenth of a second; `alone`: seconds of one that is waited for."""
+    count = max(1, round(0.1 / alone))
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        run()
+    _wait(device)
+    return (time.perf_counter() - started) / count
 
 
 def _host_ms(run: Callable[[], object], device: torch.device) -> float:
@@ -114,13 +126,15 @@ def _watch(device: torch.device) -> Iterator[list[tuple]]:
 
 
 def _told(windows: list[tuple[float, float]], seen: list[tuple], *, calls: int) -> dict[str, float | str]:
-    # What the looks inside these windows of the host's clock say; nothing where there was none.
-    inside = [look for look in seen if any(start <= look[0] <= end for start, end in windows)]
-    if not inside:
+    # What the looks inside these windows of the host's clock say, once each has settled; nothing where there was none,
+    # or where they ended before the windows.
+    settled = [(start + min(SETTLE_SECONDS, (end - start) / 2), end) for start, end in windows]
+    inside = [look for look in seen if any(start <= look[0] <= end for start, end in settled)]
+    if not inside or seen[-1][0] < windows[-1][1]:
         return {}
     times, joules, *_ = zip(*seen, strict=True)
-    spent = np.diff(np.interp(windows, times, joules), axis=1).sum()
+    watts = np.diff(np.interp(settled, times, joules), axis=1).sum() / np.diff(settled).sum()
     _, _, mhz, celsius, bits = zip(*inside, strict=True)
     held_by = [name for name, mask in REASONS.items() if sum(bool(each & mask) for each in bits) * 2 > len(bits)]
     found = {"mhz": statistics.median(mhz), "celsius": statistics.median(celsius), "held_by": ", ".join(held_by)}
-    return found | {"watts": spent / np.diff(windows).sum(), "joules": spent / calls}
+    return found | {"watts": float(watts), "joules": float(watts * np.diff(windows).sum() / calls)}

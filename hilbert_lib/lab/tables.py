@@ -13,8 +13,8 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
     """Every side of a sweep once, with the samples of all its pairs.
 
     Columns: name, the parameters, useful_flop, useful_bytes, error (the largest), peak_bytes, low_ms, median_ms and
-    high_ms (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s. Back to back also `TOLD` and mhz. A
-    ValueError says that there are no records of the sweep.
+    high_ms (quartiles; NaN where nothing was timed), tflop_per_s, gb_per_s. Back to back also `TOLD` and mhz,
+    medians over the records; held_by is the most frequent. A ValueError says that there are no records of the sweep.
 
     >>> side = {"name": "a", "parameters": {"sweep": "s"}, "useful_flop": 1e9, "useful_bytes": 1e6, "error": 0.0}
     >>> side_table([{**side, "samples_ms": [1.0, 2.0, 3.0], "peak_bytes": [8]}], "s").median_ms.tolist()
@@ -25,12 +25,16 @@ def side_table(records: list[dict], sweep: str) -> pd.DataFrame:
         for side, peak in zip(sides_of(record), record["peak_bytes"], strict=True):
             counts = {"useful_flop": side["useful_flop"], "useful_bytes": side["useful_bytes"]}
             row = {"name": side["name"], **side["parameters"], **counts, "error": 0.0, "peak_bytes": 0, "samples": []}
-            if "joules" in side:
-                row |= {name: side[name] for name in TOLD} | {"mhz": side["sm_clock_mhz"][0]}
             row = pooled.setdefault(identity_of([side]), row)
+            if "joules" in side:
+                told = {name: side[name] for name in TOLD} | {"mhz": side["sm_clock_mhz"][0]}
+                row.setdefault("told", []).append(told)
             row["error"] = max(row["error"], side["error"])
             row["peak_bytes"] = max(row["peak_bytes"], peak)
             row["samples"] += side.get("samples_ms", [])
+    for row in pooled.values():
+        for name, values in pd.DataFrame(row.pop("told", [])).items():
+            row[name] = values.median() if pd.api.types.is_numeric_dtype(values) else values.mode().get(0)
     table = pd.DataFrame(list(pooled.values()))
     quartiles = [np.quantile(samples or [np.nan], [0.25, 0.5, 0.75]) for samples in table.pop("samples")]
     table[["low_ms", "median_ms", "high_ms"]] = np.array(quartiles)

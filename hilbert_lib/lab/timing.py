@@ -90,6 +90,11 @@ class Sustained(Measurement):
     celsius: float | None = None
     held_by: str | None = None  # why the driver held the clock down
 
+    @property
+    def call_ms(self) -> float:
+        """The median: windows hold what the host takes, which runs ahead where it can."""
+        return self.median_ms
+
 
 @dataclass(frozen=True)
 class Turns:

@@ -136,6 +136,13 @@ def test_the_newest_finished_run_speaks_and_of_a_ring_that_on_the_most_gpus(tmp_
         assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
 
 
+def test_the_newest_run_speaks_whatever_its_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "REPORTS", tmp_path)
+    for day, machine in ((1, "h200"), (2, "h100"), (3, "local")):
+        made(tmp_path / machine / "a" / "05_x-1", day)
+    assert newest_run("05_x") == tmp_path / "h100/a/05_x-1"
+
+
 def test_a_run_without_a_gpu_speaks_only_where_its_folder_is_named(tmp_path, monkeypatch):
     path = made(tmp_path / "h200" / "a" / "05_x-1", 1, 0)
     monkeypatch.setattr(records, "REPORTS", tmp_path)

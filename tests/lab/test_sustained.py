@@ -6,7 +6,7 @@ import pynvml
 import pytest
 import torch
 
-from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, _told, back_to_back
+from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, _told, back_to_back, seconds_of_a_call
 
 POWER = pynvml.nvmlClocksEventReasonSwPowerCap
 HEAT = pynvml.nvmlClocksEventReasonSwThermalSlowdown
@@ -28,9 +28,10 @@ def test_a_slow_call_and_a_fast_one_keep_their_own_times():
 
 
 def test_energy_belongs_to_the_windows_in_which_it_was_spent():
-    # 100 W from the start on, 700 W from second 1 to second 2, then 100 W again; a look every tenth of a second.
-    looks = [n / 10 for n in range(31)]
-    joules = [100 * t + 600 * min(max(t - 1, 0), 1) for t in looks]
+    # 100 W from the start on, 700 W from second 1.1 to second 2.1, then 100 W again, as power follows a call late; a
+    # look every tenth of a second.
+    looks = [n / 10 for n in range(32)]
+    joules = [100 * t + 600 * min(max(t - 1.1, 0), 1) for t in looks]
     bits = [POWER if 1 <= t <= 2 else HEAT for t in looks]
     seen = [(t, j, 1500 + 10 * (1 <= t <= 2), 60, b) for t, j, b in zip(looks, joules, bits, strict=True)]
     hot = _told([(1.0, 1.5), (1.55, 2.0)], seen, calls=10)
@@ -41,13 +42,20 @@ def test_energy_belongs_to_the_windows_in_which_it_was_spent():
         "watts": pytest.approx(700),
         "joules": pytest.approx(66.5),
     }
-    cool = _told([(0.0, 1.0), (2.05, 3.0)], seen, calls=10)
+    cool = _told([(0.0, 1.0), (2.01, 3.0)], seen, calls=10)
     assert cool["watts"] == pytest.approx(100)
     assert cool["held_by"] == "heat"
 
 
-def test_a_gpu_that_was_not_looked_at_tells_nothing():
-    assert _told([(0.0, 0.01)], [(5.0, 1.0, 1500, 60, 0)], calls=1) == {}
+def test_a_gpu_that_was_not_looked_at_to_the_end_tells_nothing():
+    looks = [(n / 10, 70.0 * n, 1500, 60, 0) for n in range(21)]
+    assert _told([(0.0, 0.01)], looks[5:], calls=1) == {}
+    assert _told([(0.0, 1.0), (1.0, 2.01)], looks, calls=1) == {}
+    assert _told([(0.0, 1.0), (1.0, 2.0)], looks, calls=1)["watts"] == pytest.approx(700)
+
+
+def test_a_call_among_others_takes_as_long_as_it_does_alone():
+    assert 0.002 <= seconds_of_a_call(lambda: time.sleep(0.002), torch.device("cpu"), alone=0.01) < 0.02
 
 
 @pytest.mark.gpu
@@ -60,9 +68,13 @@ def test_a_gpu_tells_its_clock_power_and_energy():
         x @ x
     end.record()
     torch.cuda.synchronize()
-    (found,) = back_to_back([lambda: x @ x], x.device, calls=[1000])
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(x.device).uuid}")
+    before, began = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu), time.perf_counter()
+    (found,) = back_to_back([lambda: x @ x], x.device, calls=[2000])
+    watts = (pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) - before) / 1e3 / (time.perf_counter() - began)
     assert sorted(found["windows_ms"])[WINDOWS // 2] == pytest.approx(start.elapsed_time(end) / 50, rel=0.3)
-    assert 100 < found["watts"] < 1000
-    assert found["joules"] == pytest.approx(found["watts"] * sum(found["windows_ms"]) / WINDOWS / 1e3, rel=0.01)
+    assert found["watts"] == pytest.approx(watts, rel=0.15)
+    assert found["joules"] == pytest.approx(watts * start.elapsed_time(end) / 50 / 1e3, rel=0.4)
     assert 300 < found["mhz"] < 2500
     assert 10 < found["celsius"] < 100

@@ -204,16 +204,16 @@ def pool_fragmentation(records: Records) -> pd.DataFrame:
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
-    """The share that the Hilbert order saves against linear storage: modelled, and as an H200 counted it."""
+    """The share that the Hilbert order saves against linear storage: modelled, and as a GPU counted it."""
     hilbert, linear = _counters(records)
     saved = _counted_in(1 - hilbert[column] / linear[column]).assign(layout="bhsd")  # the layout of those sweeps
     return pd.concat([models.units_saved(**model).assign(how="modelled"), saved], ignore_index=True)
 
 
 def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
-    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in an H200's L2."""
+    """Points of hit rate that the Hilbert order gains over linear: in a modelled cache, and in a GPU's L2."""
     hilbert, linear = _counters(records)
-    l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))
+    l2 = next(gpu for gpu in GPUS if gpu.name.startswith("H200"))  # an H100's is specified with as much
     gained = _counted_in(hilbert.l2_found_percent - linear.l2_found_percent).assign(cache_kib=l2.l2_bytes // 1024)
     modelled = models.hit_rate_gained(dilation=dilation).assign(how="modelled", dilation=dilation)
     return pd.concat([modelled, gained], ignore_index=True)

@@ -148,7 +148,8 @@ def _choice(choices: list[dict], records: list[dict]) -> dict:
     nearest = kernels.nearest_backends(choices, records)
     told = {"works": len(nearest), "works_ahead": int((nearest.low > 1).sum())}
     told["works_behind"] = int((nearest.high < 1).sum())
-    return told | {"works_behind_percent": f"{max(0, 100 / nearest.value.min() - 100):.1f}"}
+    behind = nearest.value[nearest.high < 1]
+    return told | {"works_behind_percent": f"{100 / behind.min() - 100 if len(behind) else 0:.1f}"}
 
 
 def _sustained(choices: list[dict], grids: list[dict]) -> dict:
@@ -187,7 +188,7 @@ def _ring(records: list[dict]) -> dict:
         told |= {f"ring_{name}_heads": int(longest.heads), f"ring_{name}_head_dim": int(longest.head_dim)}
     cases = overlap_and_scaling(records)
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
-        told[f"ring_{sweep}_percent"] = f"{100 * rows.value.min():.0f}"
+        told[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
     return told
 
 

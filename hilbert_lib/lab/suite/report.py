@@ -20,7 +20,7 @@ from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer,
 
 from hilbert_lib.files import write_whole
 from hilbert_lib.lab.environment import describe_environment, say_hardware
-from hilbert_lib.lab.records import FAILED, RESULTS, has_records, read_records
+from hilbert_lib.lab.records import FAILED, RESULTS, TIMED, has_records, read_records
 from hilbert_lib.lab.suite.points import say_values
 from hilbert_lib.lab.suite.run import MANIFEST, error_line, read_manifest
 from hilbert_lib.lab.tables import sides_of
@@ -163,7 +163,7 @@ def write_table(run_folder: Path, notebook: str) -> Path:
         records = read_records(folder / RESULTS) if has_records(folder / RESULTS) else []
         rows.append(point)
         for record in records:
-            if record.get("kind") in ("measurement", "comparison"):
+            if record.get("kind") in TIMED:
                 *_, side = sides = sides_of(record)
                 found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
                 found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
-from hilbert_lib.attention.grids import eager, flex, operators
+from hilbert_lib.attention.grids import api, eager, flex, operators
 from hilbert_lib.attention.grids.api import validated
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors, on_its_keys
@@ -145,6 +145,14 @@ def test_some_parts_of_grids_are(rules):
     # Drawn parts need not wrap.
     several = boxed(Neighbourhood((100,), 5), (range(80),), (range(70),))
     check_part(part_of(rules) if rules in PARTS else several, "eager", dtype=torch.bfloat16)
+
+
+def test_flex_attention_with_options_of_its_own_gives_the_output_alone():
+    q, k, v = torch.randn(3, 1, 36, 2, 16).unbind()
+    given = api.validated(q, k, v, Neighbourhood((6, 6), 3))
+    out, lse = flex.attend(*given, kernel_options={"BACKEND": "TRITON"})
+    assert lse is None
+    assert torch.equal(out, flex.attend(*given)[0])
 
 
 @in_pairs((4,))
