@@ -319,14 +319,14 @@ CALLS = ("attention", "backends", "claims", "selection")
 
 
 def committed_peaks() -> dict[tuple, int]:
-    """What calls of 256 MB and more allocated on an H200, by backend and what they were asked."""
+    """What calls of 256 MB and more allocated on one GPU, by backend and what they were asked."""
     peaks = {}
-    for path in sorted((REPORTS / "h200").glob("*/*/*.jsonl*")):
+    for path in sorted(REPORTS.glob("h[12]00/*/*/*.jsonl*")):
         for line in read_records(path):
             for record in line.get("records", [line]):  # of a point, or of a notebook
                 if not record.get("peak_bytes"):
                     continue
-                sides = [record[side] for side in "ab" if side in record] or [record]
+                sides = record.get("sides") or [record[side] for side in "ab" if side in record] or [record]
                 for side, peak in zip(sides, record["peak_bytes"], strict=True):
                     asked = side["parameters"]
                     if asked.get("sweep") in CALLS and side["name"] in BACKENDS and peak >= 256 * MB:
