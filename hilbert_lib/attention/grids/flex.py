@@ -64,8 +64,8 @@ def attend(
             # The kernel that torch has for few queries takes no such masks.
             kernel_options=(kernel_options or {"FORCE_USE_FLEX_ATTENTION": True}) if q.is_cuda else None,
         )
-    out, more = found if asked else (found, None)
-    return out.transpose(1, 2).contiguous(), more and more.lse.to(working_dtype(q.dtype))
+    out, lse = (found[0], found[1].lse.to(working_dtype(q.dtype))) if asked else (found, None)
+    return out.transpose(1, 2).contiguous(), lse
 
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
