@@ -67,6 +67,11 @@ def test_its_links_lead_to_notebooks_that_exist(path, cells):
     assert all((path.parent / target).exists() for target in targets)
 
 
+def test_its_cells_have_ids_of_their_own_by_which_outputs_are_kept(path):
+    ids = [cell["id"] for cell in json.loads(path.read_text())["cells"]]  # nbformat would give a new id to the second
+    assert len(set(ids)) == len(ids)
+
+
 def test_its_outputs_are_of_its_code_and_small(path, cells):
     if f"notebooks/{path.name}" in STRICT:  # nbval compares them
         compared = [c for c in code_of(cells) if c.outputs and "nbval-ignore-output" not in c.metadata.get("tags", [])]
