@@ -144,12 +144,13 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
     `confirm` is called when the interior is under way, before anything is sent.
     """
     layout, q, out = job.layout, given.q, None
+    packed = _packed(given.k, given.v, job)  # first: these small kernels would find no room beside the interior
     beside = Beside(q.device)
     if layout.interior:
         out, lse = operators.forward(given, replace(job.request, part=layout.interior), job.backend)
     confirm()
     with beside:
-        received, padding = _received(given.k, given.v, job)
+        received, padding = _received(packed, job)
         found = [_border_forward(given, *border, job, received, padding) for border in job.borders]
     if out is None:  # the border is all, or there are no cells
         none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
@@ -166,19 +167,19 @@ def backward(
 
     Those of k and v are added in float32 (float64 for float64): the own ones, then those of other ranks, in rank order.
     """
-    layout, dq = job.layout, None
-    beside = Beside(dout.device)
+    layout, dq, arriving = job.layout, None, None
+    answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
+    for border, backend in job.borders:  # first, so that the answers travel while the interior is computed
+        found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
+        places, heads, rows = border.theirs
+        for n in (0, 1):
+            answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
+    if layout.travels:
+        arriving = exchange(answer, layout.received, layout.sent, alive(job.known_group))
     if layout.interior:
         dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)
-    with beside:
-        answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
-        for border, backend in job.borders:
-            found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
-            places, heads, rows = border.theirs
-            for n in (0, 1):
-                answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
-        if layout.travels:
-            answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
+    if arriving:
+        answer = arriving.wait()
     shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
     sums = [lse.new_zeros(shape) for shape in shapes]
     for n in (0, 1):
@@ -218,17 +219,21 @@ def _border_backward(
     return operators.backward(dout, framed, out, lse, asked, backend)
 
 
-def _received(k: Tensor, v: Tensor, job: HaloJob) -> tuple[Tensor, Tensor | None]:
-    # k and v (rows, 2, batch, head_dim) of other ranks, and whether they are padded (rows, batch); all ranks call it.
-    layout, mask = job.layout, job.request.key_padding_mask
-    rows, heads, _ = layout.rows
-    sent = [torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)]
-    sent += [] if mask is None else [mask.byte().T[rows]]
+def _packed(k: Tensor, v: Tensor, job: HaloJob) -> list[Tensor]:
+    # k and v (rows, 2, batch, head_dim) for other ranks, and whether they are padded (rows, batch) where that is asked.
+    mask, (rows, heads, _) = job.request.key_padding_mask, job.layout.rows
+    packed = [torch.stack([x.permute(1, 2, 0, 3)[rows, heads] for x in (k, v)], 1)]
+    return packed if mask is None else [*packed, mask.byte().T[rows]]
+
+
+def _received(packed: list[Tensor], job: HaloJob) -> tuple[Tensor, Tensor | None]:
+    # As `_packed`, of other ranks; all ranks call it.
+    layout = job.layout
     if layout.travels:
         group = alive(job.known_group)
-        arriving = [exchange(x, layout.sent, layout.received, group) for x in sent]
-        sent = [each.wait() for each in arriving]
-    return sent[0], None if mask is None else sent[1]
+        arriving = [exchange(x, layout.sent, layout.received, group) for x in packed]
+        packed = [each.wait() for each in arriving]
+    return packed[0], packed[1] if len(packed) > 1 else None
 
 
 def _framed(

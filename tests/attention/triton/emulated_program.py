@@ -82,8 +82,8 @@ class Group:
 class Program:
     """One program of a launch."""
 
-    def __init__(self, name: str, ids: tuple[int, ...], warps: int):
-        self.ids, self.warps, self.random = ids, warps, Random(f"{name} {ids}")
+    def __init__(self, name: str, ids: tuple[int, ...], grid: tuple[int, ...], warps: int):
+        self.ids, self.grid, self.warps, self.random = ids, grid, warps, Random(f"{name} {ids}")
         self.copies, self.named_barriers, self.failure = Queue(), {}, None
         self.group = Group(warps)
         self.groups = [self.group]

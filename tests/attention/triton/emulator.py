@@ -184,6 +184,7 @@ LANGUAGE = SimpleNamespace(
     static_range=range,
     static_assert=static_assert,
     program_id=lambda axis: Value(np.int64(running.ids[axis])),
+    num_programs=lambda axis: Value(np.int64(running.grid[axis])),
     allocate_shared_memory=allocate,
     warp_specialize=lambda parts, warps, registers: running.split(parts, warps),
     inline_asm_elementwise=inline_asm,
@@ -282,7 +283,7 @@ def run(each: Start) -> None:
     named = {name: _given(x) for name, x in each.named.items() if name not in OPTIONS}
     for number in range(prod(each.grid)):
         ids = np.unravel_index(number, each.grid, order="F")
-        running = Program(kernel.__name__, tuple(map(int, ids)), each.named.get("num_warps", 4))
+        running = Program(kernel.__name__, tuple(map(int, ids)), each.grid, each.named.get("num_warps", 4))
         with np.errstate(all="ignore"):
             kernel(*arguments, **named)
         if running.copies or any(group.products or group.sent for group in running.groups):

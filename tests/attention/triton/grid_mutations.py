@@ -2,7 +2,7 @@
 
 from mutations import parsed
 
-# The last six are of parts of grids; the cases that show them are named.
+# The last seven are of parts of grids; the cases that show them are named.
 MUTATIONS = parsed("""\
 hopper.places, 14: residue 0 is all there is
 -begin + tile % per * SIZE, tile // per
@@ -135,4 +135,7 @@ hopper.grid_backward, a border: a narrow row is written over the next
 hopper.grid_forward, rows before the keys: the rows of no tile are written where q begins before the keys
 -goal = (-masks.FAR, 0, 0, 0, 0)
 +goal = (-1, 0, 0, 0, 0)
+hopper.places, inside: every round of programs takes the tiles of the first
+-begin = gl.program_id(0) // programs * length
++begin = 0
 """)

@@ -130,8 +130,9 @@ def _copy(
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, OF_KEYS)
-    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
-    for _number in range(gl.program_id(0), total, programs):
+    first_tile, stop_tile = places.tiles_of(total, programs)
+    digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
+    for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, OF_KEYS)
         digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
@@ -213,8 +214,9 @@ def _differentiate_queries(
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
-    for _number in range(gl.program_id(0), total, programs):
+    first_tile, stop_tile = places.tiles_of(total, programs)
+    digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
+    for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
@@ -304,8 +306,9 @@ def _differentiate_keys(
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, True)
-    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
-    for _number in range(gl.program_id(0), total, programs):
+    first_tile, stop_tile = places.tiles_of(total, programs)
+    digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
+    for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, True)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)

@@ -97,8 +97,9 @@ def _copy(
     block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
-    for _number in range(gl.program_id(0), total, programs):
+    first_tile, stop_tile = places.tiles_of(total, programs)
+    digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
+    for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
@@ -158,8 +159,9 @@ def _attend(
     last = -1  # the box whose weights are still to be multiplied with its v
     goal = (-masks.FAR, 0, 0, 0, 0)  # where the rows of acc go, once the next tile is begun: at first nowhere
     counts = places.counts_of(axes, heads, group, RULES, False)
-    digits, ahead = places.digits_of(gl.program_id(0), counts), places.digits_of(programs, counts)
-    for _number in range(gl.program_id(0), total, programs):
+    first_tile, stop_tile = places.tiles_of(total, programs)
+    digits, ahead = places.digits_of(first_tile, counts), places.digits_of(programs, counts)
+    for _number in range(first_tile, stop_tile, programs):
         place = places.place_of(digits, axes, group, RULES, False)
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)

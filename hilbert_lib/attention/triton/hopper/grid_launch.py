@@ -20,6 +20,8 @@ BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))
 STACK = {1: 2, 2: 1, 3: 1}
 EXTRA_BOX = (1, 1, 64)
 
+ROUNDS = 16  # of programs for a part of a grid: between two, kernels of an exchange find a free multiprocessor
+
 
 def refusal(q: Tensor, request: Request) -> str:
     """What of a call, by shapes and options alone, the warp-specialised kernels do not serve, or ""."""
@@ -127,7 +129,15 @@ def _start(
     }  # fmt: skip
     names = _names(kernel)
     used = {name: value for name, value in named.items() if name in names}
-    return Start(kernel, (named["programs"],), (*pointers, *described), used)
+    count = _started(total, named["programs"], ROUNDS if request.part else 1)
+    return Start(kernel, (count,), (*pointers, *described), used)
+
+
+def _started(total: int, programs: int, rounds: int) -> int:
+    # How many programs have a tile, in at most so many rounds of `programs`.
+    length = ceil(ceil(total / programs) / rounds) * programs
+    full = (total - 1) // length  # rounds before the last
+    return full * programs + min(programs, total - full * length)
 
 
 @cache

@@ -30,6 +30,18 @@ def counts_of(axes, heads, group, RULES: gl.constexpr, OF_KEYS: gl.constexpr):
 
 
 @gluon.jit
+def tiles_of(total, programs):
+    """The first tile of this program, and where its tiles end: it takes every `programs`-th between.
+
+    Programs may come in several rounds, each with a run of tiles.
+    """
+    rounds = gl.cdiv(gl.num_programs(0), programs)
+    length = gl.cdiv(gl.cdiv(total, programs), rounds) * programs
+    begin = gl.program_id(0) // programs * length
+    return begin + gl.program_id(0) % programs, gl.minimum(begin + length, total)
+
+
+@gluon.jit
 def digits_of(number, counts):
     """A number in digits, the lowest first, and what is left."""
     a = number % counts[0]
