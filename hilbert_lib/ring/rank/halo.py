@@ -25,8 +25,8 @@ class Border:
     part: Part
     slots: Tensor | None  # as in `Request`
     queries: Tensor | None  # their rows in the shard; None for all
-    keys: int  # rows of the frame
-    own: tuple[Tensor, Tensor, Tensor]  # rows in the frame, in the shard, and which they are of those touched
+    filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
+    own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
     theirs: tuple[Tensor, Tensor, Tensor]  # rows in the frame, KV heads, and which they are of those received
 
 
@@ -83,11 +83,11 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
     borders = []
     for slab, frame, (places, at) in zip(slabs, frames, stored, strict=True):
         queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
-        own_rows = places, at, torch.searchsorted(touched, at)
-        index = _slots(plan, frame), queries, own_rows, _their_rows(plan, rank, frame)
-        slots, queries, own_rows, theirs = _on(index, device)
+        filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, at)
+        own_rows = places, torch.searchsorted(touched, at)
+        index = _slots(plan, frame), queries, filled, own_rows, _their_rows(plan, rank, frame)
         part = Part(slab.queries, slab.queries, slab.keys, in_float=True)
-        borders.append(Border(part, slots, queries, len(frame), own_rows, theirs))
+        borders.append(Border(part, *_on(index, device)))
     return HaloLayout(
         Part(own, inside, own) if inside else None,
         tuple(borders),
@@ -156,7 +156,8 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
         none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
         return *(found[0] if found else none), received, padding
     for border, (some_out, some_lse) in zip(layout.borders, found, strict=True):
-        out[:, border.queries], lse[:, :, border.queries] = some_out, some_lse
+        out.index_copy_(1, border.queries, some_out)
+        lse.index_copy_(2, border.queries, some_lse)
     return out, lse, received, padding
 
 
@@ -167,27 +168,28 @@ def backward(
 
     Those of k and v are added in float32 (float64 for float64): the own ones, then those of other ranks, in rank order.
     """
-    layout, dq, arriving = job.layout, None, None
-    answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
-    for border, backend in job.borders:  # first, so that the answers travel while the interior is computed
-        found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
-        places, heads, rows = border.theirs
-        for n in (0, 1):
-            answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
-    if layout.travels:
-        arriving = exchange(answer, layout.received, layout.sent, alive(job.known_group))
+    layout, dq = job.layout, None
+    beside = Beside(dout.device)
     if layout.interior:
         dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)
-    if arriving:
-        answer = arriving.wait()
-    shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
-    sums = [lse.new_zeros(shape) for shape in shapes]
+    with beside:
+        answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
+        for border, backend in job.borders:
+            found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
+            places, heads, rows = border.theirs
+            for n in (0, 1):
+                answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
+        if layout.travels:
+            answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
+    if layout.interior:
+        sums = [x.index_select(1, layout.touched) if n < 2 else x for n, x in enumerate(grads)]
+        sums = [x.to(lse.dtype) for x in sums]
+    else:
+        shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
+        sums = [lse.new_zeros(shape) for shape in shapes]
     for n in (0, 1):
-        if layout.interior:
-            sums[n] += grads[n].index_select(1, layout.touched)
-            sums[n + 2] += grads[n + 2]
         for border, more in zip(layout.borders, found, strict=True):
-            places, _, touched = border.own
+            places, touched = border.own
             sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))  # each once: no sum depends on chance
             sums[n + 2] += more[n + 3]
         for span, heads, touched in layout.answers:
@@ -215,7 +217,8 @@ def _border_backward(
 ) -> Tensors:  # fmt: skip
     framed, asked = _framed(given, border, job.request, *received)
     if border.queries is not None:
-        dout, out, lse = dout[:, border.queries], out[:, border.queries], lse[:, :, border.queries]
+        dout, out = (x.index_select(1, border.queries) for x in (dout, out))
+        lse = lse.index_select(2, border.queries)
     return operators.backward(dout, framed, out, lse, asked, backend)
 
 
@@ -241,16 +244,14 @@ def _framed(
 ) -> tuple[Tensors, Request]:
     # The queries of a border, with its frame for k and v.
     q, k, v, *extra = given
-    (places, own, _), (their_places, heads, rows) = border.own, border.theirs
-    frames = [x.new_zeros(x.shape[0], border.keys, *x.shape[2:]) for x in (k, v)]
-    for n, (frame, x) in enumerate(zip(frames, (k, v), strict=True)):
-        frame.index_copy_(1, places, x.index_select(1, own))
+    their_places, heads, rows = border.theirs
+    frames = [x.index_select(1, border.filled) for x in (k, v)]
+    for n, frame in enumerate(frames):
         frame[:, their_places, heads] = received[rows, n].transpose(0, 1)
     mask = request.key_padding_mask
     if mask is not None:
-        mask = mask.new_zeros(len(mask), border.keys)
-        mask[:, places] = request.key_padding_mask[:, own]
+        mask = mask.index_select(1, border.filled)
         mask[:, their_places] = padding[rows].bool().T
-    q = q if border.queries is None else q[:, border.queries]
+    q = q if border.queries is None else q.index_select(1, border.queries)
     asked = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
     return Tensors(q, *frames, *extra), asked
