@@ -27,7 +27,7 @@ class Border:
     queries: Tensor | None  # their rows in the shard; None for all
     filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
     own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
-    theirs: tuple[Tensor, Tensor, Tensor]  # rows in the frame, KV heads, and which they are of those received
+    theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; which they are received
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +37,17 @@ class HaloLayout:
     interior: Part | None
     borders: tuple[Border, ...]
     touched: Tensor  # own rows of k and v whose gradients come from more than the interior
-    rows: Tensor  # (3, rows sent), rows in the shard, KV heads and which of those touched, destination by destination
+    rows: Tensor  # (3, rows sent), rows in the shard, KV heads, and rows of heads touched, destination by destination
     sent: tuple[int, ...]  # how many to each rank
     received: tuple[int, ...]  # how many from each rank
     travels: bool  # whether any rank sends anything
 
     @cached_property
-    def answers(self) -> tuple[tuple[slice, Tensor, Tensor], ...]:
-        """For each rank that rows are sent to: which these are of all that are sent, and their KV heads and places."""
+    def answers(self) -> tuple[tuple[slice, Tensor], ...]:
+        """For each rank that rows are sent to: which these are of those sent, and their rows of heads touched."""
         ends = tuple(accumulate(self.sent))
         spans = [slice(end - count, end) for end, count in zip(ends, self.sent, strict=True) if count]
-        return tuple((span, *self.rows[1:, span]) for span in spans)
+        return tuple((span, self.rows[2, span]) for span in spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         Part(own, inside, own) if inside else None,
         tuple(borders),
         touched.to(device),
-        torch.cat([rows, torch.searchsorted(touched, rows[:1])]).to(device),
+        torch.cat([rows, torch.searchsorted(touched, rows[:1]) * len(plan.neighbourhoods) + rows[1:]]).to(device),
         tuple(sent),
         tuple(received.tolist()),
         bool(plan.rows),
@@ -117,13 +117,13 @@ def _own_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]
     return places, plan.shards.slot(plan.shape, frame[places], rank)
 
 
-def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # Of the rows received that lie in a frame: rows in the frame, KV heads, and which they are.
+def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tensor]:
+    # Of the rows received that lie in a frame: rows of KV heads in the frame, and which they are.
     cells, heads, _ = plan.arriving[rank]
     ordered, place = frame.sort()
     at = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
     found = (ordered[at] == cells).nonzero()[:, 0]
-    return place[at[found]], heads[found], found
+    return place[at[found]] * len(plan.neighbourhoods) + heads[found], found
 
 
 def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:
@@ -166,7 +166,7 @@ def backward(
 ) -> Tensors:
     """Gradients of a rank's tensors, from the gradient of its out and what `forward` returned; the same bits always.
 
-    Those of k and v are added in float32 (float64 for float64): the own ones, then those of other ranks, in rank order.
+    Those of k and v are added in float32 (float64 for float64): of borders, other ranks in their order, the interior.
     """
     layout, dq = job.layout, None
     beside = Beside(dout.device)
@@ -176,32 +176,38 @@ def backward(
         answer, found = received.new_zeros(received.shape, dtype=lse.dtype), []
         for border, backend in job.borders:
             found.append(_border_backward(dout, given, out, lse, border, backend, job, received, padding))
-            places, heads, rows = border.theirs
-            for n in (0, 1):
-                answer[rows, n] += found[-1][n + 1][:, places, heads].transpose(0, 1)
+            places, rows = border.theirs
+            for n in (0, 1):  # each row once: no sum depends on chance
+                arrived = found[-1][n + 1].flatten(1, 2).index_select(1, places)
+                answer[:, n].index_add_(0, rows, arrived.transpose(0, 1))
         if layout.travels:
             answer = exchange(answer, layout.received, layout.sent, alive(job.known_group)).wait()
-    if layout.interior:
-        sums = [x.index_select(1, layout.touched) if n < 2 else x for n, x in enumerate(grads)]
-        sums = [x.to(lse.dtype) for x in sums]
-    else:
-        shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
-        sums = [lse.new_zeros(shape) for shape in shapes]
-    for n in (0, 1):
-        for border, more in zip(layout.borders, found, strict=True):
-            places, touched = border.own
-            sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))  # each once: no sum depends on chance
-            sums[n + 2] += more[n + 3]
-        for span, heads, touched in layout.answers:
-            sums[n][:, touched, heads] += answer[span, n].transpose(0, 1)
-    sums = [total.to(x.dtype) for total, x in zip(sums, given[1:], strict=True)]
+        sums = _sums(found, answer, given, layout)
     if not layout.interior:
+        sums = [x.to(y.dtype) for x, y in zip(sums, given[1:], strict=True)]
         return Tensors(found[0].q if found else torch.empty_like(given.q), *sums)
     for border, more in zip(layout.borders, found, strict=True):
         dq.index_copy_(1, border.queries, more.q)
-    for n in (0, 1):
-        grads[n].index_copy_(1, layout.touched, sums[n])
-    return Tensors(dq, *grads[:2], *sums[2:])
+    for grad, more in zip(grads[:2], sums[:2], strict=True):
+        grad.index_copy_(1, layout.touched, grad.index_select(1, layout.touched).add_(more))
+    for grad, more in zip(grads[2:], sums[2:], strict=True):
+        grad.add_(more)
+    return Tensors(dq, *grads)
+
+
+def _sums(found: list[Tensors], answer: Tensor, given: Tensors, layout: HaloLayout) -> list[Tensor]:
+    # Gradients of the touched rows of k and v, and of the extra keys, from the borders here and on other ranks.
+    shapes = [(len(x), len(layout.touched), *x.shape[2:]) if n < 2 else x.shape for n, x in enumerate(given[1:])]
+    sums = [answer.new_zeros(shape) for shape in shapes]
+    for border, more in zip(layout.borders, found, strict=True):
+        places, touched = border.own
+        for n in (0, 1):
+            sums[n].index_add_(1, touched, more[n + 1].index_select(1, places))
+            sums[n + 2] += more[n + 3]
+    for span, touched in layout.answers:
+        for n in (0, 1):
+            sums[n].flatten(1, 2).index_add_(1, touched, answer[span, n].transpose(0, 1))
+    return sums
 
 
 def _border_forward(
@@ -244,14 +250,15 @@ def _framed(
 ) -> tuple[Tensors, Request]:
     # The queries of a border, with its frame for k and v.
     q, k, v, *extra = given
-    their_places, heads, rows = border.theirs
+    places, rows = border.theirs
     frames = [x.index_select(1, border.filled) for x in (k, v)]
     for n, frame in enumerate(frames):
-        frame[:, their_places, heads] = received[rows, n].transpose(0, 1)
+        by_head = frame.view(len(frame), -1, frame.shape[-1])
+        by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
     mask = request.key_padding_mask
     if mask is not None:
         mask = mask.index_select(1, border.filled)
-        mask[:, their_places] = padding[rows].bool().T
+        mask[:, places // k.shape[2]] = padding[rows].bool().T
     q = q if border.queries is None else q.index_select(1, border.queries)
     asked = replace(request, part=border.part, slots=border.slots, key_padding_mask=mask)
     return Tensors(q, *frames, *extra), asked
