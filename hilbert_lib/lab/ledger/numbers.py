@@ -21,6 +21,7 @@ from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
 from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
 from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
+from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.tables import both_ways
 from hilbert_lib.pattern import DilatedPattern
@@ -40,12 +41,15 @@ def numbers() -> dict[str, str]:
     runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
     runs["h200_06"] = newest_run(KERNELS, machines=REPORTS.glob("h200*"))
     choices, fused, ring, grids, h200_fused = (read_records(run / RESULTS) for run in runs.values())
-    told = {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
+    runs["07_grids"] = newest_run(RING, GRID_RESULTS)
+    told = _weak_grids(read_records(runs["07_grids"] / GRID_RESULTS))
+    told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
     told |= {**_choice(choices, fused), **_sustained(choices, grids), **_saved(), **_claims(), **_causes()}
     told["runs"] = _runs()
     told |= {f"h200_{name}": value for name, value in _speeds(h200_fused).items()}
     for name, run in runs.items():
-        gpu = say_hardware(run_environment(run)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
+        file = GRID_RESULTS if name == "07_grids" else RESULTS
+        gpu = say_hardware(run_environment(run, file)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
         told[f"{name}_run"] = f"[{gpu}]({run.relative_to(ROOT).as_posix()})"
     return {name: value if isinstance(value, str) else f"{value:,}" for name, value in told.items()}
 
@@ -189,6 +193,16 @@ def _ring(records: list[dict]) -> dict:
     cases = overlap_and_scaling(records)
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
         told[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
+    return told
+
+
+def _weak_grids(records: list[dict]) -> dict:
+    """What a GPU among several keeps of the speed of one alone on as many cells each, back to back, in percent."""
+    weak = pd.DataFrame([each for each in records if (each["sweep"], each["side"]) == ("weak", RECTANGLES)])
+    took = weak.assign(window=weak.window.map(str)).pivot(index="window", columns="ranks", values="sustained_ms")
+    told = {}
+    for ranks in took.columns[1:]:
+        told |= _ends(f"grids_on_{ranks}", 100 * took[1] / took[ranks], ".0f")
     return told
 
 
