@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from emulated_program import Barrier, Barriers, Program
 from emulated_tiles import FUNCTIONS, Descriptor, Fault, Memory, Pointer, SharedTile, Value, fence, matrix_product
+from mutations import Mutation
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -295,6 +296,11 @@ def _given(x):
     if isinstance(x, torch.Tensor):
         return Pointer(Memory(x), x.storage_offset())
     return Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+
+def edited(mutation: Mutation) -> Sources:
+    """The sources with one edit."""
+    return Sources({mutation.module: (mutation.before, mutation.after)})
 
 
 def wrong(results: dict[str, torch.Tensor], right: Sequence[torch.Tensor], bound: float) -> str | None:
