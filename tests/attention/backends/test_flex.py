@@ -35,24 +35,15 @@ def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
     assert torch.equal(some | full, (true_some | true_full).expand_as(some))
 
 
-def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):
-    # On the CPU FlexAttention has no backward: another differentiable function of its arguments stands in for it.
-    monkeypatch.setattr(flex, "attend", lambda q, k, v, call: ((q * k).sin() * v, None))
-    q, k, v, dout = torch.randn(4, 1, 8, 2, 4, dtype=torch.float64).unbind()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        got = flex.backward(dout, q, k, v, None, None, Call(DilatedPattern((8, 16), (1, 2))))
-    torch.testing.assert_close(got, torch.autograd.grad((leaves[0] * leaves[1]).sin() * leaves[2], leaves, dout))
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_masks_of_flex_first_made_in_inference_mode_serve_a_backward_pass(monkeypatch, is_causal):
+def test_a_backward_below_autograd_takes_masks_first_made_in_inference_mode(monkeypatch, is_causal):
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
     q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
     call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
         out, lse = flex.attend(q, k, v, call)
-    got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as the operator calls it
+        got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
     torch.testing.assert_close(got, torch.autograd.grad(wanted, leaves, dout))
@@ -110,8 +101,6 @@ def test_flex_takes_fewer_queries_than_keys_in_one_segment():
 @pytest.mark.parametrize("rate", [2**31, 2**32, 2**32 + 1, 2**41])
 def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
-    q, k, v = torch.randn(3, 1, 8, 1, 16)
-    out, lse = flex.attend(q, k, v, Call(pattern, scale=0.25))
-    exact, exact_lse = dilated_attention(q, k, v, pattern, scale=0.25, return_lse=True, backend="reference")
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(lse, exact_lse)
+    tensors = torch.randn(3, 1, 8, 1, 16).unbind()
+    exact = dilated_attention(*tensors, pattern, scale=0.25, return_lse=True, backend="reference")
+    torch.testing.assert_close(flex.attend(*tensors, Call(pattern, scale=0.25)), exact)
