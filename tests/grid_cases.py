@@ -227,7 +227,7 @@ def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
         seen = set().union(*seen_along(side, *(rule[n] for rule in rules))[own.start : own.stop])
         keys.append(shortest(side, seen, near.edge[n] == "wrap"))
     part = Part(rows, queries, tuple(keys), in_float=rows == queries)
-    at_rows, at_queries, at_keys = (_positions(box, near.shape) for box in part[:3])
+    at_rows, at_queries, at_keys = (positions(box, near.shape) for box in part[:3])
     return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
 
 
@@ -282,10 +282,10 @@ def part_of(rules: str) -> tuple:
     return listed(near, cells, 0) if isinstance(cells, int) else boxed(near, *cells)
 
 
-def _positions(box, shape: tuple[int, ...]) -> Tensor:
-    # Row by row; what is past a side goes on from 0.
+def positions(box, shape: tuple[int, ...]) -> Tensor:
+    """The cells of a box, row by row; what is past a side goes on from 0."""
     cells = product(*([cell % side for cell in line] for line, side in zip(box, shape, strict=True)))
-    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells])
+    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells]).long()
 
 
 def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> None:
