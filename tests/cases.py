@@ -1,6 +1,7 @@
 """Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 
@@ -118,6 +119,16 @@ def attended(tensors: Sequence[torch.Tensor], pattern, backend: str, **options) 
 def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.Tensor, ...]:
     """The same of the reference in float64."""
     return attended([x.double() for x in tensors], pattern, "reference", **options)
+
+
+@contextmanager
+def determinism(wanted: bool = True, **options):
+    """What torch is asked for inside."""
+    torch.use_deterministic_algorithms(wanted, **options)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:

@@ -219,6 +219,17 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
 
 
+def check_nan(near: Neighbourhood | tuple, given: list[Tensor], at: int, token: int, attend: Callable) -> Tensor:
+    """Spoil a token of the last KV head of one of the tensors; the output, in which those who see it alone have NaN."""
+    given[at][:, token, -1] = torch.nan
+    out, cells = attend(*given).cpu(), torch.arange(given[0].shape[1])
+    # Extra keys are seen by all.
+    seen = cells == token if at == 0 else mask_of(near)[:, token] if at < 3 else cells >= 0
+    assert out[:, :, :-1].isfinite().all()
+    assert out[:, :, -1].isnan().any(-1).equal(seen.expand(len(out), -1))
+    return out
+
+
 def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
     """A part of a grid as `check_part` takes it: the shortest boxes of keys that hold what the queries see."""
     keys = []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import TOLERANCE, assert_close, attended, expected
+from cases import TOLERANCE, assert_close, attended, determinism, expected
 
 from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
@@ -122,12 +122,9 @@ def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
 def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
     gpu(9, 0)
     assert not BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism():
         assert "order that varies" in BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
         assert not BACKENDS["flash"].refusal(on_gpu(), Call(PATTERN))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # What is installed: files below a folder of packages, and the versions that their metadata names.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, stored
+from cases import LAYOUTS, determinism, stored
 from mutations import MUTATIONS
 
 from hilbert_lib import DilatedPattern
@@ -120,12 +120,9 @@ def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str,
     q, k, v, dout = (stored(x, case.layout) for x in expected(case)[0])
     call = Call(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
     sources.starts.clear()
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
+    with determinism(is_deterministic):
         out, lse = sources.launch.forward(q, k, v, call)
         grads = sources.launch.backward(dout, q, k, v, out, lse, call)
-    finally:
-        torch.use_deterministic_algorithms(False)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 
