@@ -198,15 +198,10 @@ def test_branches_are_divided_where_tiles_would_be_cut(pattern, length, is_causa
         (((2048, 3000), (1, 1)), 16384, [(0,), (1,)], []),  # a tile of both would lie across segments
         (((2048, 16384), (1, 64)), 16384, [(0,), (1,)], []),  # tiles of both would be short
         (((9,), (4,)), 10, [], [(0,)]),
+        # No more launches than the results may be rounded by.
+        ((range(1001, 1021, 2), [1] * 10), 8192, [(i,) for i in range(division.LAUNCHES)], [(8, 9)]),
     ],
 )
-def test_branches_that_the_copy_engine_does_not_reach_are_left(branches, length, ours, theirs):
-    found = division.launches(DilatedPattern(*branches), length, 1, False)
+def test_branches_that_the_copy_engine_does_not_reach_or_that_are_too_many_are_left(branches, length, ours, theirs):
+    found = division.launches(DilatedPattern(*map(list, branches)), length, 1, False)
     assert [[one.branches for one in some] for some in found] == [ours, theirs]
-
-
-def test_a_call_has_no_more_launches_than_its_results_may_be_rounded_by():
-    lengths = [1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061]
-    ours, theirs = division.launches(DilatedPattern(lengths, [1] * 10), 8192, 2, False)
-    assert [one.branches for one in ours] == [(i,) for i in range(division.LAUNCHES)]
-    assert [one.branches for one in theirs] == [(8, 9)]
