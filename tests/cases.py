@@ -162,7 +162,6 @@ def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
 def check(
     branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu", padding="none"
 ) -> None:
-    """Run one case and compare it with the oracle."""
     pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal, padding)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]

@@ -56,7 +56,6 @@ def _cells(shape: tuple[int, ...]) -> int:
 
 
 def is_possible(axes: int = 1, edge: str = "clip", is_causal: bool = False, *_) -> bool:
-    """Whether options go together."""
     return not (is_causal and edge == "wrap")
 
 
@@ -67,7 +66,6 @@ def rules_of(sizes: dict, axes: int, edge: str, is_causal: bool, stride: int, di
 
 
 def every_rule(sizes: dict) -> list[tuple]:
-    """All options together."""
     return [rules_of(sizes, *options) for options in product(*OPTIONS) if is_possible(*options)]
 
 

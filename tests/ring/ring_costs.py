@@ -171,5 +171,4 @@ def with_peak(run) -> tuple:
 
 
 def measured(**work) -> list[dict]:
-    """What the benchmark reports."""
     return benchmarks.measure(benchmarks.work_of(work))

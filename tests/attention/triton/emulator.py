@@ -244,7 +244,6 @@ class Sources:
         self.grids.multiprocessors = lambda device: 3  # so that a program takes several tiles
 
     def module(self, name: str) -> ModuleType:
-        """A module by its whole name."""
         if name not in self.modules:
             path = Path(hilbert_lib.__file__).parents[1].joinpath(*name.split(".")).with_suffix(".py")
             source = path.read_text(encoding="utf-8")
@@ -277,7 +276,6 @@ class Sources:
 
 
 def run(each: Start) -> None:
-    """Runs the programs of a launch one after the other."""
     global running
     kernel = each.kernel
     arguments = [_given(x) for x in each.arguments]
@@ -299,7 +297,6 @@ def _given(x):
 
 
 def edited(mutation: Mutation) -> Sources:
-    """The sources with one edit."""
     return Sources({mutation.module: (mutation.before, mutation.after)})
 
 

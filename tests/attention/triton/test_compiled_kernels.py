@@ -230,11 +230,8 @@ def test_a_stride_of_which_no_row_is_taken_may_be_anything():
 )
 def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, causal, forwards, backwards):
     told = told_by("first_call.py", head_dim, causal)
-    expected = {
-        "forward": ["forward_kernel"] * forwards,
-        "backward": ["delta_kernel", *["backward_kernel"] * backwards],
-    }
-    for name, kernels in expected.items():
+    backward = ["delta_kernel", *["backward_kernel"] * backwards]
+    for name, kernels in (("forward", ["forward_kernel"] * forwards), ("backward", backward)):
         first, second = told[f"first {name}"], told[f"second {name}"]
         assert first["compiled"] == sorted(kernels)
         assert first["at once"] == len(kernels)
@@ -255,11 +252,8 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
     assert [bound for _, bound, _ in told.pop("copies")] == [3] * 3, "each call has a copy of its own"
     assert {each for calls in told.values() for *_, each in calls} == {"equal"}
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
-    repeated = {
-        name
-        for name in kept
-        if name.startswith(("sequence", "several", "all options", "grid", "kept")) and len(kept[name]) == 3
-    }
+    kinds = "sequence", "several", "all options", "grid", "kept"
+    repeated = [name for name, calls in kept.items() if name.startswith(kinds) and len(calls) == 3]
     assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 19
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8

@@ -28,8 +28,6 @@ HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3))  # of q, and of k and v
 
 
 class Case(NamedTuple):
-    """A call."""
-
     pattern: DilatedPattern
     length: int  # of k and v
     heads: int
@@ -116,7 +114,6 @@ def expected(case: Case) -> tuple:
 
 
 def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
-    """What the kernels compute."""
     q, k, v, dout = (stored(x, case.layout) for x in expected(case)[0])
     call = Call(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
     sources.starts.clear()
@@ -127,7 +124,6 @@ def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str,
 
 
 def fault_of(sources, case: Case, is_deterministic: bool = False) -> str | None:
-    """What is wrong about the results of a case, if anything."""
     try:
         results = results_of(sources, case, is_deterministic)
     except emulator.Fault as fault:

@@ -38,7 +38,6 @@ def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fault_of(sources, case: Case) -> str | None:
-    """What is wrong about the results of a case, if anything."""
     try:
         for (name, found), right in zip(results_of(sources, case), expected(case)[3], strict=True):
             if wrong := emulator.wrong({name: found}, [right], emulator.TOLERANCE[case.dtype]):
