@@ -8,6 +8,7 @@ from math import prod
 import pytest
 import torch
 from allpairspy import AllPairs
+from cases import assert_close
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -196,9 +197,8 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
         return x if x is None or ordering is None else ordering.apply(x, dim=1)
 
     leaves = [(stored(x) if n < 3 else x).to(device).requires_grad_(gradients) for n, x in enumerate(given)]
-    masks = [stored(masks[0]), masks[1]]
-    padding = {name: None if x is None else x.to(device) for name, x in zip(("key", "extra"), masks, strict=True)}
-    options = {f"{name}_padding_mask": x for name, x in padding.items()}
+    masks = [None if x is None else x.to(device) for x in (stored(masks[0]), masks[1])]
+    options = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
     if "extra" in more:
         options |= {"extra_k": leaves[3], "extra_v": leaves[4]}
     got, got_lse = neighbourhood_attention(
@@ -209,9 +209,8 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
     assert got.dtype == dtype
     assert not got_lse.requires_grad
     close, close_lse, close_grad = TOLERANCE[dtype]
-    torch.testing.assert_close(got.cpu().double(), stored(out), atol=close, rtol=0)
     wanted_lse = lse if ordering is None else ordering.apply(lse, dim=2)
-    torch.testing.assert_close(got_lse.cpu().double(), wanted_lse, atol=close_lse, rtol=0)
+    assert_close([got, got_lse], [stored(out), wanted_lse], (close, close_lse))
     for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
         right = stored(theirs) if n < 3 else theirs
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
@@ -323,10 +322,7 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     request = Request((near,), scale, None, hidden[:, keys].to(device), None, part, slots)
     got, got_lse = forward(Tensors(*mine), request, *named)
     close, close_lse, close_grad = TOLERANCE[dtype]
-    torch.testing.assert_close(got[:, computed].cpu().double(), out[:, queries].detach(), atol=close, rtol=0)
-    torch.testing.assert_close(
-        got_lse[:, :, computed].cpu().double(), lse[:, :, queries].detach(), atol=close_lse, rtol=0
-    )
+    assert_close([got[:, computed], got_lse[:, :, computed]], [out[:, queries], lse[:, :, queries]], (close, close_lse))
     # What lies in rows that are not computed changes nothing.
     given_in, lse_in = computed.to(device)[:, None, None], torch.where(computed.to(device), got_lse, torch.nan)
     got, douts = torch.where(given_in, got, 7.0), torch.where(given_in, dout[:, rows].to(device), 7.0)

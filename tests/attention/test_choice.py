@@ -329,18 +329,14 @@ def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):
 def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkeypatch):
     models = {"cuda:0": ("NVIDIA A100", "Ampere"), **dict.fromkeys(("cuda:1", "cuda:2"), ("NVIDIA H200", "Hopper"))}
 
-    def info(device):
-        name, architecture = models[str(device)]
-        return SimpleNamespace(name=name, architecture=architecture, capability=(9, 0))
-
+    infos = {at: SimpleNamespace(name=name, architecture=kind) for at, (name, kind) in models.items()}
     for module in (choice, remembered):
-        monkeypatch.setattr(module, "get_gpu_info", info)
+        monkeypatch.setattr(module, "get_gpu_info", lambda device: infos[str(device)])
     work = Workload(PATTERN, 64, 2, 8, torch.device("cuda:1"))
     remember(shape_class(work, gradient=False), ("eager",), {})
-    orders = []
-    for name in models:
-        q = SimpleNamespace(device=torch.device(name), dtype=torch.bfloat16, shape=(1, 64, 2, 8))
-        orders.append(choice.rule_for(q, Call(PATTERN), gradient=False).order)
+    given = {"dtype": torch.bfloat16, "shape": (1, 64, 2, 8)}
+    tensors = (SimpleNamespace(device=torch.device(name), **given) for name in models)
+    orders = [choice.rule_for(q, Call(PATTERN), gradient=False).order for q in tensors]
     assert orders == [HALF_RULES["Ampere"].order, ("eager",), ("eager",)]
 
 

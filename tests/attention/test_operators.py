@@ -271,6 +271,8 @@ class Function(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
+PROFILE = partial(torch.autograd.profiler.profile, use_device=None)
+ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 UNWATCHED = {
     "nothing": nullcontext,
     "no gradient": torch.no_grad,
@@ -281,12 +283,8 @@ UNWATCHED = {
 WATCHED = {
     "a dispatch mode": Dispatch,
     "a function mode": Function,
-    "a profiler": partial(torch.autograd.profiler.profile, use_device=None),
-    "a profiler of all threads": partial(
-        torch.autograd.profiler.profile,
-        use_device=None,
-        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
-    ),
+    "a profiler": PROFILE,
+    "a profiler of all threads": partial(PROFILE, experimental_config=ALL_THREADS),
     "dual numbers": torch.autograd.forward_ad.dual_level,
     "a subclass": nullcontext,
     "fake tensors": partial(FakeTensorMode, allow_non_fake_inputs=True),

@@ -20,19 +20,13 @@ KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton" / "hopper" 
 WARP_SPECIALISED = ("hopper", "divided", "boxes")  # families of calls that need compute capability 9.0
 FOUND = 99  # the sanitizer's exit status where it found something
 TIMEOUT = 900.0  # seconds, for one run
+PLAIN = {"triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"}
+HOPPER = {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"}
 # What each family of calls has to launch.
 FAMILIES = {
-    "plain": {
-        "triton.forward.forward_kernel",
-        "triton.backward.delta_kernel",
-        "triton.backward.dq_kernel",
-        "triton.backward.dkv_kernel",
-    },
-    "hopper": {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"},
-    "divided": {
-        *("hopper.forward.forward_kernel", "hopper.backward.backward_kernel"),
-        *("triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"),
-    },
+    "plain": PLAIN | {"triton.backward.delta_kernel"},
+    "hopper": HOPPER,
+    "divided": HOPPER | PLAIN,
     "boxes": {"hopper.grid_forward.forward_kernel", "hopper.grid_backward.backward_kernel"},
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
     "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
