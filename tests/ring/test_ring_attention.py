@@ -205,6 +205,8 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
     return {"branches": HELD[kind], "tokens": tokens, "transport": transport, **options}
 
 
+ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
+ALLOCATED += [(4, "halo_ranks:peak_memory", {"shards": shards}) for shards in HELD_HALOS]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
@@ -215,14 +217,13 @@ for ranks, *call in (*(each[:3] for each in EXACTLY.values()), *UNCHANGED.values
 CALLS[2] += [["ring_costs:measured", MEASURED]]
 for ranks, cases in COUNTED.items():
     CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
-for ranks, cases in MEMORY.items():
-    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
+for ranks, *call in ALLOCATED:
+    CALLS[ranks] += [call]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
 for ranks, cases in HALOS.items():
     CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
-CALLS[4] += [["halo_ranks:peak_memory", {"shards": shards}] for shards in HELD_HALOS]
 CALLS[2] += [["halo_ranks:disagree", {"asked": asked}] for asked, _ in ON_GRIDS.values()]
 CALLS[2] += [["halo_ranks:promises", {}]]
 CAPTURED = [
@@ -300,13 +301,6 @@ def test_on_a_grid_too(ranks, backend):
         calls = [1 + case.get("padded", False), 1] if travels else [0, 0]  # also of a rank that nothing reaches
         for counted, planned, called in found:
             assert (counted, called) == (planned, calls), case
-
-
-@pytest.mark.parametrize("shards", HELD_HALOS, ids=name_of)
-def test_memory_on_a_grid_is_the_plans(shards):
-    for rank in answers(4, "halo_ranks:peak_memory", {"shards": shards}):
-        for allocated, planned in rank:
-            assert 0.93 * planned <= allocated <= 1.15 * planned  # what was sent is freed a little late
 
 
 @pytest.mark.parametrize(("what", "ranks"), [(what, 2) for what in ON_GRIDS])
@@ -388,11 +382,13 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention(what):
         assert begins + took < found[f"{name}_ms"] / 2, (name, begins, took, found[f"{name}_ms"])
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in MEMORY.items() for case in cases])
-def test_memory_allocated_is_the_plans(ranks, case):
-    for rank in answers(ranks, "ring_costs:peak_memory", memory_of(*case)):
+@pytest.mark.parametrize(("ranks", "name", "asked"), ALLOCATED)
+def test_memory_allocated_is_the_plans(ranks, name, asked):
+    # One buffer more of the dense ring is 3 % to 6 %; on a grid what was sent is freed a little late.
+    least, most = (0.92, 1.025) if name == "ring_costs:peak_memory" else (0.93, 1.15)
+    for rank in answers(ranks, name, asked):
         for allocated, planned in rank:
-            assert 0.92 * planned <= allocated <= 1.025 * planned  # one buffer more of the dense ring is 3 % to 6 %
+            assert least * planned <= allocated <= most * planned
 
 
 @pytest.mark.multigpu

@@ -1,9 +1,13 @@
-"""FlexAttention: output, lse and gradients, of the whole and of parts."""
+"""FlexAttention: output, lse and gradients, of the whole and of parts, compiled and run again."""
+
+import os
+import shutil
 
 import oracle
 import pytest
 import torch
 from cases import assert_close, drawn, expected, norms
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
 
 from hilbert_lib import DilatedPattern, dilated_attention
@@ -104,3 +108,76 @@ def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     tensors = torch.randn(3, 1, 8, 1, 16).unbind()
     exact = dilated_attention(*tensors, pattern, scale=0.25, return_lse=True, backend="reference")
     torch.testing.assert_close(flex.attend(*tensors, Call(pattern, scale=0.25)), exact)
+
+
+# A compiled function whose backward runs again, whatever ran and was compiled before it.
+inductor = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
+)
+
+
+def product(x, y):
+    """Its backward, as torch compiles it by default, writes over what the forward kept."""
+    return ((x.sin() @ y.exp()).relu().exp() * x.cos()).tanh()
+
+
+def tuple_of_a_view(x, y):
+    return product(x, y)[:5], x.sum()
+
+
+def gradients(run, inputs, times):
+    results = run(*inputs)
+    out = (results if isinstance(results, torch.Tensor) else results[0]).sum()
+    return [torch.autograd.grad(out, inputs, retain_graph=n + 1 < times) for n in range(times)]
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it keeps what an earlier process compiled
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+
+
+@inductor
+def test_a_backward_runs_again_after_those_that_ran_once(inputs):
+    # It takes buffers over, and stays in torch's cache.
+    gradients(torch.compile(tuple_of_a_view, dynamic=False), inputs, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(tuple_of_a_view, dynamic=False)
+    gradients(lambda *x: flex.run_to_keep(compiled, *x), inputs, 1)
+    (expected,) = gradients(tuple_of_a_view, inputs, 1)
+    for grads in gradients(lambda *x: flex.run_to_keep(compiled, *x), inputs, 3):
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+@inductor
+def test_what_is_kept_enters_no_cache_of_autograds_and_what_came_before_is_left_alone(inputs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(AOTAutogradCache, "save", lambda *_, **__: asked.append(True))
+    compiled = torch.compile(product, dynamic=False)
+    flex.run_to_keep(compiled, *inputs)
+    assert not asked  # it holds tensors
+    torch._dynamo.reset()
+    taken = compiled(*inputs)
+    (out,) = flex.run_to_keep(lambda x: (x * 2,), taken)
+    assert taken.grad_fn._forward_cls.metadata.bw_donated_idxs != []
+    assert out.grad_fn.name() == "MulBackward0"
+    taken.sum().backward()
+    assert asked
+
+
+def test_what_has_no_gradient_or_is_not_compiled_is_returned_as_it_is():
+    x = torch.ones(2, requires_grad=True)
+    assert flex.run_to_keep(torch.sin, x.detach()).grad_fn is None
+    torch.autograd.grad(flex.run_to_keep(torch.sin, x).sum(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [256, 200])
+def test_the_backward_of_compiled_flex_attention_runs_again(length):
+    q, k, v = (torch.randn(1, 2, length, 64, device="cuda", requires_grad=True) for _ in range(3))
+    torch.autograd.grad(flex.compiled_flex_attention(q, k, v).sum(), q)
+    out = flex.compiled_flex_attention(q, k, v)
+    first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)
