@@ -1,6 +1,6 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, reduce
 from itertools import product
 from math import prod
@@ -214,6 +214,15 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
     for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
         right = stored(theirs) if n < 3 else theirs
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
+
+
+def attended(given: Sequence[Tensor], near, backend: str, **options) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of q, k, v and extra keys; given: these, and the gradient of out."""
+    *inputs, dout = given
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    extra = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
+    out, lse = neighbourhood_attention(*leaves[:3], near, backend=backend, return_lse=True, **extra, **options)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
 
 
 def check_nan(near: Neighbourhood | tuple, given: list[Tensor], at: int, token: int, attend: Callable) -> Tensor:

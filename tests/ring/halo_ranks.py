@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from grid_cases import RULES, SCALE, expected
+from grid_cases import ORDERS, RULES, SCALE, expected
 from halo_cases import LARGE_RULES
 from ring_costs import counted_and_planned, with_peak
 from ring_ranks import NoGradient, device, noting, said_by, squared_error
@@ -26,10 +26,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dextra_k", "dextra_v")
 def shards_of(shape: tuple, parts: list | None = None, cuts: list | None = None, order: str = "", lengths: list = ()):
     if parts:
         return Rectangles(tuple(parts), cuts and tuple(cut and tuple(cut) for cut in cuts))
-    cells = torch.Size(shape).numel()
-    if order == "random":
-        return Runs(Ordering.random(cells, 1), tuple(lengths))
-    return Runs(Ordering.from_curve(order, cells, grid=shape if len(shape) > 1 else None), tuple(lengths))
+    return Runs(ORDERS[order](shape), tuple(lengths))
 
 
 def compare(

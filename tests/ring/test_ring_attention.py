@@ -280,10 +280,6 @@ def check_error(case: dict, found: list[dict]) -> None:
         assert mine <= max(2 * one, ROUNDING), f"{name} of {case}: {mine}, and {one} on one process"
 
 
-def name_of(case: dict) -> str:
-    return "-".join(str(value) for value in case.values()).replace(", ", "+")
-
-
 @pytest.fixture
 def backend():
     """Of ranks without GPUs; the test over NCCL calls those that ask for it with another."""
@@ -405,7 +401,7 @@ def test_memory_of_a_gpu_is_the_plans(kind, transport):
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [(ranks, case) for ranks, cases in COUNTED.items() for case in cases],
-    ids=lambda x: x if isinstance(x, int) else name_of(x),
+    ids=lambda x: x if isinstance(x, int) else "-".join(map(str, x.values())),
 )
 def test_bytes_sent_are_those_of_the_plan(ranks, case, backend):
     for counted, planned in answers(ranks, "ring_costs:count_bytes", case, backend):

@@ -59,12 +59,9 @@ def drawn(seed: int) -> Case:
         if seed % 3 == 1:
             lengths, rates = random.choice((((256, 512), (1, 1)), ((512, 512), (1, 2)), ((400, 400), (1, 3))))
             length += 256
-        pattern = DilatedPattern(
-            lengths,
-            rates,
-            offsets=random.choice(("head", "head_block", "branch", "zero")),
-            mixing="head_groups" if kv_heads >= len(lengths) and random.random() < 0.2 else "softmax",
-        )
+        offsets = random.choice(("head", "head_block", "branch", "zero"))
+        mixing = "head_groups" if kv_heads >= len(lengths) and random.random() < 0.2 else "softmax"
+        pattern = DilatedPattern(lengths, rates, offsets, mixing)
     if seed % 7 == 6:  # all but the first positions have a query, more than are decoded
         query_start = random.randint(1, length - 66)
     return Case(

@@ -106,10 +106,6 @@ def test_few_programs_are_started_for_tiles_past_the_end(branches, length):
     assert programs[0] <= programs[1] <= 1.05 * programs[0]
 
 
-def finest(pattern, length):
-    return schedule.passes(pattern, length, division.BLOCK)[-1]
-
-
 def counted(pattern, one, length, kv_heads, is_causal, block):
     # Tiles, and blocks of keys that they visit, head by head and key by key.
     tables = schedule.tables(pattern, one, length, kv_heads, block, 0, torch.device("cpu"))
@@ -152,7 +148,7 @@ def test_the_work_of_a_launch_is_what_its_tiles_visit(pairs, length, kv_heads, i
 @pytest.mark.parametrize("length", [65537, 262144])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_sample_of_tiles_tells_the_work_of_all(monkeypatch, length, is_causal):
-    one = finest(PAPER, length)
+    one = schedule.passes(PAPER, length, division.BLOCK)[-1]
     sample = division._work(PAPER, one, length, 24, is_causal)
     monkeypatch.setattr(division, "CHUNKS", length)
     monkeypatch.setattr(division, "HEADS", 24)
