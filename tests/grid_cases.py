@@ -1,6 +1,7 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, reduce
 from itertools import product
 from math import prod
@@ -85,15 +86,11 @@ def in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
 
 def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
     """One for all heads or, where heads are "windows", one for each."""
-    shape, window, *rest = RULES.get(rules, rules)
-    names = ("dilation", "stride", "is_causal", "edge")
-    near = Neighbourhood(shape, window, **dict(zip(names, rest, strict=True)))
+    near = Neighbourhood(*RULES.get(rules, rules))
     if heads != "windows":
         return near
-    least = tuple(
-        max(1, side - 1) if side > step else side for side, step in zip(near.window, near.stride, strict=True)
-    )
-    return near, Neighbourhood(shape, least, **dict(zip(names, rest, strict=True)))
+    sides = zip(near.window, near.stride, strict=True)
+    return near, replace(near, window=tuple(max(1, side - 1) if side > step else side for side, step in sides))
 
 
 def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:

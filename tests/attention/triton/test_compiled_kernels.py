@@ -16,6 +16,8 @@ from hilbert_lib.attention.triton.limits import SHARED_BYTES
 arguments = pytest.importorskip(
     "hilbert_lib.attention.triton.arguments", reason="triton has no build for this platform"
 )
+from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E402
+
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
 # Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
@@ -199,8 +201,6 @@ def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
 
 @pytest.mark.parametrize(("dtype", "rate", "columns"), [(torch.bfloat16, 6, 64), (torch.float32, 1, 32)])
 def test_a_descriptor_is_what_triton_makes_of_the_tensor(dtype, rate, columns):
-    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
-
     for x in torch.zeros(2, 2, 41, 3, 64, dtype=dtype):  # the second has the first one's shape
         made = hopper_tiles.descriptor(x, rate, 64, columns)
         assert made.base is x
@@ -211,8 +211,6 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(dtype, rate, columns):
 
 
 def test_a_stride_of_which_no_row_is_taken_may_be_anything():
-    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
-
     x = torch.zeros(2, 32 * 64 + 1, dtype=torch.bfloat16)[:, :-1].unflatten(1, (32, 1, 64))[:1]
     assert x.is_contiguous()
     assert x.stride(0) % 8
