@@ -115,7 +115,7 @@ def test_an_exported_program_asks_for_no_length(monkeypatch):
     assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "sdpa"
 
 
-def test_auto_goes_by_a_remembered_measurement_and_says_so():
+def test_auto_goes_by_a_remembered_measurement_and_says_so_in_one_graph_too():
     q, k, v = tensors()
     assert explain_backend(q, k, v, PATTERN).chosen == "sdpa"
     remember(SHAPE, ("eager", "sdpa"), {"eager": 1.0, "sdpa": 2.0})
@@ -123,7 +123,10 @@ def test_auto_goes_by_a_remembered_measurement_and_says_so():
     assert explanation.chosen == "eager"
     assert explanation.is_measured
     assert "measured on this machine" in str(explanation)
-    assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, backend="eager"))
+    by_auto = partial(dilated_attention, pattern=PATTERN)
+    compiled = torch.compile(by_auto, fullgraph=True, backend="aot_eager")
+    for attend in (by_auto, compiled):
+        assert torch.equal(attend(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
 def test_a_nan_that_spreads_is_told_of_the_backends_that_let_it():
@@ -300,13 +303,6 @@ def test_an_unknown_package_is_refused(package):
     for ask in (presence.absence, presence.breakage):
         with pytest.raises(ValueError, match="package must be one of flash_attn_2, "):
             ask(package)
-
-
-def test_a_remembered_choice_is_traced_in_one_graph():
-    remember(SHAPE, ("eager",), {})
-    q, k, v = tensors()
-    compiled = torch.compile(lambda *x: dilated_attention(*x, PATTERN), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
 @pytest.mark.evidence
