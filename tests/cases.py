@@ -1,6 +1,7 @@
 """Cases of dilated attention, and the check of one of them against the oracle: output, lse and gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 
@@ -120,6 +121,16 @@ def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.
     return attended([x.double() for x in tensors], pattern, "reference", **options)
 
 
+@contextmanager
+def determinism(wanted: bool = True, **options):
+    """What torch is asked for inside."""
+    torch.use_deterministic_algorithms(wanted, **options)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:
     """`cu_seqlens` of documents."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -151,7 +162,6 @@ def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
 def check(
     branches, offsets, mixing, ordering, backend, dtype, shape, layout, is_causal, device="cpu", padding="none"
 ) -> None:
-    """Run one case and compare it with the oracle."""
     pattern, (q, k, v, dout), out, lse, grads = expected(branches, offsets, mixing, dtype, shape, is_causal, padding)
     order = ORDERINGS[ordering](k.shape[1])
     kept = [q, k, v] if order is None else [q, order.apply(k, dim=1), order.apply(v, dim=1)]

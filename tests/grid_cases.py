@@ -1,6 +1,7 @@
 """Cases of neighbourhood attention, an oracle by brute force that shares no code with the library, and their check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, reduce
 from itertools import product
 from math import prod
@@ -8,6 +9,7 @@ from math import prod
 import pytest
 import torch
 from allpairspy import AllPairs
+from cases import assert_close
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -56,7 +58,6 @@ def _cells(shape: tuple[int, ...]) -> int:
 
 
 def is_possible(axes: int = 1, edge: str = "clip", is_causal: bool = False, *_) -> bool:
-    """Whether options go together."""
     return not (is_causal and edge == "wrap")
 
 
@@ -67,7 +68,6 @@ def rules_of(sizes: dict, axes: int, edge: str, is_causal: bool, stride: int, di
 
 
 def every_rule(sizes: dict) -> list[tuple]:
-    """All options together."""
     return [rules_of(sizes, *options) for options in product(*OPTIONS) if is_possible(*options)]
 
 
@@ -86,15 +86,11 @@ def in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
 
 def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
     """One for all heads or, where heads are "windows", one for each."""
-    shape, window, *rest = RULES.get(rules, rules)
-    names = ("dilation", "stride", "is_causal", "edge")
-    near = Neighbourhood(shape, window, **dict(zip(names, rest, strict=True)))
+    near = Neighbourhood(*RULES.get(rules, rules))
     if heads != "windows":
         return near
-    least = tuple(
-        max(1, side - 1) if side > step else side for side, step in zip(near.window, near.stride, strict=True)
-    )
-    return near, Neighbourhood(shape, least, **dict(zip(names, rest, strict=True)))
+    sides = zip(near.window, near.stride, strict=True)
+    return near, replace(near, window=tuple(max(1, side - 1) if side > step else side for side, step in sides))
 
 
 def seen_along(cells: int, window: int, dilation: int, stride: int, is_causal: bool, edge: str) -> list[set[int]]:
@@ -198,9 +194,8 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
         return x if x is None or ordering is None else ordering.apply(x, dim=1)
 
     leaves = [(stored(x) if n < 3 else x).to(device).requires_grad_(gradients) for n, x in enumerate(given)]
-    masks = [stored(masks[0]), masks[1]]
-    padding = {name: None if x is None else x.to(device) for name, x in zip(("key", "extra"), masks, strict=True)}
-    options = {f"{name}_padding_mask": x for name, x in padding.items()}
+    masks = [None if x is None else x.to(device) for x in (stored(masks[0]), masks[1])]
+    options = {"key_padding_mask": masks[0], "extra_padding_mask": masks[1]}
     if "extra" in more:
         options |= {"extra_k": leaves[3], "extra_v": leaves[4]}
     got, got_lse = neighbourhood_attention(
@@ -211,12 +206,31 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
     assert got.dtype == dtype
     assert not got_lse.requires_grad
     close, close_lse, close_grad = TOLERANCE[dtype]
-    torch.testing.assert_close(got.cpu().double(), stored(out), atol=close, rtol=0)
     wanted_lse = lse if ordering is None else ordering.apply(lse, dim=2)
-    torch.testing.assert_close(got_lse.cpu().double(), wanted_lse, atol=close_lse, rtol=0)
+    assert_close([got, got_lse], [stored(out), wanted_lse], (close, close_lse))
     for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
         right = stored(theirs) if n < 3 else theirs
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
+
+
+def attended(given: Sequence[Tensor], near, backend: str, **options) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of q, k, v and extra keys; given: these, and the gradient of out."""
+    *inputs, dout = given
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    extra = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
+    out, lse = neighbourhood_attention(*leaves[:3], near, backend=backend, return_lse=True, **extra, **options)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def check_nan(near: Neighbourhood | tuple, given: list[Tensor], at: int, token: int, attend: Callable) -> Tensor:
+    """Spoil a token of the last KV head of one of the tensors; the output, in which those who see it alone have NaN."""
+    given[at][:, token, -1] = torch.nan
+    out, cells = attend(*given).cpu(), torch.arange(given[0].shape[1])
+    # Extra keys are seen by all.
+    seen = cells == token if at == 0 else mask_of(near)[:, token] if at < 3 else cells >= 0
+    assert out[:, :, :-1].isfinite().all()
+    assert out[:, :, -1].isnan().any(-1).equal(seen.expand(len(out), -1))
+    return out
 
 
 def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
@@ -227,7 +241,7 @@ def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
         seen = set().union(*seen_along(side, *(rule[n] for rule in rules))[own.start : own.stop])
         keys.append(shortest(side, seen, near.edge[n] == "wrap"))
     part = Part(rows, queries, tuple(keys), in_float=rows == queries)
-    at_rows, at_queries, at_keys = (_positions(box, near.shape) for box in part[:3])
+    at_rows, at_queries, at_keys = (positions(box, near.shape) for box in part[:3])
     return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
 
 
@@ -282,10 +296,10 @@ def part_of(rules: str) -> tuple:
     return listed(near, cells, 0) if isinstance(cells, int) else boxed(near, *cells)
 
 
-def _positions(box, shape: tuple[int, ...]) -> Tensor:
-    # Row by row; what is past a side goes on from 0.
+def positions(box, shape: tuple[int, ...]) -> Tensor:
+    """The cells of a box, row by row; what is past a side goes on from 0."""
     cells = product(*([cell % side for cell in line] for line, side in zip(box, shape, strict=True)))
-    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells])
+    return torch.tensor([sum(x * prod(shape[n + 1 :]) for n, x in enumerate(cell)) for cell in cells]).long()
 
 
 def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> None:
@@ -314,10 +328,7 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     request = Request((near,), scale, None, hidden[:, keys].to(device), None, part, slots)
     got, got_lse = forward(Tensors(*mine), request, *named)
     close, close_lse, close_grad = TOLERANCE[dtype]
-    torch.testing.assert_close(got[:, computed].cpu().double(), out[:, queries].detach(), atol=close, rtol=0)
-    torch.testing.assert_close(
-        got_lse[:, :, computed].cpu().double(), lse[:, :, queries].detach(), atol=close_lse, rtol=0
-    )
+    assert_close([got[:, computed], got_lse[:, :, computed]], [out[:, queries], lse[:, :, queries]], (close, close_lse))
     # What lies in rows that are not computed changes nothing.
     given_in, lse_in = computed.to(device)[:, None, None], torch.where(computed.to(device), got_lse, torch.nan)
     got, douts = torch.where(given_in, got, 7.0), torch.where(given_in, dout[:, rows].to(device), 7.0)

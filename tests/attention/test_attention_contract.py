@@ -18,7 +18,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import OFFSET_RULES
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
-CPU_BACKENDS = ("reference", "eager", "sdpa")
+FILLED = DilatedPattern((6, 12, 24), (1, 4, 5), padding="zeros")
 
 
 def qkv(batch=2, length=32, heads=4, kv_heads=4, head_dim=8, dtype=torch.float64):
@@ -78,29 +78,30 @@ def test_sixteen_heads_are_few_calls(offsets, length, calls):
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padded_keys_have_no_weight(backend, is_causal):
+@pytest.mark.parametrize(("pattern", "is_causal"), [(ALIGNED, False), (ALIGNED, True), (FILLED, False)], ids=str)
+def test_padded_keys_have_no_weight_and_take_no_keys_of_zeros_with_them(backend, pattern, is_causal):
     leaves = qkv(length=37, kv_heads=2)
     mask = torch.zeros(2, 37, dtype=torch.bool)
-    mask[0, 30:] = mask[1, :9] = True
-    expected, expected_lse = oracle.attention(*leaves, ALIGNED, is_causal=is_causal, key_padding_mask=mask)
-    out, lse = dilated_attention(
-        *leaves, ALIGNED, is_causal=is_causal, key_padding_mask=mask, backend=backend, return_lse=True
-    )
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
+    mask[0, 30:] = mask[0, :9] = mask[1] = True  # of the second sequence all
+    options = {"is_causal": is_causal, "key_padding_mask": mask}
+    expected, expected_lse = oracle.attention(*leaves, pattern, **options)
+    dout = torch.randn_like(expected)
+    out, lse, *grads = attended((*leaves, dout), pattern, backend, **options)
+    exact = expected.detach(), expected_lse.detach(), *torch.autograd.grad(expected, leaves, dout)
+    torch.testing.assert_close((out, lse, *grads), exact)
     assert lse.isinf().any()  # rows that see only padding
-    dout = torch.randn_like(out)
-    grads = torch.autograd.grad(out, leaves, dout)
-    torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves, dout))
+    assert not out[1].any()
     assert grads[1][mask].eq(0).all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("query_start", "queries"), [(0, 1), (17, 1), (36, 1), (5, 14), (0, 37), (20, 0)])
-def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, queries):
-    pattern = DilatedPattern((6, 12, 100), (1, 4, 5))
+@pytest.mark.parametrize(
+    ("query_start", "queries", "padding"),
+    [*((*rows, "none") for rows in ((0, 1), (17, 1), (36, 1), (5, 14), (0, 37), (20, 0))), (20, 17, "zeros")],
+)
+def test_decoding_equals_the_rows_of_the_whole(backend, is_causal, query_start, queries, padding):
+    pattern = DilatedPattern((6, 12, 100), (1, 4, 5), padding=padding)
     q, k, v = qkv(length=37, kv_heads=2)
     rows = q[:, query_start : query_start + queries]
     out, lse = dilated_attention(
@@ -196,7 +197,7 @@ def test_gradients_of_many_branches_are_summed_in_float32():
 LARGEST = [(torch.bfloat16, 2.358e38), (torch.float16, 2.358e38), (torch.float32, 2.358e38), (torch.float64, 1.246e308)]
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "eager", "sdpa"])
 @pytest.mark.parametrize(("dtype", "scale"), LARGEST)
 def test_the_largest_scales_are_exact(backend, dtype, scale):
     q, k, v = (x.detach().to(dtype) for x in qkv())

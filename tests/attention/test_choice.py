@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -114,7 +115,7 @@ def test_an_exported_program_asks_for_no_length(monkeypatch):
     assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "sdpa"
 
 
-def test_auto_goes_by_a_remembered_measurement_and_says_so():
+def test_auto_goes_by_a_remembered_measurement_and_says_so_in_one_graph_too():
     q, k, v = tensors()
     assert explain_backend(q, k, v, PATTERN).chosen == "sdpa"
     remember(SHAPE, ("eager", "sdpa"), {"eager": 1.0, "sdpa": 2.0})
@@ -122,7 +123,10 @@ def test_auto_goes_by_a_remembered_measurement_and_says_so():
     assert explanation.chosen == "eager"
     assert explanation.is_measured
     assert "measured on this machine" in str(explanation)
-    assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, backend="eager"))
+    by_auto = partial(dilated_attention, pattern=PATTERN)
+    compiled = torch.compile(by_auto, fullgraph=True, backend="aot_eager")
+    for attend in (by_auto, compiled):
+        assert torch.equal(attend(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
 
 
 def test_a_nan_that_spreads_is_told_of_the_backends_that_let_it():
@@ -174,12 +178,6 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning_that_names_it(damag
     assert explain_backend(*tensors(), PATTERN).chosen == "eager"
 
 
-def test_files_of_other_machines_lie_beside_and_are_not_read(place):
-    (place / "0123456789ab-0123456789ab.json").write_text("{")
-    remember(SHAPE, ("eager",), {})
-    assert len(remembered_rules(CPU, torch.float32)) == 1
-
-
 @pytest.mark.parametrize("changed", ["hardware", "torch", "triton", "cudnn", "driver", "code_hash", "packages"])
 def test_a_measurement_of_another_machine_or_software_is_forgotten(monkeypatch, changed):
     remember(SHAPE, ("eager",), {})
@@ -206,18 +204,20 @@ def _write(number: int) -> None:
         remember(SHAPE._replace(length=length), ("eager",), {"eager": float(number)})
 
 
-def test_processes_that_write_at_once_lose_nothing(place):
+def test_what_processes_write_at_once_is_seen_at_once_and_nothing_is_lost(place):
+    assert remembered_rules(CPU, torch.float32) == ()
+    time.sleep(0.01)  # a clock tick of the file system
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.map(_write, range(6, 14))
-    files = list(place.iterdir())
-    assert len(files) == 9
-    assert all(json.loads(path.read_text())["order"] == ["eager"] for path in files)
-    assert len(remembered_rules(CPU, torch.float32)) == 9
+    assert len(list(place.iterdir())) == 9
+    assert [rule.order for _, rule in remembered_rules(CPU, torch.float32)] == [("eager",)] * 9
 
 
-def test_a_folder_with_the_signs_of_a_search_in_its_name_is_read(monkeypatch, tmp_path):
+@pytest.mark.filterwarnings("error")
+def test_a_folder_of_any_name_is_read_but_for_files_of_other_machines(monkeypatch, tmp_path):
     monkeypatch.setenv(remembered.VARIABLE, str(tmp_path / "runs[1]" / "a?b*"))
-    remember(SHAPE, ("eager",), {})
+    path = remember(SHAPE, ("eager",), {})
+    path.with_name("0123456789ab-0123456789ab.json").write_text("{")
     assert len(remembered_rules(CPU, torch.float32)) == 1
 
 
@@ -305,22 +305,6 @@ def test_an_unknown_package_is_refused(package):
             ask(package)
 
 
-def test_a_remembered_choice_is_traced_in_one_graph():
-    remember(SHAPE, ("eager",), {})
-    q, k, v = tensors()
-    compiled = torch.compile(lambda *x: dilated_attention(*x, PATTERN), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v), dilated_attention(q, k, v, PATTERN, backend="eager"))
-
-
-def test_what_another_process_measured_is_seen_at_once(place):
-    assert remembered_rules(CPU, torch.float32) == ()
-    time.sleep(0.01)  # a clock tick of the file system
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        pool.apply(remember, (SHAPE, ("reference", "eager"), {}))
-    ((_, rule),) = remembered_rules(CPU, torch.float32)
-    assert rule.order == ("reference", "eager")
-
-
 @pytest.mark.evidence
 def test_a_curve_in_every_segment_reads_hardly_faster():
     chunks = ratio_table(committed_records(), "layouts").query("b == 'hilbert per segment'")
@@ -339,24 +323,16 @@ def test_a_measurement_under_autocast_is_of_the_dtype_that_will_run(place):
 
 
 def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkeypatch):
-    models = {
-        "cuda:0": ("NVIDIA A100", "Ampere"),
-        "cuda:1": ("NVIDIA H200", "Hopper"),
-        "cuda:2": ("NVIDIA H200", "Hopper"),
-    }
+    models = {"cuda:0": ("NVIDIA A100", "Ampere"), **dict.fromkeys(("cuda:1", "cuda:2"), ("NVIDIA H200", "Hopper"))}
 
-    def info(device):
-        name, architecture = models[str(device)]
-        return SimpleNamespace(name=name, architecture=architecture, capability=(9, 0))
-
+    infos = {at: SimpleNamespace(name=name, architecture=kind) for at, (name, kind) in models.items()}
     for module in (choice, remembered):
-        monkeypatch.setattr(module, "get_gpu_info", info)
+        monkeypatch.setattr(module, "get_gpu_info", lambda device: infos[str(device)])
     work = Workload(PATTERN, 64, 2, 8, torch.device("cuda:1"))
     remember(shape_class(work, gradient=False), ("eager",), {})
-    orders = []
-    for name in models:
-        q = SimpleNamespace(device=torch.device(name), dtype=torch.bfloat16, shape=(1, 64, 2, 8))
-        orders.append(choice.rule_for(q, Call(PATTERN), gradient=False).order)
+    given = {"dtype": torch.bfloat16, "shape": (1, 64, 2, 8)}
+    tensors = (SimpleNamespace(device=torch.device(name), **given) for name in models)
+    orders = [choice.rule_for(q, Call(PATTERN), gradient=False).order for q in tensors]
     assert orders == [HALF_RULES["Ampere"].order, ("eager",), ("eager",)]
 
 
@@ -368,33 +344,30 @@ def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
 
 
 def test_keys_are_put_in_sequence_order_where_a_copy_costs_less_than_a_table():
-    gpu, cpu, many = torch.device("cuda"), torch.device("cpu"), choice.UNDONE_FROM
+    gpu, many = torch.device("cuda"), choice.UNDONE_FROM
     long, sparse = Call(DilatedPattern((1024, 4096), (1, 4))), Call(DilatedPattern((2048, 16384), (2, 8)))
     assert choice.is_undone("auto", "triton", gpu, long, many)
-    assert choice.is_undone("auto", "sdpa", cpu, sparse, 1)  # which reads through no table
+    assert choice.is_undone("auto", "sdpa", CPU, sparse, 1)  # which reads through no table
     for asked, device, call, rows in (
         ("triton", gpu, long, many),  # asked for by name, as those do who measure it
         ("auto", gpu, long, many - 1),
         ("auto", gpu, sparse, many),
         ("auto", gpu, replace(long, query_start=10), many),  # decoding: a few queries read few rows
-        ("auto", cpu, long, many),
+        ("auto", CPU, long, many),
     ):
         assert not choice.is_undone(asked, "triton", device, call, rows)
 
 
 def test_an_explanation_says_that_keys_are_copied_in_sequence_order(monkeypatch):
     q = torch.ones(1, 8, 2, 4)
-    told = "k and v are copied in sequence order first"
-    ordering = Ordering.random(8, seed=1)
-    explained = {
-        name: explain_backend(q, q, q, PATTERN, backend=name, kv_ordering=ordering) for name in ("auto", "triton")
-    }
-    assert explained["auto"].reasons["sdpa"].endswith(told), "it reads through no table"
-    assert str(explained["auto"]).count(told) == 1
-    assert told not in str(explained["triton"]), "the kernels read through a table"
-    assert told not in str(explain_backend(q, q, q, PATTERN))
+    told, explain = "k and v are copied in sequence order first", partial(explain_backend, q, q, q, PATTERN)
+    ordered = partial(explain, kv_ordering=Ordering.random(8, seed=1))
+    assert ordered().reasons["sdpa"].endswith(told), "it reads through no table"
+    assert str(ordered()).count(told) == 1
+    assert told not in str(ordered(backend="triton")), "the kernels read through a table"
+    assert told not in str(explain())
     monkeypatch.setattr(choice, "is_undone", lambda *asked: asked[:2] == ("triton", "triton") and asked[4] == 8)
-    assert told in str(explain_backend(q, q, q, PATTERN, backend="triton", kv_ordering=ordering)), "as the call asks"
+    assert told in str(ordered(backend="triton")), "as the call asks"
 
 
 @pytest.mark.gpu

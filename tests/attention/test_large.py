@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import grid_cases
 import pytest
 import torch
-from cases import TOLERANCE, assert_close
+from cases import TOLERANCE, assert_close, attended
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 
@@ -49,14 +50,12 @@ def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
     if kernels == "plain, of rows in an order":
         order = Ordering.from_curve("hilbert", LENGTH)
         k, v = order.apply(k, dim=1), order.apply(v, dim=1)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    options = {"is_causal": True, "kv_ordering": None if order.kind == "linear" else order, "return_lse": True}
-    out, lse = dilated_attention(*leaves, PATTERN, backend="triton", **options)
-    dout = torch.randn(out.shape, device=out.device, dtype=out.dtype)
-    gradients = torch.autograd.grad(out, leaves, dout)
+    dout = torch.randn(q.shape, device=q.device, dtype=q.dtype)
+    options = {"is_causal": True, "kv_ordering": None if order.kind == "linear" else order}
+    out, lse, *gradients = attended((q, k, v, dout), PATTERN, "triton", **options)
     call = Call(PATTERN, is_causal=True, scale=HEAD_DIM**-0.5)
     for segment in SEGMENTS:
-        *exact, exact_dout = (x.detach()[:, segment].double() for x in (*qkv, dout))
+        *exact, exact_dout = (x[:, segment].double() for x in (*qkv, dout))
         expected = reference.forward(*exact, call)
         assert_close((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
         expected_gradients = reference.backward(exact_dout, *exact, *expected, call)
@@ -73,18 +72,15 @@ def test_a_grid_is_exact_at_both_ends(qkv, kernels):
     near, part = (Neighbourhood((rows, COLUMNS), 5) for rows in (ROWS, 12))
     is_stored, backend = kernels.endswith("order"), "hopper" if kernels == "boxes" else "triton"
     order = Ordering.from_curve("hilbert", LENGTH, grid=near.shape) if is_stored else Ordering.linear(LENGTH)
-    leaves = [x.requires_grad_() for x in qkv]
-    out, lse = neighbourhood_attention(*leaves, near, ordering=order, backend=backend, return_lse=True)
-    dout = torch.randn(out.shape, device=out.device, dtype=out.dtype)
-    gradients = torch.autograd.grad(out, leaves, dout)
+    dout = torch.randn(qkv[0].shape, device=qkv[0].device, dtype=qkv[0].dtype)
+    out, lse, *gradients = grid_cases.attended((*qkv, dout), near, backend, ordering=order)
     cells = 12 * COLUMNS
     for first, own in ((0, slice(0, cells // 2)), (LENGTH - cells, slice(cells // 2, cells))):
         slots = order.inverse[first : first + cells].to(out.device)
-        leaves = [x.detach()[:, slots].double().requires_grad_() for x in qkv]
-        expected, expected_lse = neighbourhood_attention(*leaves, part, backend="eager", return_lse=True)
-        expected_gradients = torch.autograd.grad(expected, leaves, dout[:, slots].double())
+        exact = [x[:, slots].double() for x in (*qkv, dout)]
+        expected, expected_lse, *expected_gradients = grid_cases.attended(exact, part, "eager")
         mine = [x[:, slots[own]] for x in (out, *gradients)]
-        theirs = [x[:, own] for x in (expected.detach(), *expected_gradients)]
+        theirs = [x[:, own] for x in (expected, *expected_gradients)]
         assert_close(mine, theirs, (TOLERANCE[out.dtype][0], *[TOLERANCE[out.dtype][2]] * 3))
         assert_close([lse[:, :, slots[own]]], [expected_lse[:, :, own]], TOLERANCE[out.dtype][1])
 

@@ -146,11 +146,10 @@ VIEWS = {  # branches, offsets, mixing, (batch, length, heads, kv_heads), how ma
 
 @pytest.mark.parametrize("case", VIEWS)
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, monkeypatch):
+def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, request):
     branches, offsets, mixing, (batch, length, heads, kv_heads), calls = VIEWS[case]
     if by_kernel:
-        pytest.importorskip("hilbert_lib.attention.triton.merge", reason="triton has no build for this platform")
-        monkeypatch.setattr(strided, "_merges_at_once", lambda q, kernel: True)
+        request.getfixturevalue("at_once")
     q, k, v, dout = drawn(length, heads, kv_heads, 4, batch=batch)
     pattern = DilatedPattern(*branches, offsets=offsets, mixing=mixing)
     assert sum(1 for _ in strided.steps(Call(pattern), [q], [k, v])) == calls

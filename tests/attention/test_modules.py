@@ -1,4 +1,7 @@
-"""The modules are what they say: nn.MultiheadAttention's place, one function in train and eval, in any layout."""
+"""The modules are what they say: nn.MultiheadAttention's place, one function in train and eval, in any layout.
+
+What one is built from and called with is refused by name, value and what is allowed, not where it is used.
+"""
 
 import copy
 import io
@@ -7,6 +10,7 @@ from inspect import signature
 
 import pytest
 import torch
+from cases import refusals
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -24,9 +28,9 @@ def tokens(*shape: int, dtype=torch.float32, device="cpu") -> torch.Tensor:
     return torch.randn(*shape, EMBED, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-def multihead(pattern=DILATED, **options) -> MultiheadDilatedAttention:
+def multihead(pattern=DILATED, embed_dim=EMBED, heads=HEADS, **options) -> MultiheadDilatedAttention:
     torch.manual_seed(0)
-    return MultiheadDilatedAttention(EMBED, HEADS, pattern, **{"batch_first": True, **options})
+    return MultiheadDilatedAttention(embed_dim, heads, pattern, **{"batch_first": True, **options})
 
 
 def grads_of(module: nn.Module, out: torch.Tensor) -> list[torch.Tensor]:
@@ -75,13 +79,8 @@ def test_one_branch_without_dilation_is_torchs_multihead_attention(inputs, mask,
 
 
 def test_arguments_stand_in_torchs_order():
-    ours, torchs = multihead(DENSE), nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
-    torchs.load_state_dict(ours.state_dict())
-    x, causal = tokens(2, LENGTH), torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    given = (x, x.sin(), x * 2, PADDED, False, causal, False, True)
-    torch.testing.assert_close(ours(*given)[0], torchs(*given)[0])
-    names = [name for name, each in signature(ours.forward).parameters.items() if each.kind != each.KEYWORD_ONLY]
-    assert names == list(signature(torchs.forward).parameters)
+    ours, torchs = (signature(each.forward).parameters for each in (MultiheadDilatedAttention, nn.MultiheadAttention))
+    assert [name for name, each in ours.items() if each.kind != each.KEYWORD_ONLY] == list(torchs)
 
 
 @pytest.mark.parametrize("pattern", [DILATED, DilatedPattern((4, 12), (1, 2), mixing="head_groups")], ids=str)
@@ -110,10 +109,9 @@ def test_output_and_gradients_do_not_depend_on_how_k_and_v_are_stored(backend, o
 def test_scale_and_decoding_are_those_of_the_function():
     module = DilatedAttention(DILATED, scale=0.9, kv_ordering=HILBERT)
     q, k, v = tokens(3, 1, LENGTH, 2)
-    whole = module(q, k, v, is_causal=True)
-    assert torch.equal(whole, dilated_attention(q, k, v, DILATED, scale=0.9, is_causal=True))
-    one = module(q[:, 7:8], k, v, is_causal=True, query_start=7)
-    torch.testing.assert_close(one, whole[:, 7:8])
+    whole = dilated_attention(q, k, v, DILATED, scale=0.9, is_causal=True)
+    assert torch.equal(module(q, k, v, is_causal=True), whole)
+    torch.testing.assert_close(module(q[:, 7:8], k, v, is_causal=True, query_start=7), whole[:, 7:8])
 
 
 @pytest.mark.parametrize("ordering", [None, "function"])
@@ -271,3 +269,67 @@ def test_parameters_made_on_the_meta_device_are_drawn_as_others_are():
     ours.reset_parameters()
     for name, parameter in multihead().named_parameters():
         assert torch.equal(ours.get_parameter(name), parameter)
+
+
+GROUPS = DilatedPattern((4, 8), (1, 2), mixing="head_groups")
+ORDERED = partial(DilatedAttention, DILATED, kv_ordering=HILBERT)
+
+
+def nested(*rest: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([tokens(3, *rest), tokens(4, *rest)])
+
+
+def called(*tensors, **options):
+    return multihead()(*(tensors or (tokens(2, 9),)), **options)
+
+
+WRONG = {
+    TypeError: [
+        (lambda: multihead(dropout="0.1"), "dropout must be a number, got '0.1'"),
+        (lambda: multihead(kv_ordering="hilbert"), "kv_ordering must be None, an Ordering, .* got 'hilbert'"),
+        (lambda: multihead(None), "pattern must be a DilatedPattern, got NoneType"),
+        (lambda: DilatedAttention((4, 8)), "pattern must be a DilatedPattern, got tuple"),
+        (lambda: multihead(batch_first="yes"), "batch_first must be True or False, got 'yes'"),
+        (lambda: called(tokens(2, 9).half()), r"query must have the dtype of .* \(torch.float32\), got torch.float16"),
+        (lambda: called(value=tokens(2, 9).half()), "value must have the dtype of"),
+        (lambda: torch.autocast("cpu", torch.bfloat16)(called)(tokens(2, 9).double()), "query must have the dtype of"),
+        (lambda: called([1.0]), "query must be a tensor, got list"),
+        (lambda: called(tokens(2, 9), 3), "key must be a tensor, got int"),
+        (lambda: multihead(batch_first=False)(nested()), r"query must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: called(tokens(2, 4), *[nested()] * 2), r"key must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: ORDERED()(*[nested(4)] * 3), r"q must be a dense \(strided\) tensor, got a nested one"),
+        (lambda: called(attn_mask="causal", is_causal=True), "attn_mask must be .* got str"),
+        (lambda: called(tokens(9), key_padding_mask=[True] * 9), "key_padding_mask must be a tensor or None, got list"),
+        (lambda: called(key_padding_mask=tokens(2).long()), "key_padding_mask must be a bool .*, got torch.int64"),
+        (lambda: ORDERED()(tokens(1, 9, 2), 3, 3), "k must be a tensor"),
+        (lambda: DilatedAttention(DILATED, kv_ordering=str)(*tokens(3, 1, 9, 2)), "kv_ordering must be an Ordering"),
+    ],
+    ValueError: [
+        (lambda: multihead(dropout=1), r"dropout must be in \[0, 1\), got 1"),
+        (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
+        (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
+        (lambda: multihead(backend="flash")(tokens(1, 9)), "backend='flash' .*needs a CUDA device"),
+        (lambda: multihead(embed_dim=0), "embed_dim must be an integer of at least 1, got 0"),
+        (lambda: multihead(heads=3), "num_heads must divide embed_dim 16, got 3"),
+        (lambda: multihead(embed_dim=514, heads=2), "embed_dim / num_heads must be at most 256, got 514 / 2 = 257"),
+        (lambda: multihead(kv_heads=3), "kv_heads must divide num_heads 4, got 3"),
+        (lambda: multihead(GROUPS, kv_heads=1), r"needs at least one KV head a branch \(2\), got 1"),
+        (lambda: multihead(device="gpu"), "device must be a device that torch knows, .* got 'gpu'"),
+        (lambda: multihead(dtype=torch.int8), "dtype must be one of torch.float16, .* got torch.int8"),
+        (lambda: multihead(dtype="float32"), "dtype must be one of torch.float16, .* got 'float32'"),
+        (lambda: called(tokens(2, 9).to("meta")), r"query must be on the device of the parameters \(cpu\), got meta"),
+        (lambda: called(torch.ones(1, 9, 8)), "query must be tokens of size 16 in 2 or 3 dimensions"),
+        (lambda: called(tokens(1, 12), *[tokens(1, 9)] * 2), r"key must be .* like query \(1, 12, 16\), got .*9, 16\)"),
+        (lambda: called(need_weights=True), "need_weights must be False"),
+        (lambda: called(attn_mask=torch.ones(9, 9)), r"attn_mask must be None unless is_causal=True: .* \(9, 9\)"),
+        (lambda: called(key_padding_mask=-torch.ones(2, 9)), "key_padding_mask must be bool, or hold .*; got -1.0"),
+        (lambda: ORDERED()(*tokens(2, 1, 9, 2), tokens(1, 3, 2)), r"v must have the shape of k \(1, 9, .*\(1, 3, "),
+        (lambda: multihead(kv_ordering=HILBERT(12))(tokens(1, 9)), r"must have the length of k \(9\), got 12"),
+    ],
+}
+of_nested_tensors = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+test_a_wrong_argument_is_refused_by_name_and_value = of_nested_tensors(refusals(WRONG))
+
+
+def test_the_largest_head_dim_is_served():
+    assert multihead(embed_dim=256, heads=1)(torch.ones(1, 9, 256))[0].shape == (1, 9, 256)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import determinism
 from torch import nn
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
@@ -26,9 +27,8 @@ GRAPHED = {  # module: its options, those of its call
 @pytest.fixture
 def repeatable():
     """Gradients summed in one order, without which two eager calls differ by rounding."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with determinism(warn_only=True):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of operators without a deterministic kernel

@@ -111,14 +111,6 @@ def test_inductor_compiles_calls_between_other_operators(backend, option):
 
 
 @needs_compiler
-def test_inductor_compiles_a_module():
-    torch.manual_seed(0)
-    ours = MultiheadDilatedAttention(16, 4, PATTERN, kv_ordering=partial(Ordering.from_curve, "hilbert"))
-    x = torch.randn(LENGTH, 2, 16)
-    torch.testing.assert_close(torch.compile(ours, fullgraph=True)(x, is_causal=True)[0], ours(x, is_causal=True)[0])
-
-
-@needs_compiler
 def test_dropout_under_inductor_repeats_with_manual_seed():
     compiled = torch.compile(attention("auto", "dropout"), fullgraph=True)
     tensors = qkv()
@@ -279,6 +271,8 @@ class Function(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
+PROFILE = partial(torch.autograd.profiler.profile, use_device=None)
+ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 UNWATCHED = {
     "nothing": nullcontext,
     "no gradient": torch.no_grad,
@@ -289,12 +283,8 @@ UNWATCHED = {
 WATCHED = {
     "a dispatch mode": Dispatch,
     "a function mode": Function,
-    "a profiler": partial(torch.autograd.profiler.profile, use_device=None),
-    "a profiler of all threads": partial(
-        torch.autograd.profiler.profile,
-        use_device=None,
-        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
-    ),
+    "a profiler": PROFILE,
+    "a profiler of all threads": partial(PROFILE, experimental_config=ALL_THREADS),
     "dual numbers": torch.autograd.forward_ad.dual_level,
     "a subclass": nullcontext,
     "fake tensors": partial(FakeTensorMode, allow_non_fake_inputs=True),
@@ -345,31 +335,25 @@ def test_a_backward_gets_no_gradient_of_lse_to_be_filled_with_zeros(monkeypatch)
 
 
 def test_an_exported_call_serves_other_lengths():
-    class Attention(torch.nn.Module):
-        def forward(self, q, k, v):
-            return dilated_attention(q, k, v, PATTERN, is_causal=True)
-
-    tensors = [x.detach() for x in qkv()]
+    module, tensors = DilatedAttention(PATTERN), [x.detach() for x in qkv()]
     length = {1: torch.export.Dim("length", min=2)}
-    exported = torch.export.export(Attention(), tuple(tensors), dynamic_shapes=(length,) * 3).module()
+    exported = torch.export.export(module, tuple(tensors), dynamic_shapes={"q": length, "k": length, "v": length})
     shorter = [x[:, :7] for x in tensors]
-    assert torch.equal(exported(*shorter), Attention()(*shorter))
+    assert torch.equal(exported.module()(*shorter), module(*shorter))
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_traces_a_call_as_one_operator(mode):
-    call = partial(dilated_attention, pattern=PATTERN, backend="eager")
+TRACED = [(mode, "plain", 7) for mode in ("real", "fake", "symbolic")]
+TRACED += [(mode, "ordering", LENGTH) for mode in ("real", "symbolic")]
+
+
+@pytest.mark.parametrize(("mode", "option", "length"), TRACED)
+def test_make_fx_traces_a_call_as_one_operator(mode, option, length):
+    call = partial(dilated_attention, pattern=PATTERN, backend="eager", **OPTIONS[option])
     traced = make_fx(call, tracing_mode=mode)(*(x.detach() for x in qkv()))
     assert [node.target for node in traced.graph.nodes].count(torch.ops.hilbert_lib.dilated_attention.default) == 1
-    others = [x.detach() for x in qkv(rows=7, keys=7)]
-    assert torch.equal(traced(*others), call(*others))
-
-
-@pytest.mark.parametrize("mode", ["real", "symbolic"])
-def test_make_fx_traces_an_ordering(mode):
-    call = partial(dilated_attention, pattern=PATTERN, kv_ordering=HILBERT)
-    tensors = [x.detach() for x in qkv()]
-    assert make_fx(call, tracing_mode=mode)(*tensors).graph
+    if (mode, option) != ("symbolic", "ordering"):  # then an ordering's table has no values
+        others = [x.detach() for x in qkv(rows=length, keys=length)]
+        assert torch.equal(traced(*others), call(*others))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")

@@ -1,5 +1,7 @@
 """Cases of attention on a grid that is spread over ranks: what ranks run, as test_ring_attention starts them."""
 
+from math import prod
+
 from allpairspy import AllPairs
 from grid_cases import HEADS, MORE, RULES
 
@@ -35,9 +37,7 @@ def spread(kind: str, shape: tuple[int, ...], ranks: int) -> dict:
         return CUT[ranks, len(shape)]
     if kind == "even":
         return {"parts": [*[1] * (len(shape) - 2), *EVEN[ranks]]}
-    cells = 1
-    for side in shape:
-        cells *= side
+    cells = prod(shape)
     lengths = [cells // ranks + (-1) ** n * (cells // ranks // 2) for n in range(ranks - 1)]
     return {"order": kind, "lengths": [*lengths, cells - sum(lengths)]}
 
@@ -65,24 +65,23 @@ HALOS[8] += [
 ]
 # On GPUs alone: there the whole of a rank's work is compiled kernels, beside an exchange on a stream of its own.
 _LARGE = AllPairs([list(LARGE_RULES), ["even", "strips", "hilbert"], ["float32", "bfloat16"], ["nothing", MORE[-1]]])
-_LARGE = [(rules, kind, {"dtype": dtype, "more": more}) for rules, kind, dtype, more in _LARGE]
-LARGE_HALOS = {
-    ranks: [
-        {"rules": rules, "shards": spread(kind, LARGE_RULES[rules][0], ranks), "heads": "grouped"}
-        | {"head_dim": 64, **rest}
-        for rules, kind, rest in _LARGE
-    ]
-    for ranks in EVEN
-}
-_COUNTED = (("plane", "even", False), ("volume", "strips", True), ("plane", "hilbert", True))
-COUNTED_HALOS = {
-    **{
-        ranks: [
-            {"rules": rules, "heads": "grouped", "shards": spread(kind, RULES[rules][0], ranks), "padded": padded}
-            for rules, kind, padded in _COUNTED
-        ]
+_LARGE = [(rules, kind, {"dtype": dtype, "more": more, "head_dim": 64}) for rules, kind, dtype, more in _LARGE]
+_COUNTED = [("plane", "even"), ("volume", "strips"), ("plane", "hilbert")]
+_COUNTED = [(rules, kind, {"padded": kind != "even"}) for rules, kind in _COUNTED]
+
+
+def grouped(some: list[tuple]) -> dict[int, list[dict]]:
+    """Cases of so many ranks, with grouped heads; some: their rules, how cells are spread, and what else is asked."""
+    rules_of = RULES | LARGE_RULES
+    return {
+        ranks: [{"rules": rules, "heads": "grouped", "shards": spread(kind, rules_of[rules][0], ranks), **rest}
+                for rules, kind, rest in some]
         for ranks in EVEN
-    },
+    }  # fmt: skip
+
+
+LARGE_HALOS = grouped(_LARGE)
+COUNTED_HALOS = grouped(_COUNTED) | {
     3: [
         {"rules": "plane", "heads": "grouped", "shards": {"parts": [3, 1]}, "padded": True},
         {"rules": "line", "heads": "windows", "shards": {"parts": [3], "cuts": [[0, 10]]}},  # an empty rank

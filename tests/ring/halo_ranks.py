@@ -6,16 +6,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from grid_cases import RULES, SCALE, expected
+from grid_cases import ORDERS, RULES, SCALE, expected
 from halo_cases import LARGE_RULES
-from ring_costs import with_peak
-from ring_ranks import NoGradient, device, noting, squared_error
+from ring_costs import counted_and_planned, with_peak
+from ring_ranks import NoGradient, device, noting, said_by, squared_error
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Tensors
-from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -27,10 +26,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dextra_k", "dextra_v")
 def shards_of(shape: tuple, parts: list | None = None, cuts: list | None = None, order: str = "", lengths: list = ()):
     if parts:
         return Rectangles(tuple(parts), cuts and tuple(cut and tuple(cut) for cut in cuts))
-    cells = torch.Size(shape).numel()
-    if order == "random":
-        return Runs(Ordering.random(cells, 1), tuple(lengths))
-    return Runs(Ordering.from_curve(order, cells, grid=shape if len(shape) > 1 else None), tuple(lengths))
+    return Runs(ORDERS[order](shape), tuple(lengths))
 
 
 def compare(
@@ -87,15 +83,10 @@ def count_bytes(rules: str, heads: str, shards: dict, *, padded: bool = False) -
     rows = spread.cells(RULES[rules][0], rank)
     leaves = [x[:, rows].to(device()).requires_grad_() for x in (q, k, v)]
     mask = hidden[:, rows].to(device()) if padded else None
-    with counted() as forward:
-        out = ring_neighbourhood_attention(*leaves, near, shards=spread, key_padding_mask=mask)
-    with counted() as backward:
-        torch.autograd.grad(out, leaves, dout[:, rows].to(device()))
+    call = partial(ring_neighbourhood_attention, *leaves, near, shards=spread, key_padding_mask=mask)
     sizes = {"batch": len(q), "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": 8, "dtype": q.dtype}
     cost = plan_halo(near, spread, padded=padded, **sizes).ranks[rank]
-    planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
-    found = [forward["sent"], forward["received"], backward["sent"], backward["received"]]
-    return [found, planned, [forward["calls"], backward["calls"]]]
+    return counted_and_planned(call, leaves, dout[:, rows].to(device()), cost)
 
 
 NEAR = Neighbourhood((8, 6), (3, 5))
@@ -121,11 +112,7 @@ def disagree(asked: dict) -> str:
         options = {name: made[name](value) if name in made else value for name, value in asked.items()}
         options.pop("requires_grad", None)
     near = options.pop("neighbourhood", NEAR)
-    said = "nobody complained"
-    try:
-        ring_neighbourhood_attention(q, k, v, near, **options)
-    except (TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
+    said = said_by(ring_neighbourhood_attention, q, k, v, near, **options)
     ring_neighbourhood_attention(*inputs(), NEAR)  # and all agree again
     return said
 
@@ -144,10 +131,7 @@ def promises() -> dict:
     mute = [torch.autograd.grad(x.sum(), (q, k, v)) for x in (leave(out), again * (rank > 0))]
     found["a rank that reaches no loss is as one of gradient 0"] = all(map(torch.equal, *mute))
     (dq,) = torch.autograd.grad(module(q, k, v).sum(), q, create_graph=True)
-    try:
-        dq.sum().backward()
-    except RuntimeError as error:
-        found["no second derivative"] = "differentiated once" in str(error)
+    found["no second derivative"] = "differentiated once" in said_by(dq.sum().backward)
     order = Ordering.from_curve("snake", 48, grid=(8, 6))
     runs = Runs(order, shard_lengths_for(48, dist.get_world_size()))
     x = inputs(len(order.perm) // 2)
@@ -163,11 +147,8 @@ def promises() -> dict:
     found["the interior begins before all agree"] = events == ["compute", "agree", "send", "compute"]
     eager = replace(BACKENDS["eager"], limits=lambda q, asked: "no border" if rank and asked.part.in_float else "")
     with patch.dict(BACKENDS, eager=eager):
-        try:
-            ring_neighbourhood_attention(q, k, v, NEAR, backend="eager")
-            found["all hear what one rank's part is refused for"] = False
-        except ValueError as error:
-            found["all hear what one rank's part is refused for"] = "no border" in str(error)
+        said = said_by(ring_neighbourhood_attention, q, k, v, NEAR, backend="eager")
+    found["all hear what one rank's part is refused for"] = "no border" in said
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
     alone = inputs(48)
     one = ring_neighbourhood_attention(*alone, NEAR, ordering=order, group=groups[rank])

@@ -34,14 +34,20 @@ def count_bytes(
     leaves = [x.requires_grad_() for x in leaves]
     mask = torch.arange(2 * lengths[rank], device=device()).view(2, -1) % 3 == 0 if padded else None
     call = {"key_padding_mask": mask, "transport": transport, "is_causal": is_causal, **planning}
-    with counted() as forward:
-        out = ring_dilated_attention(*leaves, pattern, **call)
-    with counted() as backward:
-        torch.autograd.grad(out, leaves, dout)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "dtype": dtype, "padded": padded}
     cost = plan_ring(pattern, lengths, is_causal=is_causal, transport=transport, **sizes, **planning).ranks[rank]
+    return counted_and_planned(partial(ring_dilated_attention, *leaves, pattern, **call), leaves, dout, cost)[:2]
+
+
+def counted_and_planned(call, leaves: list, dout: torch.Tensor, cost) -> list[list[int]]:
+    """Bytes sent and received forward, and backward, both ways; and how many collectives there were."""
+    with counted() as forward:
+        out = call()
+    with counted() as backward:
+        torch.autograd.grad(out, leaves, dout)
+    found = [forward["sent"], forward["received"], backward["sent"], backward["received"]]
     planned = [cost.sent_forward, cost.received_forward, cost.sent_backward, cost.received_backward]
-    return [[forward["sent"], forward["received"], backward["sent"], backward["received"]], planned]
+    return [found, planned, [forward["calls"], backward["calls"]]]
 
 
 def made_by_two_calls(what: str, **options) -> list[list[str]]:
@@ -165,5 +171,4 @@ def with_peak(run) -> tuple:
 
 
 def measured(**work) -> list[dict]:
-    """What the benchmark reports."""
     return benchmarks.measure(benchmarks.work_of(work))

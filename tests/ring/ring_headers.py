@@ -8,7 +8,7 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from ring_ranks import NAMES, SPECS, inputs, noting, results
+from ring_ranks import NAMES, SPECS, inputs, noting, results, said_by
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
@@ -32,11 +32,7 @@ def disagree(**differing) -> list[str]:
     said = []
     _agreed.clear()
     for _ in range(2):
-        try:
-            ring_dilated_attention(asked, k, v, **options)
-            said.append("nobody complained")
-        except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+        said.append(said_by(ring_dilated_attention, asked, k, v, **options))
         ring_dilated_attention(q, k, v, pattern)
     return said
 
@@ -53,10 +49,7 @@ def one_fails_by_itself() -> list:
         larger = dist.get_rank() == dist.get_world_size() - 1
         if larger:
             stack.enter_context(patch.object(operators, "forward", too_large))
-        try:
-            call(*(x.repeat(1 + larger, 1, 1, 1) for x in (q, k, v)))
-        except ValueError as error:
-            said = str(error)
+        said = said_by(call, *(x.repeat(1 + larger, 1, 1, 1) for x in (q, k, v)))
     return [said, torch.equal(call(q, k, v), first)]
 
 
@@ -71,9 +64,7 @@ def without_validation(lengths: list[int]) -> list:
         first, before = call(q, k, v), len(gathers)
         assert torch.equal(call(q, k, v, validate=False), first)
         counts = [before, len(gathers) - before]
-        call(q[:, 1:], k[:, 1:], v[:, 1:], validate=False)
-    except ValueError as error:
-        return [*counts, str(error)]
+        return [*counts, said_by(call, q[:, 1:], k[:, 1:], v[:, 1:], validate=False)]
     finally:
         dist.all_gather = all_gather
 
@@ -113,10 +104,7 @@ def others_are_not_as_before() -> list:
             part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
             errors.append((own - one[part]).abs().nan_to_num(0.0).max().item())
     asked = {"transport": "all_gather"} if rank else {"memory_limit": 1}
-    try:
-        ring(*(x[:, rows] for x in tensors), **asked)
-    except ValueError as refusal:
-        return [max(errors), str(refusal)]
+    return [max(errors), said_by(ring, *(x[:, rows] for x in tensors), **asked)]
 
 
 def what_was_computed_in_vain() -> list[bool]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import refusals
 from click.testing import CliRunner
-from grid_cases import grids, mask_of, shortest
+from grid_cases import ORDERS, grids, mask_of, positions, shortest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +31,7 @@ def cases(draw):
     )
     each = draw(st.sampled_from([(near, near), (near, replace(near, window=smaller))]))
     if draw(st.booleans()):
-        kind = draw(st.sampled_from(["hilbert", "random"]))
-        grid = near.shape if len(near.shape) > 1 else None
-        order = (
-            Ordering.random(near.length, 3) if kind == "random" else Ordering.from_curve(kind, near.length, grid=grid)
-        )
+        order = ORDERS[draw(st.sampled_from(["hilbert", "random"]))](near.shape)
         inner = sorted(draw(st.lists(st.integers(0, near.length), max_size=5)))
         return each, Runs(order, tuple(b - a for a, b in pairwise([0, *inner, near.length])))
     parts = tuple(draw(st.integers(1, (8, 3, 2)[len(near.shape) - 1])) for _ in near.shape)
@@ -57,15 +53,12 @@ def held(near, shards):
     ranks = []
     for place in product(*map(range, shards.parts)):
         lines = [range(end[at], end[at + 1]) for end, at in zip(ends, place, strict=True)]
-        cells = list(product(*lines))
-        ranks.append(torch.tensor([sum(c * prod(near.shape[n + 1 :]) for n, c in enumerate(x)) for x in cells]).long())
+        ranks.append(positions(lines, near.shape))
     return ranks
 
 
 def cells_of(box, shape):
-    """The positions of a box, which may go round."""
-    lines = [[c % side for c in line] for line, side in zip(box, shape, strict=True)]
-    return {sum(c * prod(shape[n + 1 :]) for n, c in enumerate(cell)) for cell in product(*lines)}
+    return set(positions(box, shape).tolist())
 
 
 @settings(max_examples=60)

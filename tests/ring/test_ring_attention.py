@@ -22,87 +22,83 @@ from hilbert_lib.ring.rank.layout import Mail
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
 
-GROUPED = {"heads": 6, "kv_heads": 3}
+TRANSPORTS = ("ring", "all_gather", "all_to_all")
+
+
+def given(branches: str, lengths: list[int], transport: str, **options) -> dict:
+    """What is compared, of three KV heads with two heads each unless told."""
+    return {"branches": branches, "lengths": lengths, "transport": transport, "heads": 6, "kv_heads": 3, **options}
+
+
 DROPPING = ("eager", "reference")  # backends whose dropout bits are keyed by position
 # Without a GPU dropout takes Triton's interpreter long.
-INTERPRETED = {"branches": "longer", "batch": 1, "heads": 2, "kv_heads": 2, "backend": "triton", "dropout_p": 0.3}
-TRANSPORTS = ("ring", "all_gather", "all_to_all")
-# By number of ranks: lengths, and what they are compared on. Of the patterns in cases.BRANCHES, "uneven" has rates that
-# divide no segment, "sparse" rows that are in no branch, and "longer" one segment that holds all ranks.
+INTERPRETED = {"batch": 1, "heads": 2, "kv_heads": 2, "backend": "triton", "dropout_p": 0.3}
+FOUR = {"heads": 4, "kv_heads": 4}
+# By number of ranks what they are compared on. Of the patterns in cases.BRANCHES, "uneven" has rates that divide no
+# segment, "sparse" rows that are in no branch, and "longer" one segment that holds all ranks.
 COMPARED = {
     2: [
-        {"branches": "aligned", "lengths": [16, 16], "heads": 4, "transport": "ring", "dtype": "bfloat16"},
-        {"branches": "aligned", "lengths": [16, 16], "heads": 4, "transport": "all_to_all", "dtype": "float16"},
-        {"branches": "longer", "lengths": [18, 9], "heads": 4, "transport": "ring", "dtype": "bfloat16"},
-        {
-            **{"branches": "uneven", "lengths": [4, 9], "heads": 2, "kv_heads": 1, "transport": "ring"},
-            **{"backend": "triton", "ordering": "hilbert", "padded": True, "is_causal": True},
-        },
-        {"branches": "one", "lengths": [1, 20], "heads": 2, "transport": "all_to_all", "backend": "reference"},
-        {"lengths": [9, 6], "transport": "all_to_all"} | INTERPRETED,
-        *(
-            {"branches": "uneven", "lengths": [20, 17], "transport": transport, "ordering": "hilbert", **GROUPED}
-            | {"batch": batch, "by_kernel": True}
-            for transport, batch in (("ring", 1), ("all_gather", 2), ("all_to_all", 1))
-        ),
+        given("aligned", [16, 16], "ring", dtype="bfloat16", **FOUR),
+        given("aligned", [16, 16], "all_to_all", dtype="float16", **FOUR),
+        given("longer", [18, 9], "ring", dtype="bfloat16", **FOUR),
+        given("uneven", [4, 9], "ring", heads=2, kv_heads=1, backend="triton", ordering="hilbert")
+        | {"padded": True, "is_causal": True},
+        given("one", [1, 20], "all_to_all", heads=2, kv_heads=2, backend="reference"),
+        given("longer", [9, 6], "all_to_all", **INTERPRETED),
+        given("uneven", [20, 17], "ring", ordering="hilbert", batch=1, by_kernel=True),
+        given("uneven", [20, 17], "all_gather", ordering="hilbert", batch=2, by_kernel=True),
+        given("uneven", [20, 17], "all_to_all", ordering="hilbert", batch=1, by_kernel=True),
     ],
     3: [
         *(  # of pattern, transport and is_causal every pair
-            {"branches": branches, "lengths": lengths, "transport": transport, **GROUPED}
-            | {"is_causal": (row + column) % 2 == 1}
+            given(branches, lengths, transport, is_causal=(row + column) % 2 == 1)
             for row, (branches, lengths) in enumerate(
                 (("uneven", [20, 14, 3]), ("longer", [16, 0, 5]), ("aligned", [11, 11, 11]))
             )
             for column, transport in enumerate(TRANSPORTS)
         ),
         *(
-            {"branches": "longer", "lengths": [16, 16, 5], "transport": transport, "ordering": order, **GROUPED}
-            | {"padded": True, "dropout_p": dropout_p, "is_causal": True}
+            given("longer", [16, 16, 5], transport, ordering=order, padded=True, dropout_p=dropout_p, is_causal=True)
             for transport, order, dropout_p in (
                 *(("ring", "residue", 0.0), ("ring", "residue", 0.3)),
                 *(("all_gather", "hilbert", 0.0), ("all_to_all", "random", 0.0)),
             )
         ),
-        {"branches": "longer", "lengths": [14, 13, 6], "transport": "auto", "ordering": "chunked", **GROUPED},
+        given("longer", [14, 13, 6], "auto", ordering="chunked"),
         *(
-            {"branches": "longer", "lengths": [20, 3, 16], "transport": transport, "backend": backend, **GROUPED}
-            | {"dropout_p": 0.3}
+            given("longer", [20, 3, 16], transport, backend=backend, dropout_p=0.3)
             for transport in TRANSPORTS
             for backend in DROPPING
         ),
         *(
-            {"branches": "uneven", "lengths": [20, 14, 3], "transport": transport, "backend": "sdpa", **GROUPED}
-            | {"scale": 0.7, "is_causal": transport == "ring"}
+            given("uneven", [20, 14, 3], transport, backend="sdpa", scale=0.7, is_causal=transport == "ring")
             for transport in TRANSPORTS
         ),
-        *(  # a last segment that is cut off, and rates that do not divide
-            {"branches": "uneven", "lengths": [20, 14, 3], "transport": transport, "padding": "zeros", **GROUPED}
-            for transport in TRANSPORTS
-        ),
-        {"branches": "longer", "lengths": [18, 12, 7], "transport": "auto", "weights": [3, 2, 1], **GROUPED},
-        {"lengths": [8, 3, 7], "transport": "all_gather"} | INTERPRETED,
+        # A last segment that is cut off, and rates that do not divide.
+        *(given("uneven", [20, 14, 3], transport, padding="zeros") for transport in TRANSPORTS),
+        given("longer", [18, 12, 7], "auto", weights=[3, 2, 1]),
+        given("longer", [8, 3, 7], "all_gather", **INTERPRETED),
     ],
     4: [
         *(  # of transport, offsets and mixing every pair
-            {"branches": "sparse", "lengths": [12, 16, 4, 8], "heads": 4, "dtype": "float64", "is_causal": True}
-            | {"transport": TRANSPORTS[(row + column) % 2], "offsets": offsets, "mixing": mixing}
+            given("sparse", [12, 16, 4, 8], TRANSPORTS[(row + column) % 2], dtype="float64", is_causal=True, **FOUR)
+            | {"offsets": offsets, "mixing": mixing}
             for row, offsets in enumerate(("head", "head_block", "branch", "zero"))
             for column, mixing in enumerate(("softmax", "head_groups"))
         ),
-        {"branches": "aligned", "lengths": [8, 8, 8, 8], "heads": 6, "transport": "all_to_all", "backend": "eager"},
-        {"branches": "longer", "lengths": [5, 5, 5, 5], "heads": 8, "transport": "auto", "dropout_p": 0.3},
+        given("aligned", [8, 8, 8, 8], "all_to_all", kv_heads=6, backend="eager"),
+        given("longer", [5, 5, 5, 5], "auto", heads=8, kv_heads=8, dropout_p=0.3),
     ],
     8: [  # started by `make test-all` and on GPUs alone
-        {"branches": "longer", "lengths": [5] * 7 + [2], "heads": 8, "transport": "ring", "dtype": "bfloat16"},
-        {"branches": "longer", "lengths": [5] * 7 + [2], "heads": 8, "transport": "auto", "is_causal": True},
+        given("longer", [5] * 7 + [2], "ring", heads=8, kv_heads=8, dtype="bfloat16"),
+        given("longer", [5] * 7 + [2], "auto", heads=8, kv_heads=8, is_causal=True),
     ],
 }
 FLEX = [
-    {"branches": branches, "lengths": [20, 17], "transport": transport, "is_causal": is_causal, **GROUPED}
-    | {"backend": "flex", "head_dim": 16, "dtype": "bfloat16"}
-    for branches, transport, is_causal in (
-        *(("longer", "all_gather", False), ("sparse", "ring", True), ("uneven", "all_to_all", False)),
-        ("uneven", "all_to_all", True),
+    given(*how, is_causal=is_causal, backend="flex", head_dim=16, dtype="bfloat16")
+    for *how, is_causal in (
+        *(("longer", [20, 17], "all_gather", False), ("sparse", [20, 17], "ring", True)),
+        *(("uneven", [20, 17], "all_to_all", False), ("uneven", [20, 17], "all_to_all", True)),
     )
 ]
 # Of pattern, transport and options every pair, on two ranks and on three; all triples on both together but a third.
@@ -132,10 +128,7 @@ MADE = {
     "grid": ({"ordering": "hilbert"}, 2),
 }
 DISAGREEMENTS = {
-    "pattern": (
-        {"pattern": "uneven"},
-        ("segment_lengths=(16,)", "on rank 0", "segment_lengths=(6, 12, 24)", "on rank 1"),
-    ),
+    "pattern": ({"pattern": "uneven"}, ("lengths=(16,)", "on rank 0", "lengths=(6, 12, 24)", "on rank 1")),
     "ordering": ({"kv_ordering": "hilbert"}, ("kv_ordering", "None on rank 0", "kind='hilbert'", "on rank 1")),
     "gradient": ({"requires_grad": True}, ("requires_grad", "False on rank 0", "True on rank 1")),
     "value": ({"dropout_p": 2.0}, ("dropout_p must be in [0, 1), got 2.0",)),
@@ -158,6 +151,9 @@ MEASURED = {
 SHARDS = [8, 9, 4]
 EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
+# An exchange beside the local branches, which begins when all agree. In the second call nothing differs on a rank, and
+# so hardly on another: it computes its own shard before.
+AGREED = [[*["agree", "compute"], *["send", "wait", "compute"]], [*["compute", "agree"], *["send", "wait", "compute"]]]
 # By promise: the number of ranks, what they run, and what each gives back.
 EXACTLY = {
     "one merge of each result waits for them": (2, "outside_the_side_stream", {}, [ONE_MERGE] * 2),
@@ -165,10 +161,16 @@ EXACTLY = {
     "one rank has no gradient": (2, "one_rank_has_no_gradient", {}, [True] * 2),
     "no second derivative": (2, "second_derivative_raises", {}, [True] * 2),
     "what was computed in vain is freed": (2, "ring_headers:what_was_computed_in_vain", {}, [[False], []]),
+    "nothing is sent before all agree": (2, "ring_headers:around_the_header", {}, [AGREED] * 2),
     "one rank is the plain function, eager": (2, "one_rank_is_plain", {"backend": "eager"}, [True] * 2),
     "one rank is the plain function": (2, "one_rank_is_plain", {"backend": "reference"}, [True] * 2),
     "same bits again, gathered": (3, "repeats", {"transport": "all_gather", "lengths": SHARDS}, [True] * 3),
     "same bits again, exchanged": (3, "repeats", {"transport": "all_to_all", "lengths": SHARDS}, [True] * 3),
+}
+UNCHANGED = {  # by what changes hardly a digit
+    "compiling": (2, "through", {"how": "compile"}),
+    "checkpointing": (2, "through", {"how": "checkpoint"}),
+    "a group that is part of the world and a mesh": (4, "in_parts_of_the_world", {"size": 2}),
 }
 NAMES_PAGE = (Path(__file__).parents[2] / "docs/names.md").read_text()
 DOCUMENTED = {"calls": re.findall(r"^\| `\w+` \| `(RingDilatedAttention\(.*?)`", NAMES_PAGE, re.M)}
@@ -203,28 +205,27 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
     return {"branches": HELD[kind], "tokens": tokens, "transport": transport, **options}
 
 
+ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
+ALLOCATED += [(4, "halo_ranks:peak_memory", {"shards": shards}) for shards in HELD_HALOS]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
 CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
-CALLS[2] += [["through", {"how": how}] for how in ("compile", "checkpoint")]
-CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}], ["ring_headers:around_the_header", {}]]
+CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
 CALLS[2] += [["ring_costs:made_by_two_calls", {"what": what, **options}] for what, (options, _) in MADE.items()]
-for ranks, *call, _ in EXACTLY.values():
+for ranks, *call in (*(each[:3] for each in EXACTLY.values()), *UNCHANGED.values()):
     CALLS[ranks] += [call]
 CALLS[2] += [["ring_costs:measured", MEASURED]]
 for ranks, cases in COUNTED.items():
     CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
-for ranks, cases in MEMORY.items():
-    CALLS[ranks] += [["ring_costs:peak_memory", memory_of(*case)] for case in cases]
+for ranks, *call in ALLOCATED:
+    CALLS[ranks] += [call]
 CALLS[4] += [["ring_costs:count_bytes", case] for case in PLANNED]
 for ranks, cases in HALOS.items():
     CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
-CALLS[4] += [["halo_ranks:peak_memory", {"shards": shards}] for shards in HELD_HALOS]
 CALLS[2] += [["halo_ranks:disagree", {"asked": asked}] for asked, _ in ON_GRIDS.values()]
 CALLS[2] += [["halo_ranks:promises", {}]]
-CALLS[4] += [["in_parts_of_the_world", {"size": 2}]]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
     {"what": "ring", "ordering": "hilbert", "padded": True, "is_causal": True},
@@ -273,22 +274,20 @@ def answers(ranks: int, name: str, arguments: dict, backend: str = "gloo") -> li
     return [answer[number] for answer in _answers(ranks, backend)]
 
 
-def check_errors(ranks: int, backend: str) -> None:
-    for case in COMPARED[ranks]:
-        check_error(case, answers(ranks, "compare", case, backend))
-
-
 def check_error(case: dict, found: list[dict]) -> None:
     for name in found[0]:
         mine, one = (sum(rank[name][n] for rank in found) ** 0.5 for n in (0, 1))
         assert mine <= max(2 * one, ROUNDING), f"{name} of {case}: {mine}, and {one} on one process"
 
 
-def name_of(case: dict) -> str:
-    return "-".join(str(value) for value in case.values()).replace(", ", "+")
+@pytest.fixture
+def backend():
+    """Of ranks without GPUs; the test over NCCL calls those that ask for it with another."""
+    return "gloo"
 
 
-def check_halos(ranks: int, backend: str = "gloo") -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_on_a_grid_too(ranks, backend):
     for case in HALOS[ranks] + (LARGE_HALOS.get(ranks, []) if backend == "nccl" else []):
         check_error(case, answers(ranks, "halo_ranks:compare", case, backend))
     for case in COUNTED_HALOS.get(ranks, ()):
@@ -300,19 +299,8 @@ def check_halos(ranks: int, backend: str = "gloo") -> None:
             assert (counted, called) == (planned, calls), case
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
-def test_on_a_grid_too(ranks):
-    check_halos(ranks)
-
-
-@pytest.mark.parametrize("shards", HELD_HALOS, ids=name_of)
-def test_memory_on_a_grid_is_the_plans(shards):
-    for rank in answers(4, "halo_ranks:peak_memory", {"shards": shards}):
-        for allocated, planned in rank:
-            assert 0.93 * planned <= allocated <= 1.15 * planned  # what was sent is freed a little late
-
-
-def check_halo_fault(what: str, ranks: int = 2, backend: str = "gloo") -> None:
+@pytest.mark.parametrize(("what", "ranks"), [(what, 2) for what in ON_GRIDS])
+def test_ranks_that_disagree_on_a_grid_all_raise(what, ranks, backend):
     asked, said = ON_GRIDS[what]
     said, last = [words.replace("rank 1", f"rank {ranks - 1}") for words in said], f"rank {ranks - 1} {REFUSED} "
     is_refused = not any("on rank" in words for words in said)
@@ -321,19 +309,10 @@ def check_halo_fault(what: str, ranks: int = 2, backend: str = "gloo") -> None:
         assert (f"ValueError: {last}" in one) == (is_refused and rank < ranks - 1)
 
 
-@pytest.mark.parametrize("what", ON_GRIDS)
-def test_ranks_that_disagree_on_a_grid_all_raise(what):
-    check_halo_fault(what)
-
-
-def check_halo_promises(backend: str = "gloo") -> None:
+def test_promises_on_a_grid_are_kept(backend):
     for found in answers(2, "halo_ranks:promises", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
         assert len(found) == 10
-
-
-def test_promises_on_a_grid_are_kept():
-    check_halo_promises()
 
 
 @pytest.fixture(autouse=True)
@@ -342,8 +321,9 @@ def _ranks_find_the_tests(monkeypatch, request):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
-def test_error_is_at_most_twice_that_of_one_process(ranks):
-    check_errors(ranks, "gloo")
+def test_error_is_at_most_twice_that_of_one_process(ranks, backend):
+    for case in COMPARED[ranks]:
+        check_error(case, answers(ranks, "compare", case, backend))
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
@@ -357,18 +337,18 @@ def test_flex_serves_a_ring_with_merged_results(backend):
 def test_nccl_computes_and_sends_the_same(ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    check_errors(ranks, "nccl")
+    test_error_is_at_most_twice_that_of_one_process(ranks, "nccl")
     for case in COUNTED.get(ranks, ()):
-        check_bytes(ranks, case, "nccl")
-    check_halos(ranks, "nccl")
+        test_bytes_sent_are_those_of_the_plan(ranks, case, "nccl")
+    test_on_a_grid_too(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
     for what in ON_GRIDS if ranks == 2 else ["window"] if ranks == 4 else ():
-        check_halo_fault(what, ranks, "nccl")
+        test_ranks_that_disagree_on_a_grid_all_raise(what, ranks, "nccl")
     if ranks == 2:
-        check_halo_promises("nccl")
+        test_promises_on_a_grid_are_kept("nccl")
     for what in DISAGREEMENTS if ranks == 2 else ():
         if what != "backend":  # which serves on a GPU
-            check_disagreement(what, "nccl")
+            test_ranks_that_disagree_all_raise_and_name_both_sides(what, "nccl")
 
 
 @pytest.mark.multigpu
@@ -398,11 +378,13 @@ def test_the_exchange_of_a_gpu_does_not_wait_for_its_attention(what):
         assert begins + took < found[f"{name}_ms"] / 2, (name, begins, took, found[f"{name}_ms"])
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in MEMORY.items() for case in cases])
-def test_memory_allocated_is_the_plans(ranks, case):
-    for rank in answers(ranks, "ring_costs:peak_memory", memory_of(*case)):
+@pytest.mark.parametrize(("ranks", "name", "asked"), ALLOCATED)
+def test_memory_allocated_is_the_plans(ranks, name, asked):
+    # One buffer more of the dense ring is 3 % to 6 %; on a grid what was sent is freed a little late.
+    least, most = (0.92, 1.025) if name == "ring_costs:peak_memory" else (0.93, 1.15)
+    for rank in answers(ranks, name, asked):
         for allocated, planned in rank:
-            assert 0.92 * planned <= allocated <= 1.025 * planned  # one buffer more of the dense ring is 3 % to 6 %
+            assert least * planned <= allocated <= most * planned
 
 
 @pytest.mark.multigpu
@@ -416,19 +398,15 @@ def test_memory_of_a_gpu_is_the_plans(kind, transport):
         assert allocated == pytest.approx(planned, rel=0.1, abs=64 * 2**20)
 
 
-def check_bytes(ranks: int, case: dict, backend: str = "gloo") -> None:
-    for counted, planned in answers(ranks, "ring_costs:count_bytes", case, backend):
-        assert counted == planned
-        assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
-
-
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [(ranks, case) for ranks, cases in COUNTED.items() for case in cases],
-    ids=lambda x: x if isinstance(x, int) else name_of(x),
+    ids=lambda x: x if isinstance(x, int) else "-".join(map(str, x.values())),
 )
-def test_bytes_sent_are_those_of_the_plan(ranks, case):
-    check_bytes(ranks, case)
+def test_bytes_sent_are_those_of_the_plan(ranks, case, backend):
+    for counted, planned in answers(ranks, "ring_costs:count_bytes", case, backend):
+        assert counted == planned
+        assert any(counted) == (case["branches"] != "aligned") or case["is_causal"]
 
 
 def test_a_plan_made_with_weights_or_a_memory_limit_is_the_one_that_runs():
@@ -446,18 +424,14 @@ def test_a_second_call_of_a_kind_makes_no_plan_and_no_table(what):
         assert second == ["message"] * messages
 
 
-def check_disagreement(what: str, backend: str = "gloo") -> None:
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_all_raise_and_name_both_sides(what, backend):
     arguments, said = DISAGREEMENTS[what]
     is_refused = not any("on rank" in words for words in said)  # what the last rank asks for, whatever the others do
     for rank, answer in enumerate(answers(2, "ring_headers:disagree", arguments, backend)):
         for one in answer:  # where nothing is known of the others, and where they are expected to agree
             assert all(words in one for words in said), one
             assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_all_raise_and_name_both_sides(what):
-    check_disagreement(what)
 
 
 @pytest.mark.parametrize("promise", EXACTLY | GROUPS)
@@ -473,22 +447,12 @@ def test_every_ring_of_the_documents_names_equals_the_oracle():
         assert max(differences) < 1e-5, differences
 
 
-def test_a_group_may_be_part_of_the_world_and_a_mesh():
-    assert max(answers(4, "in_parts_of_the_world", {"size": 2})) < 5e-6
-
-
 def test_validate_false_sends_no_header_and_remembers_lengths():
     for length, (*headers, said) in zip(
         [4, 9], answers(2, "ring_headers:without_validation", {"lengths": [4, 9]}), strict=True
     ):
         assert headers == [1, 0]
         assert f"validate must be True where shards of unequal length change: this rank's had {length} rows" in said
-
-
-def test_nothing_is_sent_and_only_the_own_shard_computed_before_all_agree():
-    for first, second in answers(2, "ring_headers:around_the_header", {}):
-        assert first == ["agree", "compute", "send", "wait", "compute"]  # an exchange beside the local branches
-        assert second == ["compute", "agree", *first[2:]]  # nothing differs on this rank, and so hardly on another
 
 
 def test_a_rank_that_expects_what_was_before_learns_better():
@@ -505,9 +469,9 @@ def test_a_rank_that_fails_by_what_it_alone_asks_for_keeps_no_other_waiting():
         assert agrees
 
 
-@pytest.mark.parametrize("how", ["compile", "checkpoint"])
-def test_compiling_and_checkpointing_change_nothing(how):
-    assert max(answers(2, "through", {"how": how})) < 1e-5
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_it_changes_nothing(change):
+    assert max(answers(*UNCHANGED[change])) < 5e-6
 
 
 def test_a_layout_does_not_depend_on_the_default_device():

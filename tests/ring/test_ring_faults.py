@@ -57,29 +57,22 @@ BROKEN = {  # by fault: the rank's status and the cause
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [*list(BROKEN)[:4], *(pytest.param(x, marks=pytest.mark.full) for x in list(BROKEN)[4:])]
-)
-def test_the_rank_that_broke_is_named_with_its_cause(fault):
+# The others wait in a collective or, here, in attention on a grid.
+ON_GRID = [pytest.param(x, True, marks=pytest.mark.full) for x in ("is killed", "stalls", "raises")]
+MORE = [pytest.param(x, False, marks=pytest.mark.full) for x in list(BROKEN)[4:]]
+
+
+@pytest.mark.parametrize(("fault", "on_grid"), [*((x, False) for x in list(BROKEN)[:4]), *MORE, *ON_GRID])
+def test_the_rank_that_broke_is_named_with_its_cause(fault, on_grid):
     status, cause = BROKEN[fault]
-    last = 2 if fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
+    last = 2 if on_grid or fault == "stalls" else 1  # of two that wait, none may be taken for the one that stalls
     options = STALLED if status == "stalled" else {}
-    error = fault_of("faulty_ranks:last_rank_breaks", last + 1, {"fault": fault}, **options)
+    error = fault_of("faulty_ranks:last_rank_breaks", last + 1, {"fault": fault, "on_grid": on_grid}, **options)
     assert (error.ranks, error.status) == ((last,), status)
     assert re.search(cause, error.cause)
     assert str(error).startswith(f"rank {last} {status}: {error.cause}")
     assert f"this rank {fault}" in error.output
     assert fault != "stalls" or any("in stall" in line for line in error.output), "it must show where"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", ["is killed", "stalls", "raises"])
-def test_ranks_that_wait_in_attention_on_a_grid_end_too(fault):
-    status, cause = BROKEN[fault]
-    options = STALLED if status == "stalled" else {}
-    error = fault_of("faulty_ranks:last_rank_breaks", 3, {"fault": fault, "on_grid": True}, **options)
-    assert (error.ranks, error.status) == ((2,), status)
-    assert re.search(cause, error.cause)
 
 
 def test_a_run_that_takes_too_long_shows_where_each_rank_was(monkeypatch):

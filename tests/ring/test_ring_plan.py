@@ -21,7 +21,11 @@ from hilbert_lib.ring.plan.rows import Rows
 GATHERING = ("all_gather", "ring")
 
 
-def plan_of(pattern, shard_lengths, **asked):
+PATTERN = DilatedPattern((4, 16), (1, 2))
+GROUPS = DilatedPattern((4, 16), (1, 2), mixing="head_groups")
+
+
+def plan_of(pattern=PATTERN, shard_lengths=(4,) * 4, **asked):
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "batch": 1, "dtype": torch.bfloat16}
     return plan_ring(pattern, shard_lengths, **sizes | asked)
 
@@ -130,14 +134,10 @@ def test_local_and_shared_segments_together_are_all_segments(pattern, lengths, k
                 for rows in groups:
                     assert all(owner[position] == rank for position, _ in cells(rows))
                     listed += cells(rows)
-        every = [
-            (position, head)
-            for head in pattern.branch_heads(number, kv_heads)
-            for position in pattern.contains(number, torch.arange(len(owner)), head, kv_heads)
-            .nonzero()
-            .flatten()
-            .tolist()
-        ]
+        every = []
+        for head in pattern.branch_heads(number, kv_heads):
+            inside = pattern.contains(number, torch.arange(len(owner)), head, kv_heads)
+            every += [(position, head) for position in inside.nonzero().flatten().tolist()]
         assert sorted(listed) == sorted(every)
 
 
@@ -278,37 +278,29 @@ def test_the_table_says_who_sends_what_and_why():
     assert " ".join(ranks) == "0-1 1,024 0.262 0.262 0.786 0.786 0.00349 0.00757 0.000671 0.00168"
 
 
-PATTERN = DilatedPattern((4, 16), (1, 2))
-GROUPS = DilatedPattern((4, 16), (1, 2), mixing="head_groups")
-
-
-def plan(pattern=PATTERN, shard_lengths=(4,) * 4, **changes):
-    return plan_of(pattern, shard_lengths, **changes)
-
-
 TYPES = [
-    (lambda: plan("x"), "pattern must be a DilatedPattern, got str"),
-    (lambda: plan(shard_lengths=8), "shard_lengths must be a sequence"),
-    (lambda: plan(transport=["ring"]), r"transport must be a string, got \['ring'\]"),
-    (lambda: plan(weights=(1, 1, "1", 1)), r"weights\[2\] must be a number, got '1'"),
-    (lambda: plan(weights=3), "weights must be a sequence of numbers or None, got 3"),
-    (lambda: plan(is_causal="no"), "is_causal must be True or False, got 'no'"),
+    (lambda: plan_of("x"), "pattern must be a DilatedPattern, got str"),
+    (lambda: plan_of(shard_lengths=8), "shard_lengths must be a sequence"),
+    (lambda: plan_of(transport=["ring"]), r"transport must be a string, got \['ring'\]"),
+    (lambda: plan_of(weights=(1, 1, "1", 1)), r"weights\[2\] must be a number, got '1'"),
+    (lambda: plan_of(weights=3), "weights must be a sequence of numbers or None, got 3"),
+    (lambda: plan_of(is_causal="no"), "is_causal must be True or False, got 'no'"),
     (lambda: shard_lengths_for(100, 3, pattern="x"), "pattern must be a DilatedPattern, got str"),
     (lambda: shard_lengths_for(100, 3, is_causal="no"), "is_causal must be True or False, got 'no'"),
     (lambda: shard_lengths_for(100, 3, weights=3), "weights must be a sequence of numbers or None, got 3"),
 ]
 VALUES = [
-    (lambda: plan(shard_lengths=(0, 0)), "shard_lengths must hold at least one token"),
-    (lambda: plan(shard_lengths=(4, -1)), r"shard_lengths\[1\] must be an integer of at least 0, got -1"),
-    (lambda: plan(heads=3), r"kv_heads must divide heads \(3\), got 2"),
-    (lambda: plan(head_dim=257), "head_dim must be an integer from 1 to 256"),
-    (lambda: plan(batch=0), "batch must be an integer of at least 1"),
-    (lambda: plan(dtype=torch.int32), "dtype must be one of"),
-    (lambda: plan(transport="nvlink"), "transport must be one of auto, ring, all_gather, all_to_all"),
-    (lambda: plan(transport="all_to_all"), "needs at least one KV head a rank: 4 ranks.*branch 1.*has 2"),
-    (lambda: plan(memory_limit=0), "memory_limit must be an integer of at least 1"),
-    (lambda: plan(weights=(1.0,)), r"weights must have one number a rank \(4\), got 1"),
-    (lambda: plan(weights=(1, 1, 0, 1)), r"weights\[2\] must be finite and above 0, got 0"),
-    (lambda: plan(GROUPS, kv_heads=1), "at least one KV head a branch"),
+    (lambda: plan_of(shard_lengths=(0, 0)), "shard_lengths must hold at least one token"),
+    (lambda: plan_of(shard_lengths=(4, -1)), r"shard_lengths\[1\] must be an integer of at least 0, got -1"),
+    (lambda: plan_of(heads=3), r"kv_heads must divide heads \(3\), got 2"),
+    (lambda: plan_of(head_dim=257), "head_dim must be an integer from 1 to 256"),
+    (lambda: plan_of(batch=0), "batch must be an integer of at least 1"),
+    (lambda: plan_of(dtype=torch.int32), "dtype must be one of"),
+    (lambda: plan_of(transport="nvlink"), "transport must be one of auto, ring, all_gather, all_to_all"),
+    (lambda: plan_of(transport="all_to_all"), "needs at least one KV head a rank: 4 ranks.*branch 1.*has 2"),
+    (lambda: plan_of(memory_limit=0), "memory_limit must be an integer of at least 1"),
+    (lambda: plan_of(weights=(1.0,)), r"weights must have one number a rank \(4\), got 1"),
+    (lambda: plan_of(weights=(1, 1, 0, 1)), r"weights\[2\] must be finite and above 0, got 0"),
+    (lambda: plan_of(GROUPS, kv_heads=1), "at least one KV head a branch"),
 ]
 test_what_cannot_be_planned_names_the_argument = refusals({TypeError: TYPES, ValueError: VALUES})

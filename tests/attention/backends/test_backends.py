@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import TOLERANCE, assert_close, attended, expected
+from cases import TOLERANCE, assert_close, attended, determinism, expected
 
 from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
@@ -92,21 +92,14 @@ def test_which_backends_serve_a_plain_call(gpu, capability, dtype, head_dim, ser
     assert ("triton" in serving) == (dtype != torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [
-        ({"dropout_p": 0.1}, "no dropout"),
-        ({"key_padding_mask": torch.zeros(1, 16, dtype=torch.bool)}, "no key_padding_mask"),
-        ({"query_start": 3}, "no query_start"),
-    ],
-    ids=lambda x: "",
-)
-def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option, reason):
+@pytest.mark.parametrize("option", ["dropout_p", "key_padding_mask", "query_start"])
+def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option):
     gpu(9, 0)
-    for name in set(NAMES) - {"triton", "eager", "reference"}:
-        assert BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option)).startswith(reason), name
-    for name in ("triton", "eager", "reference"):
-        assert not BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **option))
+    given = {"dropout_p": 0.1, "key_padding_mask": torch.zeros(1, 16, dtype=torch.bool), "query_start": 3}[option]
+    for name in NAMES:
+        refusal = BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **{option: given}))
+        lacks_it = name not in ("triton", "eager", "reference")
+        assert refusal.startswith(f"no {option.removesuffix('_p')}") if lacks_it else not refusal, name
 
 
 def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
@@ -122,18 +115,18 @@ def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
 def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
     gpu(9, 0)
     assert not BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with determinism():
         assert "order that varies" in BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
         assert not BACKENDS["flash"].refusal(on_gpu(), Call(PATTERN))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # What is installed: files below a folder of packages, and the versions that their metadata names.
 FA2 = {"flash_attn/__init__.py": "", "flash_attn/flash_attn_interface.py": "", "flash_attn_2_cuda.py": ""}
+NOT_COMPILED = {name: text for name, text in FA2.items() if name != "flash_attn_2_cuda.py"}
 FA4 = {"flash_attn/cute/interface.py": ""}
 STACK = dict.fromkeys(presence.CUTE_STACK, "1.0")
+LACKING = {"flash-attn-4": "4.0.0b36", **STACK} | {"quack-kernels": None, "apache-tvm-ffi": None}
+AT_35 = {"xformers": "0.0.35"}
 XFORMERS = {
     "xformers/__init__.py": "",
     "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128", "cuda": 1208}}),
@@ -145,31 +138,17 @@ STATES = {
     "nothing of xformers": ({}, {}, "xformers", "absent: pip install 'hilbert-lib[xformers]'"),
     "2": (FA2, {"flash-attn": "2.10.0"}, "flash_attn_2", ""),  # as text it is less than "2.7"
     "2, old": (FA2, {"flash-attn": "2.6.1"}, "flash_attn_2", "flash-attn 2.6.1 is too old: needs 2.7 or later"),
-    "2, not compiled": (
-        {name: text for name, text in FA2.items() if name != "flash_attn_2_cuda.py"},
-        {"flash-attn": "2.8.3"},
-        "flash_attn_2",
-        "flash-attn 2.8.3 is installed without its compiled part flash_attn_2_cuda",
-    ),
+    "2, not compiled": (NOT_COMPILED, {"flash-attn": "2.8.3"}, "flash_attn_2", "part flash_attn_2_cuda"),
     "4 is no 2": (FA4, {"flash-attn-4": "4.0.0b36"}, "flash_attn_2", "absent: pip"),
     "3": ({"flash_attn_interface.py": "", "flash_attn_3/__init__.py": ""}, {}, "flash_attn_3", ""),
     "3, not compiled": ({"flash_attn_interface.py": ""}, {}, "flash_attn_3", "without its compiled part flash_attn_3"),
     "4": (FA4, {"flash-attn-4": "4.0.0b36", **STACK}, "flash_attn_4", ""),
     "4 beside 2": ({**FA2, **FA4}, {"flash-attn": "2.8.3", "flash-attn-4": "4", **STACK}, "flash_attn_4", ""),
-    "4 without its stack": (
-        FA4,
-        {"flash-attn-4": "4.0.0b36", **STACK} | {"quack-kernels": None, "apache-tvm-ffi": None},
-        "flash_attn_4",
-        "flash-attn-4 4.0.0b36 is installed without quack-kernels, apache-tvm-ffi",
-    ),
-    "xformers": (XFORMERS, {"xformers": "0.0.35"}, "xformers", ""),
-    "xformers beside 2": ({**XFORMERS, **FA2}, {"xformers": "0.0.35"}, "xformers", ""),
-    "xformers beside 4": (
-        {**XFORMERS, **FA4},
-        {"xformers": "0.0.35"},
-        "xformers",
-        "xformers 0.0.35 cannot be imported",
-    ),
+    "4 without its stack": (FA4, LACKING, "flash_attn_4", "b36 is installed without quack-kernels, apache-tvm-ffi"),
+    "xformers": (XFORMERS, AT_35, "xformers", ""),
+    "xformers, not compiled": ({"xformers/__init__.py": ""}, AT_35, "xformers", "without its compiled part"),
+    "xformers beside 2": ({**XFORMERS, **FA2}, AT_35, "xformers", ""),
+    "xformers beside 4": ({**XFORMERS, **FA4}, AT_35, "xformers", "xformers 0.0.35 cannot be imported"),
 }
 
 
@@ -240,7 +219,7 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
 def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cuda, found):
     asked = []
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    installed(XFORMERS, {"xformers": "0.0.35"})
+    installed(XFORMERS, AT_35)
     monkeypatch.setattr(presence, "_loads", lambda library: asked.append(library) or found)
     reason = presence.absence("xformers")
     assert asked == ["libcudart.so.12"] * bool(cuda)
@@ -249,11 +228,6 @@ def test_whether_the_kernels_of_xformers_load_is_told(installed, monkeypatch, cu
     else:
         assert reason == ""
         assert presence.state("xformers") == "xformers 0.0.35 compiled for torch 2.10.0+cu128"
-
-
-def test_xformers_without_its_file_of_builds_cannot_serve(installed):
-    installed({"xformers/__init__.py": ""}, {"xformers": "0.0.35"})
-    assert "without its compiled part" in presence.absence("xformers")
 
 
 # How xformers 0.0.35 keeps to itself that its compiled part does not load, and how it tells that it does.
@@ -284,7 +258,7 @@ TOLD = {
 @pytest.mark.parametrize("case", KEPT)
 def test_xformers_without_its_compiled_part_cannot_serve(gpu, installed, importable, case):
     files = {"xformers/__init__.py": "from . import _cpp_lib", "xformers/ops.py": "pass"}
-    installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, {"xformers": "0.0.35"})
+    installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, AT_35)
     gpu(9, 0, with_packages=False)
     said = "xformers 0.0.35 is imported without its compiled part, and none of its kernels run: "
     assert BACKENDS["xformers"].refusal(on_gpu(), Call(PATTERN)) == (said + TOLD[case] if case in TOLD else "")

@@ -1,9 +1,13 @@
-"""FlexAttention: output, lse and gradients, of the whole and of parts."""
+"""FlexAttention: output, lse and gradients, of the whole and of parts, compiled and run again."""
+
+import os
+import shutil
 
 import oracle
 import pytest
 import torch
 from cases import assert_close, drawn, expected, norms
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
 
 from hilbert_lib import DilatedPattern, dilated_attention
@@ -35,24 +39,15 @@ def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
     assert torch.equal(some | full, (true_some | true_full).expand_as(some))
 
 
-def test_the_backward_of_flex_records_a_forward_below_autograd(monkeypatch):
-    # On the CPU FlexAttention has no backward: another differentiable function of its arguments stands in for it.
-    monkeypatch.setattr(flex, "attend", lambda q, k, v, call: ((q * k).sin() * v, None))
-    q, k, v, dout = torch.randn(4, 1, 8, 2, 4, dtype=torch.float64).unbind()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        got = flex.backward(dout, q, k, v, None, None, Call(DilatedPattern((8, 16), (1, 2))))
-    torch.testing.assert_close(got, torch.autograd.grad((leaves[0] * leaves[1]).sin() * leaves[2], leaves, dout))
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_masks_of_flex_first_made_in_inference_mode_serve_a_backward_pass(monkeypatch, is_causal):
+def test_a_backward_below_autograd_takes_masks_first_made_in_inference_mode(monkeypatch, is_causal):
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
     q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
     call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
         out, lse = flex.attend(q, k, v, call)
-    got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as the operator calls it
+        got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
     torch.testing.assert_close(got, torch.autograd.grad(wanted, leaves, dout))
@@ -110,8 +105,79 @@ def test_flex_takes_fewer_queries_than_keys_in_one_segment():
 @pytest.mark.parametrize("rate", [2**31, 2**32, 2**32 + 1, 2**41])
 def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
-    q, k, v = torch.randn(3, 1, 8, 1, 16)
-    out, lse = flex.attend(q, k, v, Call(pattern, scale=0.25))
-    exact, exact_lse = dilated_attention(q, k, v, pattern, scale=0.25, return_lse=True, backend="reference")
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(lse, exact_lse)
+    tensors = torch.randn(3, 1, 8, 1, 16).unbind()
+    exact = dilated_attention(*tensors, pattern, scale=0.25, return_lse=True, backend="reference")
+    torch.testing.assert_close(flex.attend(*tensors, Call(pattern, scale=0.25)), exact)
+
+
+# A compiled function whose backward runs again, whatever ran and was compiled before it.
+inductor = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
+)
+
+
+def product(x, y):
+    """Its backward, as torch compiles it by default, writes over what the forward kept."""
+    return ((x.sin() @ y.exp()).relu().exp() * x.cos()).tanh()
+
+
+def tuple_of_a_view(x, y):
+    return product(x, y)[:5], x.sum()
+
+
+def gradients(run, inputs, times):
+    results = run(*inputs)
+    out = (results if isinstance(results, torch.Tensor) else results[0]).sum()
+    return [torch.autograd.grad(out, inputs, retain_graph=n + 1 < times) for n in range(times)]
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it keeps what an earlier process compiled
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+
+
+@inductor
+def test_a_backward_runs_again_after_those_that_ran_once(inputs):
+    # It takes buffers over, and stays in torch's cache.
+    gradients(torch.compile(tuple_of_a_view, dynamic=False), inputs, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(tuple_of_a_view, dynamic=False)
+    gradients(lambda *x: flex.run_to_keep(compiled, *x), inputs, 1)
+    (expected,) = gradients(tuple_of_a_view, inputs, 1)
+    for grads in gradients(lambda *x: flex.run_to_keep(compiled, *x), inputs, 3):
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-4)
+
+
+@inductor
+def test_what_is_kept_enters_no_cache_of_autograds_and_what_came_before_is_left_alone(inputs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(AOTAutogradCache, "save", lambda *_, **__: asked.append(True))
+    compiled = torch.compile(product, dynamic=False)
+    flex.run_to_keep(compiled, *inputs)
+    assert not asked  # it holds tensors
+    torch._dynamo.reset()
+    taken = compiled(*inputs)
+    (out,) = flex.run_to_keep(lambda x: (x * 2,), taken)
+    assert taken.grad_fn._forward_cls.metadata.bw_donated_idxs != []
+    assert out.grad_fn.name() == "MulBackward0"
+    taken.sum().backward()
+    assert asked
+
+
+def test_what_has_no_gradient_or_is_not_compiled_is_returned_as_it_is():
+    x = torch.ones(2, requires_grad=True)
+    assert flex.run_to_keep(torch.sin, x.detach()).grad_fn is None
+    torch.autograd.grad(flex.run_to_keep(torch.sin, x).sum(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [256, 200])
+def test_the_backward_of_compiled_flex_attention_runs_again(length):
+    q, k, v = (torch.randn(1, 2, length, 64, device="cuda", requires_grad=True) for _ in range(3))
+    torch.autograd.grad(flex.compiled_flex_attention(q, k, v).sum(), q)
+    out = flex.compiled_flex_attention(q, k, v)
+    first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)

@@ -96,12 +96,12 @@ def fake_xformers():
         is_causal = isinstance(attn_bias, LowerTriangularMask)
         return tuple(dense_backward(grad, query, key, value, output, lse, scale, is_causal))
 
-    fmha = {
-        "attn_bias": SimpleNamespace(LowerTriangularMask=LowerTriangularMask),
-        "memory_efficient_attention_forward_requires_grad": forward,
-        "memory_efficient_attention_backward": backward,
-    }
-    return {"xformers.ops.fmha": fmha}
+    fmha = SimpleNamespace(
+        attn_bias=SimpleNamespace(LowerTriangularMask=LowerTriangularMask),
+        memory_efficient_attention_forward_requires_grad=forward,
+        memory_efficient_attention_backward=backward,
+    )
+    return {"xformers.ops": {"fmha": fmha}}
 
 
 KERNELS = {
@@ -117,15 +117,9 @@ def kernel(request, monkeypatch):
     """The adapter of a package, above a module with its signatures."""
     adapter, fake = KERNELS[request.param]
     for name, members in fake().items():
-        *parents, last = name.split(".")
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-        for depth in range(len(parents), 0, -1):
-            child, path = module, ".".join(parents[:depth])
-            module = ModuleType(path)
-            setattr(module, [*parents, last][depth], child)
-            monkeypatch.setitem(sys.modules, path, module)
     return adapter
 
 

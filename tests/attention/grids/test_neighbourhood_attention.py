@@ -18,6 +18,7 @@ from grid_cases import (
     TOLERANCE,
     boxed,
     check,
+    check_nan,
     check_part,
     every_rule,
     grids,
@@ -165,21 +166,15 @@ def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
 
 
 def tensors(kv_heads=2, extra=3, **options):
-    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64, **options)
     sizes = [(24, 2), (24, kv_heads), (24, kv_heads), (extra, kv_heads), (extra, kv_heads)]
-    return [
-        torch.randn(2, rows, heads, 4, generator=generator, dtype=torch.float64, **options) for rows, heads in sizes
-    ]
+    return [draw(2, rows, heads, 4) for rows, heads in sizes]
 
 
 def test_what_is_no_number_reaches_only_those_who_see_it():
-    for token in (0, 13):
-        for at in range(3):
-            given_ = [x.clone() for x in tensors()[:3]]
-            given_[at][:, token] = torch.nan
-            out = neighbourhood_attention(*given_, NEAR, backend="reference")
-            seen = mask_of(NEAR)[:, token] if at else torch.arange(24) == token
-            assert out.isnan().any(-1).any(-1).equal(seen.expand(2, -1))
+    attend = partial(neighbourhood_attention, neighbourhood=NEAR, backend="reference")
+    for token, at in product((0, 13), range(3)):
+        check_nan(NEAR, tensors()[:3], at, token, attend)
 
 
 def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
@@ -192,11 +187,8 @@ def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
     out = call(*leaves)
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(*leaves), out)
     again = checkpoint(call, *leaves, use_reentrant=False)
-    dout = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(again, leaves, dout), torch.autograd.grad(out, leaves, dout), strict=True
-    ):
-        assert mine.equal(theirs)
+    grads = (torch.autograd.grad(each.square().sum(), leaves) for each in (again, out))
+    assert all(map(torch.equal, *grads))
 
 
 def test_its_useful_flop_are_counted():

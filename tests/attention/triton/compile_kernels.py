@@ -142,7 +142,6 @@ def row_kernels() -> dict[str, tuple]:
 
 
 def described(block: list[int], dtype=gl.bfloat16) -> str:
-    """The type of a descriptor of tiles."""
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return f"tensordesc<{dtype}{block},{layout!r}>".replace(" ", "")
 
@@ -197,7 +196,6 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
 
 
 def type_of(x) -> str:
-    """The type of a kernel's argument."""
     if isinstance(x, TensorDescriptor):
         return described(x.block_shape)
     kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
@@ -238,7 +236,6 @@ def kernels_for(architecture: int) -> dict[str, tuple]:
 
 
 def sass_of(kernel) -> str:
-    """The machine code of a compiled kernel, as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

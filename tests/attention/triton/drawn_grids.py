@@ -40,8 +40,6 @@ BOXED = {
 
 
 class Case(NamedTuple):
-    """A call."""
-
     windows: tuple[Neighbourhood, ...]  # one a KV head
     batch: int
     heads: int

@@ -28,7 +28,6 @@ def raw(x):
 
 
 def rounded(array: np.ndarray, dtype) -> np.ndarray:
-    """float32 numbers rounded to a dtype."""
     if dtype == gl.bfloat16:
         bits = array.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -229,7 +228,6 @@ class SharedTile:
         UNFENCED.tiles.append(self)
 
     def fill(self, box: np.ndarray):
-        """Writes what the copy engine brings."""
         self.by_instructions[...] = self.by_engines[...] = box
 
 
@@ -257,7 +255,6 @@ def matrix_product(a: np.ndarray, b: np.ndarray, acc: Value | None) -> Value:
 
 
 def on_arrays(function: Callable) -> Callable:
-    """A function of numpy as one of values."""
     return lambda *args: Value(function(*map(raw, args)))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from emulated_program import Barrier, Barriers, Program
 from emulated_tiles import FUNCTIONS, Descriptor, Fault, Memory, Pointer, SharedTile, Value, fence, matrix_product
+from mutations import Mutation
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -243,7 +244,6 @@ class Sources:
         self.grids.multiprocessors = lambda device: 3  # so that a program takes several tiles
 
     def module(self, name: str) -> ModuleType:
-        """A module by its whole name."""
         if name not in self.modules:
             path = Path(hilbert_lib.__file__).parents[1].joinpath(*name.split(".")).with_suffix(".py")
             source = path.read_text(encoding="utf-8")
@@ -276,7 +276,6 @@ class Sources:
 
 
 def run(each: Start) -> None:
-    """Runs the programs of a launch one after the other."""
     global running
     kernel = each.kernel
     arguments = [_given(x) for x in each.arguments]
@@ -295,6 +294,10 @@ def _given(x):
     if isinstance(x, torch.Tensor):
         return Pointer(Memory(x), x.storage_offset())
     return Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+
+def edited(mutation: Mutation) -> Sources:
+    return Sources({mutation.module: (mutation.before, mutation.after)})
 
 
 def wrong(results: dict[str, torch.Tensor], right: Sequence[torch.Tensor], bound: float) -> str | None:

@@ -117,7 +117,7 @@ hopper.grid_backward, 14: dq lacks its scale
 hopper.grid_backward, 46: a query without keys has a slope
 -return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
 +return lse * LOG2_E
-hopper.boxes, inside: queries lie where their keys do
+hopper.boxes, a border: queries lie where their keys do
 -return ranks[0] - first[0], ranks[1] - first[1], ranks[2] - first[2]
 +return ranks
 hopper.boxes, inside: queries before the first that is computed have gradients

@@ -6,6 +6,7 @@ every launcher was given what Triton's own start of the same tensors gives it. A
 
 import json
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from weakref import ref
@@ -113,6 +114,13 @@ def noted(name: str):
     told[name] = [*seen]
 
 
+def thrice(name: str, call) -> None:
+    """Calls of a kind, each of other tensors: the third is served by what the second left."""
+    with noted(name):
+        for _ in range(3):
+            call()
+
+
 def drawn(*shape, dtype=torch.bfloat16, number=4):
     return [torch.zeros(shape, dtype=dtype) for _ in range(number)]
 
@@ -132,14 +140,26 @@ def on_grid(module, again: bool, **options) -> None:
     near, masks = Neighbourhood((16, 32), 5), options.pop("masks", (None, None))
     q, k, v, dout = drawn(1, 512, 2, 64)
     extra = torch.zeros(1, 8, 2, 64, dtype=q.dtype)
-    given, request = (
-        Tensors(q, k, v, extra, extra.clone()),
-        Request((near, near), 0.125, options.get("ordering"), *masks),
-    )
+    given = Tensors(q, k, v, extra, extra.clone())
+    request = Request((near, near), 0.125, options.get("ordering"), *masks)
     if not again:
         module.forward(given, request)
     else:
         module.backward(dout, given, q.clone(), torch.zeros(1, 2, 512), request)
+
+
+def merged(whole: tuple, at: tuple) -> None:
+    out, lse = torch.zeros(*whole, 2, 32), torch.zeros(*whole, 2)
+    rows.merge_rows(out, lse, at, torch.ones(8, 1, 2, 32), torch.ones(8, 1, 2))
+
+
+def added(whole: tuple, at: tuple) -> None:
+    rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
+
+
+def every_option() -> dict:
+    tables = {"seed": torch.zeros(1, dtype=torch.int64), "inverse": torch.zeros(256, dtype=torch.int32)}
+    return {"is_causal": True, "dropout_p": 0.5, "key_padding_mask": masked(2, 256), **tables}
 
 
 def masked(batch: int, keys: int) -> torch.Tensor:
@@ -155,34 +175,19 @@ if __name__ == "__main__":
     for module in (launch, launch.decode, grid_launch, hopper_grid, rows):
         module.start = start
     hopper_grid.multiprocessors = lambda _: 132
-    own = {
-        "several passes": {"pattern": DilatedPattern((32, 64, 256), (1, 8, 64))},
-        "all options": {"is_causal": True, "dropout_p": 0.5},
-    }
-    # Each call three times, of other tensors: the third is served by what the second left.
-    for on_hopper in (True, False):
-        launch.hopper.runs = lambda *_, on_hopper=on_hopper: on_hopper
-        for again in (False, True):
-            with noted(f"sequence {on_hopper} {again}"):
-                for _ in range(3):
-                    along(drawn(2, 256, 4, 64), again)
-        for again in (False, True):
-            for name, options in own.items() if not on_hopper else ():
-                with noted(f"{name} {again}"):
-                    for _ in range(3):
-                        options = dict(options)
-                        if name == "all options":
-                            options |= {"seed": torch.zeros(1, dtype=torch.int64), "key_padding_mask": masked(2, 256)}
-                            options["inverse"] = torch.zeros(256, dtype=torch.int32)
-                        along(drawn(2, 256, 4, 64), again, **options)
-    for name, module in (("plain", grid_launch), ("hopper", hopper_grid)):
-        for again in (False, True):
-            with noted(f"grid {name} {again}"):
-                for _ in range(3):
-                    on_grid(module, again, masks=(masked(1, 512), masked(1, 8)))
-    with noted("grid in an order"):
-        for _ in range(3):
-            on_grid(grid_launch, True, ordering=Ordering.from_curve("hilbert", 512, grid=(16, 32)))
+    passes = DilatedPattern((32, 64, 256), (1, 8, 64))
+    for again in (False, True):
+        for on_hopper in (True, False):
+            launch.hopper.runs = lambda *_, on_hopper=on_hopper: on_hopper
+            thrice(f"sequence {on_hopper} {again}", lambda again=again: along(drawn(2, 256, 4, 64), again))
+        # By the plain kernels.
+        thrice(f"several passes {again}", lambda again=again: along(drawn(2, 256, 4, 64), again, pattern=passes))
+        thrice(f"all options {again}", lambda again=again: along(drawn(2, 256, 4, 64), again, **every_option()))
+        for name, module in (("plain", grid_launch), ("hopper", hopper_grid)):
+            given = partial(on_grid, module, again)
+            thrice(f"grid {name} {again}", lambda given=given: given(masks=(masked(1, 512), masked(1, 8))))
+    order = Ordering.from_curve("hilbert", 512, grid=(16, 32))
+    thrice("grid in an order", lambda: on_grid(grid_launch, True, ordering=order))
 
     # What differs from a kept call in one thing is not served by it.
     base = lambda: drawn(1, 256, 2, 48)  # noqa: E731
@@ -234,9 +239,8 @@ if __name__ == "__main__":
         schedule.tables.cache_clear()
         along(base())
         along(base())
-    with noted("copies"):  # of a mask, which is none of the call's tensors
-        for _ in range(3):
-            along(drawn(2, 256, 2, 48), key_padding_mask=masked(256, 2).T)
+    # Of a mask, which is none of the call's tensors.
+    thrice("copies", lambda: along(drawn(2, 256, 2, 48), key_padding_mask=masked(256, 2).T))
     with noted("strangers"):  # a tensor that is not told of, though it lives on
         out, dout, delta = torch.zeros(3, 1, 8, 2, 32)
         for _ in range(3):
@@ -244,17 +248,9 @@ if __name__ == "__main__":
     places = (torch.arange(8), torch.arange(8).flip(0))
     for at in (places, places[:1]):
         whole = (64, 1) if len(at) == 1 else (8, 8, 1)
-        with noted(f"kept merges {len(at)}"):
-            for _ in range(3):
-                rows.merge_rows(
-                    torch.zeros(*whole, 2, 32), torch.zeros(*whole, 2), at, torch.ones(8, 1, 2, 32), torch.ones(8, 1, 2)
-                )
-        with noted(f"kept sums {len(at)}"):
-            for _ in range(3):
-                rows.add_rows(torch.zeros(*whole, 2, 32), at, torch.ones(8, 1, 2, 32))
-    with noted("kept zeros"):
-        for _ in range(3):
-            rows.add_zero_keys(torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8), torch.zeros(2, 1, 8))
+        thrice(f"kept merges {len(at)}", partial(merged, whole, at))
+        thrice(f"kept sums {len(at)}", partial(added, whole, at))
+    thrice("kept zeros", lambda: rows.add_zero_keys(*map(torch.zeros, ((1, 8, 2, 32), (1, 2, 8), (2, 1, 8)))))
     with noted("at the same addresses"):
         out, delta, *douts = torch.zeros(4, 1, 8, 2, 32)
         for stream[0], dout in zip([100] * 6 + [200] * 4, douts * 5, strict=True):

@@ -10,7 +10,7 @@ class Mutation(NamedTuple):
     module: str
     before: str
     after: str
-    why: str  # it is wrong, or, of `EQUAL`, it is not
+    why: str  # it is wrong
     seed: int | str = 0  # of a case that shows it
 
 
@@ -159,22 +159,4 @@ hopper.forward, 24: row 0 forgets what earlier launches found
 hopper.backward, 31: a block that sees some keys of a group is passed over
 -first_masked = (_first_query(own_lowest, origin, r) - begin) // BLOCK_M
 +first_masked = gl.cdiv(_first_query(own_lowest, origin, r) - begin, BLOCK_M)
-""")
-EQUAL = parsed("""\
-hopper.backward, 0: keys of a branch lie whole rates from its origin: nothing is rounded
--sees = (key_position - origin + r - 1) // r
-+sees = (key_position - origin) // r
-hopper.forward, 0: it is read where no tile of keys is cut off: whole blocks alone
--gl.sum(gl.where(inside, gl.cdiv(n, BLOCK_N), 0), 0)
-+gl.sum(gl.where(inside, n // BLOCK_N, 0), 0)
-hopper.steps, 0: the maximum that is subtracted cancels, as long as nothing overflows
--largest = gl.where(largest - m > SLACK, largest, m)
-+largest = largest
-hopper.steps, 0: the stage of k is filled again only after v of the block before is given back, later in the step
--    scores = warpgroup_mma_wait(1, deps=[score_token])
--    if not WHOLE:
--        tiles.arrive(k_free(ring, block))
-+    if not WHOLE:
-+        tiles.arrive(k_free(ring, block))
-+    scores = warpgroup_mma_wait(1, deps=[score_token])
 """)

@@ -56,6 +56,15 @@ def attend(branches, keys, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, q
     return q, k, v, out
 
 
+def attend_on_grid(near, dtype, head_dim, extra, **options):
+    """Forward and backward of two sequences, with so many extra keys."""
+    rows = (near.length, 4), *[(near.length, 2)] * 2, *[(extra, 2)] * 2 * bool(extra)
+    leaves = [torch.randn(2, *each, head_dim, device=DEVICE, dtype=dtype, requires_grad=True) for each in rows]
+    options |= dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
+    out = neighbourhood_attention(*leaves[:3], near, **options)
+    out.backward(torch.randn_like(out))
+
+
 def padded(keys):
     """The last third and every fifth key have no weight."""
     n = torch.arange(keys, device=DEVICE)[None]
@@ -121,15 +130,8 @@ def boxes():
         (Neighbourhood((6, 17, 20), (3, 7, 9), stride=(1, 1, 2), is_causal=(True, False, False)), 40, 5),
     )
     for near, head_dim, extra in grids:
-        shapes = (near.length, 4), *[(near.length, 2)] * 2, *[(extra, 2)] * 2
-        q, k, v, *more = (
-            torch.randn(2, rows, heads, head_dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-            for rows, heads in shapes
-        )
-        options = dict(zip(("extra_k", "extra_v"), more, strict=True)) if extra else {}
-        options["key_padding_mask"] = padded(near.length).expand(2, -1)
-        out = neighbourhood_attention(q, k, v, near, backend="hopper", **options)
-        out.backward(torch.randn_like(out))
+        mask = padded(near.length).expand(2, -1)
+        attend_on_grid(near, torch.bfloat16, head_dim, extra, backend="hopper", key_padding_mask=mask)
 
 
 def insist_on_hopper():
@@ -157,16 +159,10 @@ def grids():
         (Neighbourhood((18, 28), (5, 9), stride=(2, 1), edge="wrap"), torch.float16, 72, 70),
         (Neighbourhood((5, 9, 13), (3, 4, 5)), torch.bfloat16, 64, 3),
     ):
-        rows = (near.length, 4), *[(near.length, 2)] * 2, *[(extra, 2)] * 2 * bool(extra)
-        q, k, v, *more = (
-            torch.randn(2, *each, head_dim, device=DEVICE, dtype=dtype, requires_grad=True) for each in rows
-        )
-        options = dict(zip(("extra_k", "extra_v"), more, strict=False))
-        options |= {"extra_padding_mask": padded(extra).expand(2, -1)} if extra else {}
+        options = {"extra_padding_mask": padded(extra).expand(2, -1)} if extra else {}
         for order in (None, Ordering.random(near.length, seed=0)):
             options |= {"ordering": order, "key_padding_mask": padded(near.length).expand(2, -1) if order else None}
-            out = neighbourhood_attention(q, k, v, near, backend="triton", **options)
-            out.backward(torch.randn_like(out))
+            attend_on_grid(near, dtype, head_dim, extra, backend="triton", **options)
 
 
 def merging():

@@ -16,6 +16,8 @@ from hilbert_lib.attention.triton.limits import SHARED_BYTES
 arguments = pytest.importorskip(
     "hilbert_lib.attention.triton.arguments", reason="triton has no build for this platform"
 )
+from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E402
+
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
 # Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
@@ -199,8 +201,6 @@ def test_the_small_kernels_move_sixteen_bytes_at_a_time(some):
 
 @pytest.mark.parametrize(("dtype", "rate", "columns"), [(torch.bfloat16, 6, 64), (torch.float32, 1, 32)])
 def test_a_descriptor_is_what_triton_makes_of_the_tensor(dtype, rate, columns):
-    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
-
     for x in torch.zeros(2, 2, 41, 3, 64, dtype=dtype):  # the second has the first one's shape
         made = hopper_tiles.descriptor(x, rate, 64, columns)
         assert made.base is x
@@ -211,8 +211,6 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(dtype, rate, columns):
 
 
 def test_a_stride_of_which_no_row_is_taken_may_be_anything():
-    from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles
-
     x = torch.zeros(2, 32 * 64 + 1, dtype=torch.bfloat16)[:, :-1].unflatten(1, (32, 1, 64))[:1]
     assert x.is_contiguous()
     assert x.stride(0) % 8
@@ -230,11 +228,8 @@ def test_a_stride_of_which_no_row_is_taken_may_be_anything():
 )
 def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, causal, forwards, backwards):
     told = told_by("first_call.py", head_dim, causal)
-    expected = {
-        "forward": ["forward_kernel"] * forwards,
-        "backward": ["delta_kernel", *["backward_kernel"] * backwards],
-    }
-    for name, kernels in expected.items():
+    backward = ["delta_kernel", *["backward_kernel"] * backwards]
+    for name, kernels in (("forward", ["forward_kernel"] * forwards), ("backward", backward)):
         first, second = told[f"first {name}"], told[f"second {name}"]
         assert first["compiled"] == sorted(kernels)
         assert first["at once"] == len(kernels)
@@ -255,11 +250,8 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
     assert [bound for _, bound, _ in told.pop("copies")] == [3] * 3, "each call has a copy of its own"
     assert {each for calls in told.values() for *_, each in calls} == {"equal"}
     kept = {name: [bound == 0 for _, bound, _ in calls] for name, calls in told.items()}
-    repeated = {
-        name
-        for name in kept
-        if name.startswith(("sequence", "several", "all options", "grid", "kept")) and len(kept[name]) == 3
-    }
+    kinds = "sequence", "several", "all options", "grid", "kept"
+    repeated = [name for name, calls in kept.items() if name.startswith(kinds) and len(calls) == 3]
     assert [kept.pop(name) for name in repeated] == [[False, False, True]] * 19
     assert kept.pop("one tensor as q, k and v") == [False, False, True, True], "the last has three, as calls before"
     assert kept.pop("at the same addresses") == [False] * 2 + [True] * 8

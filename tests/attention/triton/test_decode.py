@@ -5,7 +5,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, drawn, in_pairs, stored
+from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, determinism, drawn, in_pairs, stored
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
@@ -22,9 +22,8 @@ WINDOWS = ((0, 1), (0, 5), (21, 1), (29, 4), (46, 3), (KEYS - 1, 1), (KEYS - 5, 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
     """`torch.empty` then gives NaN, so that a part that is read and was not written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with determinism(warn_only=True):
+        yield
 
 
 def tokens(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_dim: int = 5, batch: int = 2, **options):

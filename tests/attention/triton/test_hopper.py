@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import attended, drawn, exactly, norms, stored
+from cases import attended, determinism, drawn, exactly, norms, stored
 
 from hilbert_lib import DilatedPattern, dilated_attention
 
@@ -60,15 +59,6 @@ def served(monkeypatch):
         return results
 
     return run
-
-
-@contextmanager
-def determinism(wanted):
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def tokens(length, heads, kv_heads, head_dim, dtype=torch.bfloat16):

@@ -1,12 +1,15 @@
 """The warp-specialised kernels for grids on a Hopper GPU: equal to the oracle, on grids of a tile and of thousands."""
 
+from functools import partial
+
 import pytest
 import torch
 from allpairspy import AllPairs
 from cases import LAYOUTS, norms, stored
 from cases import drawn as tokens
 from drawn_grids import BOXED, CASES, boxed_part, drawn, expected
-from grid_cases import HEADS, MORE, RULES, boxed, check, check_part, dense, mask_of, neighbourhoods, ranges
+from grid_cases import HEADS, MORE, RULES, boxed, check, check_nan, check_part, dense, neighbourhoods, ranges
+from grid_cases import attended as by_backend
 
 from hilbert_lib import Neighbourhood, Ordering, explain_backend, neighbourhood_attention
 from hilbert_lib.lab.sweeps.memory import captured
@@ -14,6 +17,7 @@ from hilbert_lib.lab.sweeps.memory import captured
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the norms of errors
+attended = partial(by_backend, backend="hopper")
 GRIDS = {  # shape, window, heads, kv_heads, head_dim, and other rules
     "plane": ((256, 256), 17, 4, 2, 128, {}),
     "narrow": ((160, 200), 33, 2, 2, 64, {}),
@@ -37,15 +41,6 @@ def on_hopper():
 def is_served(rules: str) -> bool:
     near = neighbourhoods(rules, "one")
     return not any(side % dilation for side, dilation in zip(near.shape, near.dilation, strict=True))
-
-
-def attended(given, near, backend="hopper", **options) -> tuple[torch.Tensor, ...]:
-    """out, lse and the gradients of q, k, v and extra keys; given: these, and the gradient of out."""
-    *inputs, dout = given
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    extra = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
-    out, lse = neighbourhood_attention(*leaves[:3], near, backend=backend, return_lse=True, **extra, **options)
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
 
 
 def assert_right(found, exact, dtype) -> None:
@@ -99,7 +94,7 @@ def test_a_part_of_a_grid_is_what_it_is_in_the_whole(part, head_dim):
 @pytest.mark.parametrize("name", GRIDS)
 def test_grids_of_many_tiles_are_right(name, dtype):
     near, given = inputs_of(name, dtype, extra=100 if name in ("narrow", "volume") else 0)
-    assert_right(attended(given, near), attended([x.double() for x in given], near, "eager"), dtype)
+    assert_right(attended(given, near), attended([x.double() for x in given], near, backend="eager"), dtype)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -123,15 +118,15 @@ def test_layouts_change_nothing(name, layout):
 @pytest.mark.parametrize("head_dim", [40, 128])
 @pytest.mark.parametrize("at", range(5))
 def test_a_nan_reaches_only_those_who_see_it(at, head_dim):
-    near, token = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap")), 97 if at < 3 else 1
+    near = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap"))
     given = [torch.randn(1, rows, 2, head_dim).bfloat16() for rows in (240, 240, 240, 3, 3)]
     exact, _ = dense(*(x.double() for x in given), near, head_dim**-0.5)
-    given[at][0, token, 1] = torch.nan
-    q, k, v, extra_k, extra_v = (x.to(DEVICE) for x in given)
-    out = neighbourhood_attention(q, k, v, near, extra_k=extra_k, extra_v=extra_v, backend="hopper").cpu()
-    seen = {0: torch.arange(240) == token, 1: mask_of(near)[:, token], 2: mask_of(near)[:, token]}
-    assert out[0, :, 0].isfinite().all()
-    assert torch.equal(out[0, :, 1].isnan().any(-1), seen.get(at, torch.ones(240, dtype=torch.bool)))
+
+    def attend(*tensors):
+        q, k, v, extra_k, extra_v = (x.to(DEVICE) for x in tensors)
+        return neighbourhood_attention(q, k, v, near, extra_k=extra_k, extra_v=extra_v, backend="hopper")
+
+    out = check_nan(near, given, at, 97 if at < 3 else 1, attend)
     kept = ~out.isnan()
     assert (out - exact)[kept].norm() < 4e-3 * exact[kept].norm()
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import determinism
 
 from hilbert_lib import DilatedPattern, Neighbourhood, dilated_attention, neighbourhood_attention
 
@@ -37,9 +38,8 @@ def test_a_kept_start_has_the_bits_of_tritons_own(monkeypatch, deterministic, na
     # On the side stream other memory is free than on the first.
     streams = [torch.cuda.current_stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        found = []
+    found = []
+    with determinism(deterministic):
         for number, stream in enumerate([*streams, *streams[1:]]):
             if number >= 2:
                 monkeypatch.setattr(starting, "_start", lambda _: pytest.fail("Triton was asked to start kernels"))
@@ -51,8 +51,6 @@ def test_a_kept_start_has_the_bits_of_tritons_own(monkeypatch, deterministic, na
                 out, lse = CALLS[name](*leaves, return_lse=True)
                 found.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
         torch.cuda.synchronize()
-    finally:
-        torch.use_deterministic_algorithms(False)
     for number in range(2, len(found)):
         for result, kept, own in zip(("out", "lse", "dq", "dk", "dv"), found[number], found[number % 2], strict=True):
             if result == "dq" and not deterministic:  # on Hopper it is summed in an order that varies

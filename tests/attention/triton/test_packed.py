@@ -15,6 +15,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.zero_keys import add_zero_keys
+from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
@@ -172,14 +173,11 @@ def test_a_graph_takes_other_documents_when_it_is_replayed():
     def call() -> torch.Tensor:
         return dilated_attention(q, k, v, pattern, cu_seqlens=cu, backend="triton")
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, replayed = captured(call)
     for lengths in ([250] * 4, [1000, 0, 0, 0], [0, 3, 990, 7]):
         cu.copy_(ends_there(lengths))
         graph.replay()
-        assert torch.equal(captured, call())
+        assert torch.equal(replayed, call())
 
 
 @pytest.mark.gpu

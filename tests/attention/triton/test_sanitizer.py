@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,13 @@ KERNELS = Path(hilbert_lib.__file__).parent / "attention" / "triton" / "hopper" 
 WARP_SPECIALISED = ("hopper", "divided", "boxes")  # families of calls that need compute capability 9.0
 FOUND = 99  # the sanitizer's exit status where it found something
 TIMEOUT = 900.0  # seconds, for one run
+PLAIN = {"triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"}
+HOPPER = {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"}
 # What each family of calls has to launch.
 FAMILIES = {
-    "plain": {
-        "triton.forward.forward_kernel",
-        "triton.backward.delta_kernel",
-        "triton.backward.dq_kernel",
-        "triton.backward.dkv_kernel",
-    },
-    "hopper": {"hopper.forward.forward_kernel", "hopper.backward.backward_kernel"},
-    "divided": {
-        *("hopper.forward.forward_kernel", "hopper.backward.backward_kernel"),
-        *("triton.forward.forward_kernel", "triton.backward.dq_kernel", "triton.backward.dkv_kernel"),
-    },
+    "plain": PLAIN | {"triton.backward.delta_kernel"},
+    "hopper": HOPPER,
+    "divided": HOPPER | PLAIN,
     "boxes": {"hopper.grid_forward.forward_kernel", "hopper.grid_backward.backward_kernel"},
     "decoding": {"triton.decode.decode_kernel", "triton.decode.merge_kernel"},
     "grids": {"triton.grid.query_kernel", "triton.grid.key_kernel", "triton.backward.delta_kernel"},
@@ -96,15 +91,10 @@ def races(said: str) -> list[set[str]]:
     return found
 
 
-def places_of(names: dict[str, set[str]]) -> set[str]:
-    """Lines of the warp-specialised kernels, as file and line: of calls of a method on one of the names."""
-    lines = set()
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    """What stands in the warp-specialised kernels, with the names of their files."""
     for path in KERNELS.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
-                inside = {getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.func)}
-                lines |= {f"{path.name}:{node.lineno}"} if inside & names[node.func.attr] else set()
-    return lines
+        yield from ((path.name, node) for node in ast.walk(ast.parse(path.read_text())))
 
 
 def hand_over_lines() -> set[str]:
@@ -114,11 +104,10 @@ def hand_over_lines() -> set[str]:
     Four warps store a byte for each of the others, and a barrier of all of them comes before it is read.
     """
     lines = set()
-    for path in KERNELS.glob("*.py"):
-        for around in ast.walk(ast.parse(path.read_text())):
-            names = [n for n in ast.walk(around) if getattr(n, "attr", None) == "warp_specialize"]
-            if isinstance(around, ast.FunctionDef | ast.If) and names:
-                lines |= {f"{path.name}:{node.lineno}" for node in (around, *names)}
+    for file, around in nodes():
+        names = [n for n in ast.walk(around) if getattr(n, "attr", None) == "warp_specialize"]
+        if isinstance(around, ast.FunctionDef | ast.If) and names:
+            lines |= {f"{file}:{node.lineno}" for node in (around, *names)}
     return lines
 
 
@@ -129,8 +118,12 @@ def row_lines() -> set[str]:
     such an arrival for that thread's own accesses alone: of two kernels that hand over rows alike it named the one in
     which one thread arrives, and not the one in which all 32 do.
     """
-    rows = {"lse_rows", "delta_rows"}
-    return places_of({"store": rows, "load": rows})
+    lines = set()
+    for file, node in nodes():
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("store", "load"):
+            inside = {getattr(each, "id", getattr(each, "attr", None)) for each in ast.walk(node.func)}
+            lines |= {f"{file}:{node.lineno}"} if inside & {"lse_rows", "delta_rows"} else set()
+    return lines
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The plain kernels for grids equal the oracle; without a GPU they run here in Triton's interpreter."""
 
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -13,10 +14,10 @@ from grid_cases import (
     RULES,
     SMALL,
     check,
+    check_nan,
     check_part,
     every_rule,
     in_pairs,
-    mask_of,
     pairs_of_options,
     part_of,
 )
@@ -57,10 +58,7 @@ def test_what_is_no_number_reaches_only_those_who_see_it():
     near = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
     for at in range(3):
         given = [torch.randn(1, 24, 1, 4, device=DEVICE) for _ in range(3)]
-        given[at][:, 13] = torch.nan
-        out = neighbourhood_attention(*given, near, backend="triton")
-        seen = mask_of(near)[:, 13] if at else torch.arange(24) == 13
-        assert out.isnan().any(-1).flatten().cpu().equal(seen)
+        check_nan(near, given, at, 13, partial(neighbourhood_attention, neighbourhood=near, backend="triton"))
 
 
 @pytest.mark.parametrize("rules", PARTS)
