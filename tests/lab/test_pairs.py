@@ -109,18 +109,11 @@ def test_a_case_without_room_is_left_out_and_the_others_go_on(capsys):
     assert "large | b: left out, no room: CUDA out of memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changed", ["nothing", "hardware", "code_hash", "packages"])
-def test_only_what_this_code_measured_on_this_hardware_is_reused(tmp_path, changed):
+def test_what_the_folder_holds_is_not_measured_again(tmp_path):
     pair = one("a", 1.0), one("b", 1.0)
     append_records([timed(*pair)], tmp_path)
-    path = tmp_path / "results.jsonl"
-    record = json.loads(path.read_text())
-    if changed != "nothing":
-        another = {"flash-attn-4": "4.0.0b36"} if changed == "packages" else "another"
-        record["environment"][changed] = another
-        path.write_text(json.dumps(record) + "\n")
     (found,) = run_sides([pair], device="cpu", output_dir=str(tmp_path))
-    assert (found == record) == (changed == "nothing")
+    assert found == json.loads((tmp_path / "results.jsonl").read_text())
 
 
 def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():

@@ -11,6 +11,7 @@ from fake_machine import FakeMachine
 
 from hilbert_lib.lab import records
 from hilbert_lib.lab.records import (
+    MACHINE,
     RESULTS,
     append_lines,
     append_records,
@@ -110,7 +111,8 @@ def test_packed_records_are_equal_and_hold_each_environment_once(tmp_path):
 
 def test_what_this_code_measured_on_this_hardware_is_found_again(tmp_path):
     here = records.environment()
-    append_lines([{"n": 1, "environment": here}, {"n": 2, "environment": {**here, "driver": "x"}}], tmp_path / RESULTS)
+    others = [{"n": name, "environment": {**here, name: "x"}} for name in MACHINE]
+    append_lines([*others, {"n": 1, "environment": here}, {"n": 2}], tmp_path / RESULTS)
     assert [each["n"] for each in measured_before(tmp_path)] == [1]
     pack_records(tmp_path / RESULTS)
     assert [each["n"] for each in measured_before(tmp_path)] == [1]
@@ -136,18 +138,14 @@ def test_the_newest_finished_run_speaks_and_of_a_ring_that_on_the_most_gpus(tmp_
         assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
 
 
-def test_the_newest_run_speaks_whatever_its_gpu(tmp_path, monkeypatch):
+def test_the_newest_run_speaks_whatever_its_gpu_and_one_without_where_its_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "REPORTS", tmp_path)
-    for day, machine in ((1, "h200"), (2, "h100"), (3, "local")):
-        made(tmp_path / machine / "a" / "05_x-1", day)
-    assert newest_run("05_x") == tmp_path / "h100/a/05_x-1"
-
-
-def test_a_run_without_a_gpu_speaks_only_where_its_folder_is_named(tmp_path, monkeypatch):
-    path = made(tmp_path / "h200" / "a" / "05_x-1", 1, 0)
-    monkeypatch.setattr(records, "REPORTS", tmp_path)
+    path = made(tmp_path / "h200" / "a" / "05_x-1", 9, gpus=0)
     assert newest_run("05_x") is None
     assert newest_run("05_x", machines=[tmp_path / "h200"]) == path
+    for day, machine in ((1, "h200"), (2, "h100"), (3, "local")):
+        made(tmp_path / machine / "b" / "05_x-1", day)
+    assert newest_run("05_x") == tmp_path / "h100/b/05_x-1"
 
 
 @pytest.fixture
@@ -171,8 +169,8 @@ def run_folder(machine, on_hardware, tmp_path):
 
 
 def test_runs_on_one_hardware_are_compared_by_the_ratio_of_medians(run_folder):
-    a, b, c = (run_folder(*each) for each in (("a", {"kernel": 6.0, "old": 2.0}), ("bb", {"kernel": 4.0, "new": 2.0}),
-                                               ("ccc", {"kernel": 12.0})))  # fmt: skip
+    a, b = run_folder("a", {"kernel": 6.0, "old": 2.0}), run_folder("bb", {"kernel": 4.0, "new": 2.0})
+    c = run_folder("ccc", {"kernel": 12.0})
     pack_records(b / "06_notebook" / RESULTS)
     table = compare_runs(a, b).set_index("name")
     kernel = table.loc["kernel"]

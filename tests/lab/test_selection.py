@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -45,9 +46,8 @@ def test_every_backend_that_serves_is_timed_beside_the_choice(records, tmp_path)
     ratios = ratio_table(records, selection.SWEEP)
     assert set(ratios.b) == {"sdpa"}
     assert list(ratios.a) == ["eager", "reference"] * 4
-    assert set(zip(ratios.is_causal, ratios.direction, strict=True)) == {
-        (causal, direction) for causal in (False, True) for direction in ("forward", "forward and backward")
-    }
+    asked = product((False, True), ("forward", "forward and backward"))
+    assert set(zip(ratios.is_causal, ratios.direction, strict=True)) == set(asked)
     assert (ratios.output_difference < 1e-5).all()
     assert ratios[["error_a", "error_b"]].max(axis=None) < 1e-5
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(records) == 8
@@ -91,8 +91,8 @@ def test_a_sweep_keeps_the_tensors_of_one_work():
 
 
 def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
-    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
-    asked = []
+    work, asked = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"), []
+    assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]  # no reference, and nothing interpreted
 
     def estimate(*_, backend, direction, **__):
         asked.append((backend, direction))
@@ -109,11 +109,6 @@ def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
     monkeypatch.setattr(workload, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
-
-
-def test_candidates_are_backends_but_neither_the_reference_nor_interpreted():
-    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
-    assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]
 
 
 def test_the_command_measures_and_auto_goes_by_it(place):
