@@ -18,12 +18,17 @@ def notebook(tmp_path_factory):
     return read_notebook(write_notebook(tmp_path_factory.mktemp("notebooks"), "00_tiny", "print(seq_len)"))
 
 
-def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook):
+def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook, tmp_path):
     assert (notebook.title, notebook.question, notebook.answer) == ("Title", "Question?", "The answer.")
     assert list(notebook.parameters) == ["seq_len", "scale", "causal", "order", "rates", "seed", "output_dir"]
     rates = notebook.parameters["rates"]
     assert (rates.annotation, rates.default, rates.meaning) == ("list[int]", [1, 2], "dilations")
     assert type(notebook.parameters["scale"].default) is float
+    # Texts in a cell of parameters may look like code.
+    lines = ['a: str = "x = 1 # y"  # what = this #1', "b: list[str] = [", '    "#",  # one', '    "=="]  # # two']
+    known = read_notebook(write_notebook(tmp_path, "00_a", parameters="\n".join(lines))).parameters
+    assert (known["a"].default, known["a"].meaning) == ("x = 1 # y", "what = this #1")
+    assert (known["b"].default, known["b"].meaning) == (["#", "=="], "# two")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +132,6 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, tmp_pat
             make_points(notebook, *how)
 
 
-def test_texts_in_a_parameters_cell_may_look_like_code(tmp_path):
-    lines = ['a: str = "x = 1 # y"  # what = this #1', "b: list[str] = [", '    "#",  # one', '    "=="]  # # two']
-    known = read_notebook(write_notebook(tmp_path, "00_a", parameters="\n".join(lines))).parameters
-    assert (known["a"].default, known["a"].meaning) == ("x = 1 # y", "what = this #1")
-    assert (known["b"].default, known["b"].meaning) == (["#", "=="], "# two")
-
-
 def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
     write_notebook(tmp_path, "01_b")
     write_notebook(tmp_path, "00_a")
@@ -144,15 +142,11 @@ def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
         find_notebooks(tmp_path, ["00_aa"])
     with pytest.raises(ValueError, match="holds no notebooks"):
         find_notebooks(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_broken_notebook_is_named_and_stops_no_call_for_another(tmp_path, text):
-    write_notebook(tmp_path, "00_good")
-    (tmp_path / "99.ipynb").write_text(text)
-    assert [each.name for each in find_notebooks(tmp_path, ["00_good"])] == ["00_good"]
-    with pytest.raises(ValueError, match=r"^99\.ipynb: "):
-        find_notebooks(tmp_path)
+    for broken in ("{", "[]", "{}"):
+        (tmp_path / "99.ipynb").write_text(broken)
+        assert [each.name for each in find_notebooks(tmp_path, ["00_a"])] == ["00_a"]
+        with pytest.raises(ValueError, match=r"^99\.ipynb: "):
+            find_notebooks(tmp_path)
 
 
 def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):

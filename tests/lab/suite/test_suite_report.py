@@ -64,8 +64,7 @@ def test_the_page_of_a_notebook_asks_no_host_for_anything(executed):
 
     page = page_of(executed)
     assert not LOADS.findall(page)
-    assert "require.min.js" not in page
-    assert "MathJax" not in page
+    assert not re.findall("require.min.js|MathJax", page)
     stock, _ = HTMLExporter().from_filename(str(executed))
     assert len(LOADS.findall(stock)) >= 3  # the search finds what the stock page loads
 
@@ -78,8 +77,7 @@ def test_formulas_become_mathml_and_a_widget_its_picture(executed):
     assert "<code>$code$</code>" in page
     assert "\\frac" not in page
     assert page.count(f"data:image/png;base64,{PIXEL}") == 2  # the widget's, and the one attached to a cell
-    assert "widget-view+json" not in page
-    assert "widget-state+json" not in page
+    assert not re.findall(r"widget-(?:view|state)\+json", page)
 
 
 def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(executed):
@@ -92,12 +90,9 @@ def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(execute
     assert "<title>Is it? (seq_len = 16)</title>" in page
 
 
-@pytest.mark.parametrize(
-    "said", ["costs $\\frac$ of $x$", "no __init__ for *args*", "<script>alert(1)</script>", "a\n\n# b"]
-)
-def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed, said):
-    error = {"type": "ValueError", "message": said, "cell": 3}
-    page = page_of(executed, status="failed", error=error)
+def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed):
+    said = "costs $\\frac$ of $x$, no __init__ for *args*, <script>alert(1)</script>\n\n# b"
+    page = page_of(executed, status="failed", error={"type": "ValueError", "message": said, "cell": 3})
     assert page.index("did not finish") < page.index("<mfrac>")
     (shown,) = re.findall(r"<pre>(ValueError: .*?)</pre>", page)
     assert html.unescape(shown) == f"ValueError: {' '.join(said.split())} (cell In [3])"
