@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -39,10 +40,6 @@ def test_descent_is_asked_of_a_process_that_has_not_ended(returncode, found):
             stranger.kill()
 
 
-def refuse(process):
-    raise psutil.AccessDenied(process.pid)
-
-
 REFUSE = """
     def refuse(process):
         raise psutil.AccessDenied(process.pid)
@@ -54,7 +51,7 @@ REFUSE = """
 
 def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(isolated, "CHILD", child_with(REFUSE, tmp_path))
-    monkeypatch.setattr(psutil.Process, "kill", refuse)
+    monkeypatch.setattr(psutil.Process, "kill", Mock(side_effect=psutil.AccessDenied()))
     start = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
     ending = run_isolated("builtins:exec", [start], seconds=30)
     pid = int(ending.output[0])

@@ -163,16 +163,11 @@ REFUSAL = """
 
     {call} = refuse
 """
+BUSY = BlockingIOError(11, "Resource temporarily unavailable")
+REFUSALS = [("subprocess.Popen", BUSY), ("os.fork", BUSY), ("threading.Thread.start", RuntimeError("no new thread"))]
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
-        ("os.fork", BlockingIOError(11, "Resource temporarily unavailable")),
-        ("threading.Thread.start", RuntimeError("can't start new thread")),
-    ],
-)
+@pytest.mark.parametrize(("call", "error"), REFUSALS)
 def test_a_process_that_cannot_be_started_is_asked_for_again(runner, monkeypatch, tmp_path, call, error):
     with monkeypatch.context() as patched:
         if call == "subprocess.Popen":
@@ -211,6 +206,11 @@ def test_a_rerun_measures_only_what_is_missing(runner):
     retried = []
     runner().run(points, retry_failed=True, on_point=lambda line, reused: retried.append(reused))
     assert retried == [True, False, True]
+    append_lines([{**first[0], "environment": {"hardware": "other"}}, {"kind": "other"}], runner().path)
+    assert runner().would_try(points[0]) == []
+    runner().path.unlink()
+    append_lines([{**first[0], "environment": {"hardware": "other"}}], runner().path)
+    assert runner().would_try(points[0]) == ["good"]
 
 
 def test_a_lost_comparison_is_told_and_measured_again_if_asked(runner, monkeypatch, tmp_path):
@@ -224,16 +224,6 @@ def test_a_lost_comparison_is_told_and_measured_again_if_asked(runner, monkeypat
     (again,) = runner().run([asked], retry_failed=True)
     assert all(outcome == {"status": "ok", "cause": "", "paired": True} for outcome in again["outcomes"].values())
     assert runner().would_try(asked, retry_failed=True) == []
-
-
-@pytest.mark.parametrize("changed", ["code_hash", "hardware", "kernel_mode", "packages"])
-def test_a_line_of_other_code_or_hardware_does_not_count(runner, changed):
-    (line,) = runner().run([point("good")])
-    runner().path.unlink()
-    append_lines([{**line, "environment": {**line["environment"], changed: "other"}}], runner().path)
-    assert runner().would_try(point("good")) == ["good"]
-    append_lines([line, {"kind": "other"}], runner().path)
-    assert runner().would_try(point("good")) == []
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
