@@ -69,6 +69,15 @@ def test_tables_have_64_bits_where_the_coordinates_of_a_cell_need_them(shape, dt
     assert {table.dtype for table in (rules.rows, rules.before, rules.layouts, rules.lists)} == {dtype}
 
 
+@pytest.mark.parametrize("shape", [(13, 21), (5, 6, 7), (300, 401, 500)])
+def test_a_walk_ends_where_no_child_stands(shape):
+    rules = curves_triton._rules(shape, 16, torch.device("cpu"))
+    empty = rules.rows[..., 0] == 0
+    assert empty.any()
+    assert rules.first_cut > 0
+    assert rules.rows[empty].eq(0).all()
+
+
 def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
     """The first quarter of a square is the curve of half its side, its axes swapped; the last cell ends a side."""
     side = 2**21

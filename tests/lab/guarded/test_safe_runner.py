@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from full_disk import room_for
 from own_processes import child_with, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern
@@ -237,13 +237,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 def test_a_full_disk_under_the_file_loses_nothing_that_was_measured(runner):
     runner().run([point("good")])
     path, seen = runner().path, []
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limit[1]))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            runner().run([point("good", length=9)], on_point=lambda line, reused: seen.append(line))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with room_for(path.stat().st_size + 50), pytest.raises(OSError, match="No space left"):
+        runner().run([point("good", length=9)], on_point=lambda line, reused: seen.append(line))
     assert list(map(statuses, seen)) == [{"good": "ok"}]
     with pytest.warns(UserWarning, match="unfinished or no record"):
         runner().run([point("good"), point("good", length=9)], on_point=lambda line, reused: seen.append(reused))

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
+from full_disk import room_for
 from tiny_notebooks import write_notebook
 
 from hilbert_lib.cli.stop import Interrupted, interruptible
@@ -148,18 +149,6 @@ def test_an_attempt_begins_with_the_records_of_the_failed_one(tmp_path, facts):
         assert runs.run_points([point], tmp_path / "run", facts, **how) == {"00_a": outcome}
     assert read_records(tmp_path / "run/00_a" / RESULTS) == [{}, {}]
     assert not (tmp_path / "run/00_a.failed").exists()
-
-
-@contextmanager
-def room_for(length):
-    """Inside, no file can grow past a length, as on a disk with that much room. Nothing may be reported meanwhile."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (length, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_without_room_fails_a_notebook_before_it_starts(tmp_path, facts):
