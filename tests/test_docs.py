@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 import re
 import sys
 from functools import partial
@@ -53,23 +52,16 @@ def test_every_module_of_the_documents_names_equals_the_oracle(call):
     torch.testing.assert_close(made(q, k, v), oracle.attention(q, k, v, pattern)[0].float())
 
 
-def test_the_order_of_the_documents_mixin_is_a_hilbert_curve():
-    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
-    assert eval(call, {"Ordering": Ordering, "length": 64}) == Ordering.from_curve("hilbert", 64)
-
-
-@pytest.mark.parametrize("n", [16, 20, 256])
-def test_their_mapping_is_our_snake(n):
-    (call,) = re.findall(r"`create_hilbert_mapping\(n\)` \| `(.*?)`", NAMES)
-    side = math.ceil(math.sqrt(n))
-    rows = [list(range(row * side, min(n, (row + 1) * side)))[:: -1 if row % 2 else 1] for row in range(side)]
-    assert eval(call, {"Ordering": Ordering, "n": n}).tolist() == list(itertools.chain(*rows))
-
-
-def test_every_name_of_the_documents_is_there():
-    # Of which 6 are the ring's, 2 + 1 those of the tests above.
+def test_every_name_of_the_documents_is_there_and_their_orders_are_a_hilbert_curve_and_our_snake():
+    # Of which 6 are the ring's, 2 + 1 those of the test above and of this one.
     assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
     assert len(SCRIPTS) == 3
+    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
+    assert eval(call, {"Ordering": Ordering, "length": 64}) == Ordering.from_curve("hilbert", 64)
+    (call,) = re.findall(r"`create_hilbert_mapping\(n\)` \| `(.*?)`", NAMES)
+    for n, side in ((16, 4), (20, 5), (256, 16)):
+        rows = [list(range(row * side, min(n, (row + 1) * side)))[:: -1 if row % 2 else 1] for row in range(side)]
+        assert eval(call, {"Ordering": Ordering, "n": n}).tolist() == list(itertools.chain(*rows))
 
 
 @pytest.mark.parametrize("command", COMMANDS + [command for _, command in SCRIPTS])

@@ -47,18 +47,17 @@ class Panel:
     """What `explore` displayed, and its parts."""
 
     def __init__(self, monkeypatch, draw, **controls):
-        made = {Image: [], Label: []}
-        for kind, instances in made.items():
-
-            def make(*args, kind=kind, instances=instances, **options):
-                instances.append(kind(*args, **options))
-                return instances[-1]
-
-            monkeypatch.setattr(exploring, kind.__name__, make)
-        shown = []
-        monkeypatch.setattr(exploring, "display", lambda bundle, raw: shown.append(bundle))
+        self.picture, self.state = Image(), Label()
+        for name, part in (("Image", self.picture), ("Label", self.state)):
+            monkeypatch.setattr(exploring, name, partial(self.make, part))
+        monkeypatch.setattr(exploring, "display", lambda bundle, raw: setattr(self, "bundle", bundle))
         explore(draw, **controls)
-        (self.bundle,), (self.picture,), (self.state,) = shown, *made.values()
+
+    @staticmethod
+    def make(part, **options):
+        for name, value in options.items():
+            setattr(part, name, value)
+        return part
 
 
 def figure_of(number, name):
