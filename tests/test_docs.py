@@ -1,4 +1,4 @@
-"""What the pages of docs/ say can be done, is done here."""
+"""What the README and the pages of docs/ say can be done, is done here."""
 
 import inspect
 import itertools
@@ -12,6 +12,7 @@ import oracle
 import pytest
 import torch
 from click.testing import CliRunner
+from grid_cases import exact
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
 from hilbert_lib.cli import main as cli
@@ -22,11 +23,9 @@ SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", NAMES.split("## Their scripts
 SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
 PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_from.md"))
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
-COMMANDS = re.findall(
-    r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$",
-    "".join(page.read_text() for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))),
-    re.M,
-)
+README = (DOCS.parent / "README.md").read_text()
+EVERY_PAGE = README + "".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+COMMANDS = re.findall(r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$", EVERY_PAGE, re.M)
 COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
 
 
@@ -71,3 +70,37 @@ def test_every_command_of_the_pages_and_of_the_help_is_understood(command, monke
         command += " --dry-run"
     done = CliRunner().invoke(cli.main, command.split())
     assert done.exit_code == 0, done.output
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(README.split()) <= 1400
+
+
+def test_no_line_begins_with_a_slot():  # to Markdown a line that begins with a comment is a block of its own
+    for text in (README, (DOCS.parent / "reports/README.md").read_text()):
+        assert not re.findall(r"^\s*<!--(?!runs|/)", text, re.M)
+
+
+def test_the_readmes_example_runs_and_equals_the_oracle():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names = {}
+    smaller = {"1, 4096, 8, 64": "1, 1024, 2, 16", "4096": "1024", "(64, 64)": "(32, 32)"}
+    for large, small in smaller.items():
+        code = code.replace(large, small)
+    exec(code, names)
+    expected, _ = oracle.attention(names["q"], names["k"], names["v"], names["pattern"], is_causal=True)
+    torch.testing.assert_close(names["out"], expected.float())
+    on_grid = exact(names["q"], names["k"], names["v"], names["window"])
+    torch.testing.assert_close(names["on_grid"], on_grid.float())
+
+
+def test_the_readme_lists_every_notebook():
+    notebooks = sorted(path.name for path in (DOCS.parent / "notebooks").glob("*.ipynb"))
+    assert re.findall(r"\(notebooks/(\w+\.ipynb)\)", README) == notebooks
+
+
+def test_every_make_target_of_the_pages_exists():
+    makefile = (DOCS.parent / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", EVERY_PAGE, re.M)) - {"names"}:
+        assert re.search(rf"^{target}:", makefile, re.M), target

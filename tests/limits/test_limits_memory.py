@@ -47,11 +47,6 @@ def test_what_fits_is_decided_by_the_limit_that_binds_and_the_reason_names_it(ma
         assert words in reason
 
 
-def test_a_container_and_its_machine_bind_each_by_itself():
-    both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
-    assert both.room(share=0.5, min_free_gb=1) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
-
-
 def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     checker = MemorySafetyChecker(CONFIG, "cuda:0")
@@ -148,6 +143,11 @@ def test_a_containers_file_that_cannot_be_read_is_no_limit(tmp_path, monkeypatch
     assert host_memory().total == 64 * GB
     (tmp_path / "own").unlink()
     assert host_memory().total == 64 * GB
+
+
+def test_a_container_and_its_machine_bind_each_by_itself():
+    both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
+    assert both.room(share=0.5, min_free_gb=1) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
 
 
 def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():

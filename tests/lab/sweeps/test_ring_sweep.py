@@ -25,7 +25,6 @@ def measured(tmp_path_factory):
     grid |= {"repetitions": 3, "heads": 2, "head_dim": 8}
     works = [
         Work.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
-        Work.spanning("strong", 1, 64, **timed),
         Work.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
         Work.spanning("strong", 2, 64, sides=EVERY, **timed),
         Work.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
