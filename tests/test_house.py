@@ -292,17 +292,13 @@ print(before, len(seen), seen[0].filename, seen[0].message)
     assert "give x.transpose(1, 2)" in printed
 
 
-def test_a_public_name_that_lacks_the_suite_names_it(monkeypatch):
+def test_a_public_name_or_command_that_lacks_the_suite_names_it(tmp_path, monkeypatch):
     missing = ModuleNotFoundError("No module named 'pandas'", name="pandas")
     monkeypatch.setattr(hilbert_lib.lazy, "import_module", Mock(side_effect=missing))
     monkeypatch.delitem(vars(hilbert_lib), "SafeBenchmarkRunner", raising=False)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"SafeBenchmarkRunner needs the packages of \[suite\].*pandas is missing"
-    ):
+    said = r"SafeBenchmarkRunner needs the packages of \[suite\].*pandas is missing"
+    with pytest.raises(ModuleNotFoundError, match=said):
         hilbert_lib.SafeBenchmarkRunner  # noqa: B018
-
-
-def test_a_command_that_lacks_the_suite_names_it(tmp_path):
     (tmp_path / "click.py").write_text("raise ModuleNotFoundError(\"No module named 'click'\", name='click')\n")
     command = "import sys; sys.path.insert(0, sys.argv.pop()); from hilbert_lib.cli import run; run()"
     done = subprocess.run([sys.executable, "-c", command, str(tmp_path)], capture_output=True, text=True)

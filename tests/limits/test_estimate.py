@@ -348,8 +348,7 @@ def test_what_is_predicted_today_is_what_committed_calls_allocated(monkeypatch):
 LARGE = {"length": 65536, "heads": 16, "head_dim": 128}
 NARROW = {"length": 65536, "heads": 16, "head_dim": 64}
 HALVES = ("triton", "cudnn", "flash", "sdpa", "flex", *presence.MODULES)
-# Eager needs up to 70 GB, which the others of a GPU's tests may not leave.
-ALL = (*HALVES, pytest.param("eager", marks=pytest.mark.alone))
+ALL = (*HALVES, "eager")
 WIDE, WINDOWS = Neighbourhood((512, 512), 17), tuple(Neighbourhood((256, 256), n) for n in (17, 33))
 ON_A_GPU = {  # backends, pattern and options
     "plain": (ALL, REFERENCE, LARGE),
@@ -373,16 +372,16 @@ ON_A_GPU = {  # backends, pattern and options
 }
 
 
-def on_a_gpu():
-    for case, (names, *_) in ON_A_GPU.items():
-        for name in names:
-            backend, marks = (name, ()) if isinstance(name, str) else (name.values[0], name.marks)
-            yield pytest.param(case, backend, marks=marks)
+GPU_CASES = [  # eager needs up to 70 GB there, which the others of a GPU's tests may not leave
+    pytest.param(case, name, marks=[pytest.mark.alone] * (names is ALL and name == "eager"))
+    for case, (names, *_) in ON_A_GPU.items()
+    for name in names
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", estimate.DIRECTIONS)
-@pytest.mark.parametrize(("case", "backend"), list(on_a_gpu()))
+@pytest.mark.parametrize(("case", "backend"), GPU_CASES)
 def test_on_the_gpu_the_estimate_is_what_is_allocated(case, backend, direction):
     if backend in presence.MODULES and (reason := presence.breakage(backend)):
         pytest.skip(reason)
