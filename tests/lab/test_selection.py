@@ -102,9 +102,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
         selection.measured_times(work, gradient=True)
     assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
-
-
-def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
+    # A length whose inputs do not fit is not estimated, which takes long.
     monkeypatch.setattr(workload, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
