@@ -1,8 +1,7 @@
-"""What the pages of docs/ say can be done, is done here."""
+"""What the README and the pages of docs/ say can be done, is done here."""
 
 import inspect
 import itertools
-import math
 import re
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ import oracle
 import pytest
 import torch
 from click.testing import CliRunner
+from grid_cases import exact
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
 from hilbert_lib.cli import main as cli
@@ -23,11 +23,9 @@ SEED_NAMES = re.findall(r"^\| `(\w+)` \| `(.*?)`", NAMES.split("## Their scripts
 SCRIPTS = re.findall(r"^\| `(\w+\.py)` \| `hilbert (.*?)`", NAMES, re.M)
 PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_from.md"))
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
-COMMANDS = re.findall(
-    r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$",
-    "".join(page.read_text() for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))),
-    re.M,
-)
+README = (DOCS.parent / "README.md").read_text()
+EVERY_PAGE = README + "".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+COMMANDS = re.findall(r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$", EVERY_PAGE, re.M)
 COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
 
 
@@ -53,23 +51,16 @@ def test_every_module_of_the_documents_names_equals_the_oracle(call):
     torch.testing.assert_close(made(q, k, v), oracle.attention(q, k, v, pattern)[0].float())
 
 
-def test_the_order_of_the_documents_mixin_is_a_hilbert_curve():
-    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
-    assert eval(call, {"Ordering": Ordering, "length": 64}) == Ordering.from_curve("hilbert", 64)
-
-
-@pytest.mark.parametrize("n", [16, 20, 256])
-def test_their_mapping_is_our_snake(n):
-    (call,) = re.findall(r"`create_hilbert_mapping\(n\)` \| `(.*?)`", NAMES)
-    side = math.ceil(math.sqrt(n))
-    rows = [list(range(row * side, min(n, (row + 1) * side)))[:: -1 if row % 2 else 1] for row in range(side)]
-    assert eval(call, {"Ordering": Ordering, "n": n}).tolist() == list(itertools.chain(*rows))
-
-
-def test_every_name_of_the_documents_is_there():
-    # Of which 6 are the ring's, 2 + 1 those of the tests above.
+def test_every_name_of_the_documents_is_there_and_their_orders_are_a_hilbert_curve_and_our_snake():
+    # Of which 6 are the ring's, 2 + 1 those of the test above and of this one.
     assert len({theirs for theirs, _ in SEED_NAMES}) == len(SEED_NAMES) == 9
     assert len(SCRIPTS) == 3
+    ((_, call),) = [row for row in SEED_NAMES if row[0] == "HilbertAttentionMixin"]
+    assert eval(call, {"Ordering": Ordering, "length": 64}) == Ordering.from_curve("hilbert", 64)
+    (call,) = re.findall(r"`create_hilbert_mapping\(n\)` \| `(.*?)`", NAMES)
+    for n, side in ((16, 4), (20, 5), (256, 16)):
+        rows = [list(range(row * side, min(n, (row + 1) * side)))[:: -1 if row % 2 else 1] for row in range(side)]
+        assert eval(call, {"Ordering": Ordering, "n": n}).tolist() == list(itertools.chain(*rows))
 
 
 @pytest.mark.parametrize("command", COMMANDS + [command for _, command in SCRIPTS])
@@ -79,3 +70,37 @@ def test_every_command_of_the_pages_and_of_the_help_is_understood(command, monke
         command += " --dry-run"
     done = CliRunner().invoke(cli.main, command.split())
     assert done.exit_code == 0, done.output
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(README.split()) <= 1400
+
+
+def test_no_line_begins_with_a_slot():  # to Markdown a line that begins with a comment is a block of its own
+    for text in (README, (DOCS.parent / "reports/README.md").read_text()):
+        assert not re.findall(r"^\s*<!--(?!runs|/)", text, re.M)
+
+
+def test_the_readmes_example_runs_and_equals_the_oracle():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names = {}
+    smaller = {"1, 4096, 8, 64": "1, 1024, 2, 16", "4096": "1024", "(64, 64)": "(32, 32)"}
+    for large, small in smaller.items():
+        code = code.replace(large, small)
+    exec(code, names)
+    expected, _ = oracle.attention(names["q"], names["k"], names["v"], names["pattern"], is_causal=True)
+    torch.testing.assert_close(names["out"], expected.float())
+    on_grid = exact(names["q"], names["k"], names["v"], names["window"])
+    torch.testing.assert_close(names["on_grid"], on_grid.float())
+
+
+def test_the_readme_lists_every_notebook():
+    notebooks = sorted(path.name for path in (DOCS.parent / "notebooks").glob("*.ipynb"))
+    assert re.findall(r"\(notebooks/(\w+\.ipynb)\)", README) == notebooks
+
+
+def test_every_make_target_of_the_pages_exists():
+    makefile = (DOCS.parent / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", EVERY_PAGE, re.M)) - {"names"}:
+        assert re.search(rf"^{target}:", makefile, re.M), target

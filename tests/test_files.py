@@ -2,10 +2,10 @@
 
 import json
 import os
-import resource
 from pathlib import Path
 
 import pytest
+from full_disk import room_for
 
 from hilbert_lib.files import write_whole
 
@@ -14,13 +14,8 @@ LARGE = json.dumps({"whole": True}) + " " * 2**18  # several writes of the syste
 
 def test_a_disk_that_fills_while_a_file_is_written_leaves_the_old_one_whole_and_nothing_beside(tmp_path):
     path = write_whole(tmp_path / "one.json", "old")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_whole(path, LARGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with room_for(1000), pytest.raises(OSError, match="File too large"):
+        write_whole(path, LARGE)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

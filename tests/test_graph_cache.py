@@ -86,16 +86,14 @@ def test_tables_of_a_gpu_are_made_on_the_calls_stream_in_a_new_thread(streams):
     assert made_to_share(build, CPU) == threading.get_ident()
 
 
-def test_tables_that_a_capture_would_leave_empty_are_refused(streams, monkeypatch):
+def test_a_capture_without_tables_is_refused_and_an_error_of_making_them_is_the_callers(streams, monkeypatch):
+    with pytest.raises(MemoryError, match="no room"):
+        made_to_share(Mock(side_effect=MemoryError("no room")), CUDA)
+    streams.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"):
         made_to_share(Table, CUDA)
     assert not streams
-
-
-def test_an_error_while_tables_are_made_is_the_callers(streams):
-    with pytest.raises(MemoryError, match="no room"):
-        made_to_share(Mock(side_effect=MemoryError("no room")), CUDA)
 
 
 def test_tables_are_made_where_the_main_thread_has_ended():

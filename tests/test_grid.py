@@ -11,13 +11,7 @@ from hilbert_lib import NeighbourhoodAttention, grid, neighbourhood_attention
 from hilbert_lib.attention.grids import eager, flex
 from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.grid import Neighbourhood, axis_tiles, mask_blocks
-from hilbert_lib.lab.cache.neighbourhood import (
-    block_pairs,
-    block_shares,
-    count_blocks,
-    count_exchange,
-    neighbourhood_orderings,
-)
+from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
 from hilbert_lib.ordering import Ordering
 
@@ -35,7 +29,7 @@ def tensors(near, count=3):
 
 
 def ordering(near, order):
-    return neighbourhood_orderings(near.shape)[order]
+    return counting.neighbourhood_orderings(near.shape)[order]
 
 
 def attend(q, k, v, near, own, block_size):
@@ -57,16 +51,11 @@ GRIDS += [
 WINDOWS = [("raster", 1), ("hilbert", 1), ("snake", 6), ("hilbert", 6), ("tile", 23), ("morton", 23), ("random", 23)]
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {},
-        {"edge": "clip", "stride": (1, 3)},
-        {"edge": ("wrap", "clip"), "dilation": (2, 1)},
-        {"edge": "clip", "is_causal": (False, True), "dilation": (1, 2), "stride": (2, 3)},
-    ],
-    ids=lambda rules: " ".join(rules) or "plain",
-)
+RULES = [{}, {"edge": "clip", "stride": (1, 3)}, {"edge": ("wrap", "clip"), "dilation": (2, 1)}]
+RULES += [{"edge": "clip", "is_causal": (False, True), "dilation": (1, 2), "stride": (2, 3)}]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: " ".join(rules) or "plain")
 @pytest.mark.parametrize(("order", "window"), WINDOWS)
 def test_blocks_far_apart_on_a_grid_of_many_are_found(monkeypatch, window, order, rules):
     monkeypatch.setattr(grid, "CELLS_ON_CPU", 2**12)  # two words at a time where windows are large
@@ -74,7 +63,10 @@ def test_blocks_far_apart_on_a_grid_of_many_are_found(monkeypatch, window, order
     rules = {name: 1 if name == "stride" and window == 1 else value for name, value in rules.items()}
     near = Neighbourhood((40, 50), window, **rules)  # of 500 blocks of keys, 64 are looked at together
     sizes = {"q_block": 6, "kv_block": 4}
-    blocks, pairs = mask_blocks(near, ordering(near, order), **sizes), block_pairs(near, ordering(near, order), **sizes)
+    blocks, pairs = (
+        mask_blocks(near, ordering(near, order), **sizes),
+        counting.block_pairs(near, ordering(near, order), **sizes),
+    )
     assert (blocks.partial | blocks.full).equal(pairs > 0)
 
 
@@ -101,14 +93,14 @@ def test_the_mask_of_the_kernel_holds_the_predicted_blocks(near):
 def test_pairs_of_a_block_are_counted(near, order):
     perm = ordering(near, order).perm
     stored = mask_of(near)[perm][:, perm]
-    pairs = block_pairs(near, ordering(near, order), q_block=20, kv_block=30)
+    pairs = counting.block_pairs(near, ordering(near, order), q_block=20, kv_block=30)
     blocks = [[block.sum() for block in rows.split(30, dim=1)] for rows in stored.split(20)]
     assert pairs.equal(torch.tensor(blocks))
 
 
 def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
     near = Neighbourhood((16, 12), 5)
-    table = count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
+    table = counting.count_exchange(near, ranks=[4], row_bytes=10).set_index("order")
     mask = mask_of(near)
     for order in ORDERS:
         runs = ordering(near, order).perm.tensor_split(4)
@@ -130,7 +122,7 @@ def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
 
 
 def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
-    counts = count_blocks([(64, 64), (40, 48)], windows=[5, 13, 41], block_sizes=[64])
+    counts = counting.count_blocks([(64, 64), (40, 48)], windows=[5, 13, 41], block_sizes=[64])
     assert set(counts.window[counts.grid == "40 x 48"]) == {5, 13}, "a window wider than the grid was not left out"
     touched = counts.pivot(index=["grid", "window"], columns="order", values="touched")
     wide = touched.xs(13, level="window")
@@ -143,31 +135,29 @@ def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
 
 def test_used_is_the_share_of_pairs_that_attend():
     near = Neighbourhood((16, 16), 5)
-    shares = block_shares(near, block_size=32)
+    shares = counting.block_shares(near, block_size=32)
     means = shares[shares.share > 0].groupby("order").share.mean()
-    counts = count_blocks([(16, 16)], windows=[5], block_sizes=[32]).set_index("order")
+    counts = counting.count_blocks([(16, 16)], windows=[5], block_sizes=[32]).set_index("order")
     assert (means - counts.used[means.index]).abs().max() < 1e-12
 
 
+NEAR = Neighbourhood((4, 4), 3)
 WRONG = [
-    (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
-    (lambda: mask_blocks(Neighbourhood((4, 4), 3), Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
-    (lambda: count_exchange(Neighbourhood((4, 4), 3), ranks=[3], row_bytes=1), "ranks must divide the 16 cells"),
-    (lambda: count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
-    (lambda: count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
-    (lambda: count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
-    (lambda: count_blocks([], windows=[3], block_sizes=[4]), r"shapes .* at least one"),
-    (lambda: count_exchange(Neighbourhood((4, 4), 3), ranks=[2, 2], row_bytes=1), r"ranks .* once"),
+    (lambda: mask_blocks(NEAR, Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
+    (lambda: mask_blocks(NEAR, Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
+    (
+        lambda: counting.count_exchange(NEAR, ranks=[3], row_bytes=1),
+        "ranks must divide the 16 cells",
+    ),
+    (lambda: counting.count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
+    (lambda: counting.count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
+    (lambda: counting.count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
+    (lambda: counting.count_blocks([], windows=[3], block_sizes=[4]), r"shapes .* at least one"),
+    (lambda: counting.count_exchange(NEAR, ranks=[2, 2], row_bytes=1), r"ranks .* once"),
+    (lambda: Neighbourhood((3, 4), 2).keys(12), "position must be an integer from 0 to 11, got 12"),
+    (lambda: Neighbourhood((3, 4), 2).queries(-1), "position must be an integer from 0 to 11, got -1"),
 ]
 test_what_is_not_allowed_is_named = refusals({ValueError: WRONG})
-
-
-@pytest.mark.parametrize(("position", "error"), [(-1, ValueError), (12, ValueError), (1.0, TypeError)])
-def test_a_position_off_the_grid_is_refused(position, error):
-    near = Neighbourhood((3, 4), 2)
-    for method in (near.keys, near.queries):
-        with pytest.raises(error, match=f"position must be an integer from 0 to 11, got {position}"):
-            method(position)
 
 
 def test_one_compilation_serves_every_order_and_window_of_a_grid():
@@ -223,7 +213,7 @@ def test_nothing_depends_on_the_default_device():
         lambda: near.keys(9),
         lambda: near.queries(9),
         lambda: mask_blocks(near, own, q_block=4, kv_block=2),
-        lambda: block_pairs(near, own, q_block=4, kv_block=2),
+        lambda: counting.block_pairs(near, own, q_block=4, kv_block=2),
         lambda: [x for axis in near.axes for x in axis_tiles(axis, 4)],
         lambda: attend(q, k, v, near, own, 128),
         lambda: neighbourhood_attention(q, k, v, near, ordering=own),

@@ -265,15 +265,10 @@ def test_a_near_name_is_suggested():
         hilbert_lib.nothing_like_it  # noqa: B018
     assert not hasattr(hilbert_lib, "shards")
     assert getattr(hilbert_lib.ring, "run_rank", None) is None
-
-
-@pytest.mark.parametrize(
-    "called", ["dilated_attention", "explain_backend", "ring_dilated_attention", "neighbourhood_attention"]
-)
-def test_a_near_keyword_is_suggested(called):
-    near = {"neighbourhood_attention": ("order", "ordering")}.get(called, ("causal", "is_causal"))
-    with pytest.raises(TypeError, match=rf"{called} has no argument {near[0]!r}; did you mean {near[1]!r}\?"):
-        getattr(hilbert_lib, called)(1, 2, 3, 4, **{near[0]: True})
+    for called in ("dilated_attention", "explain_backend", "ring_dilated_attention", "neighbourhood_attention"):
+        asked, near = ("order", "ordering") if called == "neighbourhood_attention" else ("causal", "is_causal")
+        with pytest.raises(TypeError, match=rf"{called} has no argument {asked!r}; did you mean {near!r}\?"):
+            getattr(hilbert_lib, called)(1, 2, 3, 4, **{asked: True})
 
 
 def test_tensors_that_look_heads_first_are_warned_of_once():
@@ -297,17 +292,13 @@ print(before, len(seen), seen[0].filename, seen[0].message)
     assert "give x.transpose(1, 2)" in printed
 
 
-def test_a_public_name_that_lacks_the_suite_names_it(monkeypatch):
+def test_a_public_name_or_command_that_lacks_the_suite_names_it(tmp_path, monkeypatch):
     missing = ModuleNotFoundError("No module named 'pandas'", name="pandas")
     monkeypatch.setattr(hilbert_lib.lazy, "import_module", Mock(side_effect=missing))
     monkeypatch.delitem(vars(hilbert_lib), "SafeBenchmarkRunner", raising=False)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"SafeBenchmarkRunner needs the packages of \[suite\].*pandas is missing"
-    ):
+    said = r"SafeBenchmarkRunner needs the packages of \[suite\].*pandas is missing"
+    with pytest.raises(ModuleNotFoundError, match=said):
         hilbert_lib.SafeBenchmarkRunner  # noqa: B018
-
-
-def test_a_command_that_lacks_the_suite_names_it(tmp_path):
     (tmp_path / "click.py").write_text("raise ModuleNotFoundError(\"No module named 'click'\", name='click')\n")
     command = "import sys; sys.path.insert(0, sys.argv.pop()); from hilbert_lib.cli import run; run()"
     done = subprocess.run([sys.executable, "-c", command, str(tmp_path)], capture_output=True, text=True)

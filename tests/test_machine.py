@@ -61,15 +61,12 @@ def test_every_architecture_has_its_name_and_dtypes(model, capability, architect
     assert info.recommended_dtype in info.dtypes
 
 
-def test_bandwidth_is_told_where_clock_and_width_are_known():
+def test_the_table_shows_what_is_known_and_bandwidth_is_where_clock_and_width_are():
     # An H100 PCIe: HBM2e at 1593 MHz, 5120 bits, for which NVIDIA prints 2039 GB/s.
     known = gpu_info((9, 0), properties(memory_clock_rate=1593000, memory_bus_width=5120))
     assert known.bandwidth_bytes_per_s == pytest.approx(2.039e12, rel=1e-3)
-    assert gpu_info((9, 0), properties()).bandwidth_bytes_per_s is None
-    assert gpu_info((9, 0), properties(memory_clock_rate=0, memory_bus_width=5120)).bandwidth_bytes_per_s is None
-
-
-def test_the_table_shows_what_is_known():
+    for more in ({}, {"memory_clock_rate": 0, "memory_bus_width": 5120}):
+        assert gpu_info((9, 0), properties(**more)).bandwidth_bytes_per_s is None
     text = str(gpu_info((9, 0), properties(memory_clock_rate=3201000, memory_bus_width=6144)))
     for part in ("H200, Hopper 9.0", "128 GiB", "4.9 TB/s", "132 SMs", "227 KiB", "50 MiB", "recommended bfloat16"):
         assert part in text
@@ -88,8 +85,11 @@ def test_without_a_gpu_or_a_driver_there_is_none(monkeypatch, gpus, build):
             get_gpu_info(device)
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(gpus):
+def test_each_gpu_of_several_is_told_apart_and_one_that_is_not_there_is_refused_by_name(gpus):
     gpus((8, 0), (9, 0))
+    assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
+    assert get_gpu_info("cuda:1").name == get_gpu_info(1).name == "GPU 1"
+    assert get_gpu_info() == get_gpu_info("cuda:0")
     for device in ("cuda:2", 2):
         with pytest.raises(ValueError, match="device must be below cuda:2, got cuda:2"):
             get_gpu_info(device)
@@ -108,13 +108,6 @@ def test_this_gpu_is_known():
     assert info == get_gpu_info(torch.device("cuda", torch.cuda.current_device()))
     assert info.memory_bytes > 2**30
     assert info.l2_bytes > 2**18
-
-
-def test_each_gpu_of_several_is_told_apart(gpus):
-    gpus((8, 0), (9, 0))
-    assert [get_gpu_info(f"cuda:{index}").architecture for index in (0, 1)] == ["Ampere", "Hopper"]
-    assert get_gpu_info("cuda:1").name == get_gpu_info(1).name == "GPU 1"
-    assert get_gpu_info() == get_gpu_info("cuda:0")
 
 
 def test_a_gpu_is_asked_once_and_a_refusal_is_not_kept(gpus):

@@ -79,14 +79,11 @@ def test_bytes_count_used_rows_once_and_outputs_whole():
     assert (double.bytes_forward, double.bytes_backward) == (2 * single.bytes_forward, 2 * single.bytes_backward)
 
 
-def test_counts_of_a_billion_tokens_take_no_memory():
+def test_counts_of_billions_of_tokens_take_no_memory_and_no_time():
     lengths = tuple(2048 * 4**i for i in range(10))
     pattern = DilatedPattern(lengths, tuple(2**i for i in range(10)))
     assert pattern.work(2**30, heads=1, head_dim=64).pairs > 2**30 * 2048
     assert pattern.covered(2**30, 0, 1) == 2**30
-
-
-def test_coverage_of_a_rate_that_does_not_divide_takes_no_time():
     started = time.perf_counter()
     assert DilatedPattern((100003,), (3,)).covered(2 * 10**8, 0, 1) == 1999 * 33335 + 31335
     assert DilatedPattern((10**9,), (3,)).covered(10**10, 0, 1) == 10 * 333333334
@@ -148,13 +145,10 @@ def test_a_default_device_elsewhere_changes_no_keys():
 
 
 def test_the_mask_of_a_branch_that_a_head_does_not_use_is_empty():
-    p = torch.arange(4)
     pattern = DilatedPattern((4, 4), (1, 1), mixing="head_groups")
-    masks = [pattern.mask(i, p, p[:3], kv_head=0, kv_heads=2) for i in range(2)]
-    assert [(mask.shape, mask.dtype, mask.any().item()) for mask in masks] == [
-        ((4, 3), torch.bool, True),
-        ((4, 3), torch.bool, False),
-    ]
+    used, unused = (pattern.mask(i, TOKENS, TOKENS[:3], kv_head=0, kv_heads=2) for i in range(2))
+    assert used.any()
+    assert unused.equal(torch.zeros(4, 3, dtype=torch.bool))
 
 
 def test_patterns_are_values():
@@ -174,12 +168,9 @@ AT, SIZES = {"kv_head": 0, "kv_heads": 1}, {"heads": 2, "head_dim": 8}
 WRONG = {
     TypeError: [
         (lambda: DilatedPattern((4.0,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got 4.0"),
-        (lambda: DilatedPattern((True,), (1,)), r"segment_lengths\[0\] must be an integer of at least 1, got True"),
         (lambda: DilatedPattern("4", (1,)), "segment_lengths must be a sequence of integers, got '4'"),
-        (lambda: DilatedPattern({4: 1}, (1,)), "segment_lengths must be a sequence of integers, got {4: 1}"),
         (lambda: DilatedPattern((4,), {1}), "dilation_rates must be a sequence of integers, got {1}"),
         (lambda: DilatedPattern(np.array([[4]]), (1,)), "segment_lengths must be a sequence of integers"),
-        (lambda: DilatedPattern((4,), (torch.tensor(1),)), r"dilation_rates\[0\] must be an integer"),
         (lambda: DilatedPattern((4,), (1,), None), "offsets must be a string"),
         (lambda: PATTERN.pairs(2.5, heads=1), "length must be an integer of at least 0, got 2.5"),
         (lambda: PATTERN.work(8, heads=1.0, head_dim=4), "heads must be an integer"),

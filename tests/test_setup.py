@@ -1,12 +1,16 @@
-"""scripts/setup.sh with stand-ins for python, pip and df: when it does nothing, and what it says when it fails."""
+"""What sets the project up: scripts/setup.sh with stand-ins for python, pip and df, and the files for conda."""
 
+import platform
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from rattler import MatchSpec, Version, VersionSpec
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("sh", "cat", "cksum", "awk", "tail", "grep", "mkdir", "cp", "chmod", "dirname")
@@ -77,16 +81,9 @@ def project(tmp_path):
     return Project(tmp_path)
 
 
-def assert_one_clear_line(done, *words):
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("setup: ")
-    for word in words:
-        assert word in line
-
-
 def test_the_environment_is_made_and_a_second_call_does_nothing_until_the_pins_change(project):
-    done = project.setup()
+    (project.bin / "python3").rename(project.bin / "mine")  # the interpreter that is named is taken
+    done = project.setup(PYTHON="mine")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "setup: ready"
     assert project.installations() == 1
@@ -96,6 +93,7 @@ def test_the_environment_is_made_and_a_second_call_does_nothing_until_the_pins_c
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (project.folder / "calls.log").read_text() == calls
     project.put("constraints.txt", "numpy==2.0.0\n")
+    (project.bin / "mine").rename(project.bin / "python3")
     assert project.setup().returncode == 0
     assert project.installations() == 2
 
@@ -104,35 +102,31 @@ NO_PYTHON = "no Python 3.11 or later was found"
 
 
 @pytest.mark.parametrize(
-    ("lack", "variables", "words"),
+    ("lack", "how", "words"),
     [
         ("python3", {}, (NO_PYTHON, "make PYTHON=")),
         ("too-old", {}, (NO_PYTHON,)),
         ("too-old", {"PYTHON": "python3"}, ("PYTHON=python3", "3.11 or later")),
         ("no-venv-module", {}, ("python3 has no venv module", "apt install python3-venv")),
-        ("free-mb", {}, ("100 MB free", "needs 4000 MB")),
+        ("free-mb", {}, ("the disk of . has 100 MB free", "needs 4000 MB")),
+        ("free-mb", {"venv": "other disk/new/.venv"}, ("the disk of other disk has 100 MB free",)),
     ],
 )
-def test_what_is_missing_is_told_in_one_line_before_anything_is_made(project, lack, variables, words):
+def test_what_is_missing_is_told_in_one_line_before_anything_is_made(project, lack, how, words):
+    (project.folder / "other disk").mkdir()
     if lack == "python3":
         (project.bin / "python3").unlink()
     else:
         project.put(lack, "100")
-    assert_one_clear_line(project.setup(**variables), *words)
+    done = project.setup(**how)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: ")
+    assert all(word in line for word in words)
     assert not (project.folder / ".venv").exists()
-
-
-def test_the_interpreter_that_was_named_is_taken(project):
-    (project.bin / "python3").rename(project.bin / "mine")
-    assert project.setup(PYTHON="mine").returncode == 0
-
-
-@pytest.mark.parametrize(("venv", "measured"), [(".venv", "."), ("other disk/new/.venv", "other disk")])
-def test_the_disk_that_is_measured_is_that_of_the_environment(project, venv, measured):
-    (project.folder / "other disk").mkdir()
-    project.put("free-mb", "100")
-    assert_one_clear_line(project.setup(venv), f"the disk of {measured} has")
-    assert (project.folder / "df-of").read_text() == f"-Pk {measured}\n"
+    if lack == "free-mb":
+        measured = "other disk" if how else "."
+        assert (project.folder / "df-of").read_text() == f"-Pk {measured}\n"
 
 
 @pytest.mark.parametrize(
@@ -164,5 +158,60 @@ def test_the_public_workflow_runs_the_two_commands_with_the_pinned_torch():
 
 def test_the_citation_has_the_version_and_the_licence_of_the_package():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert (cited["version"], cited["license"]) == (PYPROJECT["version"], PYPROJECT["license"])
+
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = {"environment.yml": "pytorch-gpu", "environment-cpu.yml": "pytorch-cpu"}
+# PyPI's name -> conda-forge's, where that is not the same in small letters; torch's is the file's own.
+CONDA_NAMES = {"matplotlib": "matplotlib-base", "jupyter-client": "jupyter_client"}
+PIP_ONLY = {"numpy-hilbert-curve"}  # has no conda package; `pip: -e .[suite]` installs it
+BESIDE_PYPROJECT = {"python", "pip", "c-compiler", "cxx-compiler"}
+
+
+def requirements(file):
+    """conda's name -> PyPI's requirement."""
+    lines = PYPROJECT["dependencies"] + PYPROJECT["optional-dependencies"]["suite"]
+    names = CONDA_NAMES | {"torch": FILES[file]}
+    return {
+        names.get(each.name, each.name.lower()): each for each in map(Requirement, lines) if each.name not in PIP_ONLY
+    }
+
+
+def specs(file):
+    """conda's name -> its line, read strictly."""
+    lines = [line for line in contents(file)["dependencies"] if isinstance(line, str)]
+    return {spec.name.normalized: spec for spec in (MatchSpec(line, strict=True) for line in lines)}
+
+
+def contents(file):
+    return yaml.safe_load((ROOT / file).read_text())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_conda_and_pyproject_ask_for_the_same_packages_in_ranges_that_the_installed_satisfy(file):
+    for name, spec in specs(file).items():
+        bounds = spec.version.split(",")
+        assert [bound.rstrip("0123456789.") for bound in bounds] == [">=", "<"], name
+        assert "." not in bounds[1], f"{name}: the upper bound is a major version"
+    assert specs(file).keys() == requirements(file).keys() | BESIDE_PYPROJECT
+    assert specs(file)["python"].version.split(",")[0] == PYPROJECT["requires-python"]
+    installed = {"python": platform.python_version(), "pip": version("pip")}
+    for name, requirement in requirements(file).items():
+        assert set(specs(file)[name].version.split(",")) == {str(bound) for bound in requirement.specifier}, name
+        if requirement.marker is None or requirement.marker.evaluate():
+            installed[name] = version(requirement.name)
+    for name, found in installed.items():
+        assert VersionSpec(specs(file)[name].version).matches(Version(found)), f"{name} {found}"
+
+
+def test_pip_installs_the_project_alone_no_other_channel_is_asked_and_the_files_differ_in_the_torch_line():
+    for file in FILES:
+        (pip_section,) = (line for line in contents(file)["dependencies"] if not isinstance(line, str))
+        assert pip_section == {"pip": ["-e .[suite]"]}
+        assert contents(file)["channels"] == ["conda-forge", "nodefaults"]
+    gpu, cpu = ((ROOT / file).read_text().splitlines() for file in FILES)
+    assert len(gpu) == len(cpu)
+    (difference,) = (pair for pair in zip(gpu, cpu, strict=True) if pair[0] != pair[1])
+    assert difference == (difference[0], difference[0].replace("pytorch-gpu", "pytorch-cpu"))
+    assert difference[0].strip().startswith("- pytorch-gpu ")

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 import pandas as pd
 import pytest
 import torch
-from click.testing import CliRunner
+from command import call
 from tiny_notebooks import make_run, write_notebook
 
 from hilbert_lib.cli.main import main
@@ -35,13 +35,11 @@ def hilbert(tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # another test of this process may have imported triton
 
-    def call(*words, status=0):
+    def hilbert(*words, status=0):
         notebooks = ["--notebooks", "notebooks"] if words[0] in ("run", "sweep", "list") else []
-        result = CliRunner().invoke(main, [*map(str, words), *notebooks])
-        assert result.exit_code == status, result.output + repr(result.exception)
-        return result.output
+        return call(*words, *notebooks, status=status)
 
-    return call
+    return hilbert
 
 
 def test_the_module_is_the_command_and_help_waits_for_no_large_package():
@@ -166,13 +164,6 @@ def test_folders_and_files_may_have_any_name(tmp_path):
         assert os.path.exists(os.fsencode(page.parent) + b"/" + unquote_to_bytes(link)), link
 
 
-def test_a_report_of_the_current_folder_leads_to_the_one_above(hilbert, monkeypatch):
-    index = make_run(Path.cwd() / "local" / "cpu-1").parent / "index.html"
-    monkeypatch.chdir(index.parent)
-    assert hilbert("report", ".").split() == [str(index), str(index.parents[1] / "index.html")]
-    assert "1 of 1 finished" in index.read_text()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -219,11 +210,11 @@ def test_list_shows_title_parameters_and_meanings(hilbert):
 
 def test_every_command_says_what_it_is_for_with_an_example():
     for name, command in main.commands.items():
-        short, long = (CliRunner().invoke(main, [name, word]).output for word in ("-h", "--help"))
+        short, long = call(name, "-h"), call(name, "--help")
         assert short == long
         assert f"Example: hilbert {name}" in long
         assert len(command.help.split("Example")[0].split()) > 15
-    assert CliRunner().invoke(main, ["--version"]).output.endswith(f" {version('hilbert-lib')}\n")
+    assert call("--version").endswith(f" {version('hilbert-lib')}\n")
 
 
 def test_claims_are_a_plain_table_or_objects(hilbert, monkeypatch):
@@ -241,10 +232,13 @@ def test_figures_are_drawn_again_on_request_and_warnings_are_a_line(hilbert, mon
         warnings.warn(f"none in {folder}", stacklevel=1)
         return ["a.png"]
 
-    write_notebook(Path("notebooks"), "00_a")
-    hilbert("run")
+    make_run(Path.cwd() / "reports" / "local" / "cpu-1")
     monkeypatch.setattr("hilbert_lib.lab.figures.redraw", redraw)
     assert hilbert("report", "--redraw").startswith("warning: none in reports/local\n1 figures redrawn\n")
+    index = Path.cwd() / "reports/local/cpu-1/index.html"
+    monkeypatch.chdir(index.parent)  # a report of the current folder leads to the one above
+    assert hilbert("report", ".").split() == [str(index), str(index.parents[1] / "index.html")]
+    assert "1 of 1 finished" in index.read_text()
 
 
 def test_two_runs_are_compared(hilbert):
@@ -254,15 +248,12 @@ def test_two_runs_are_compared(hilbert):
     assert re.search(r"^ *name .*ratio.*\n *add ", hilbert("compare", "a", "b"))
 
 
-def test_doctor_finds_this_machine_healthy(hilbert):
+def test_doctor_says_what_is_well_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
     output = hilbert("doctor")
     assert "BROKEN" not in output
     kernels = [] if doctor.kernel_mode() == "absent" else ["kernels"]
     for subject in ("gpu", *kernels, "python", "reports"):
         assert re.search(rf"^ok +{subject} ", output, re.MULTILINE)
-
-
-def test_doctor_says_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
     pytest.importorskip("triton")
     attend = doctor.dilated_attention
 
@@ -283,10 +274,9 @@ def test_doctor_says_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
     assert re.search(r"^BROKEN +reports .* cannot be written: Permission denied\n +fix: ", output, re.M)
 
 
-@pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch, command):
+def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch):
     refuse = Mock(side_effect=ValueError("HILBERT_DIRTY must be 0 or 1, got 'perhaps'"))
     write_notebook(Path("notebooks"), "00_a")
-    for module in ("lab.environment", "lab.suite.doctor"):
+    for module, command in (("lab.environment", "run"), ("lab.suite.doctor", "doctor")):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
-    assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
+        assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)

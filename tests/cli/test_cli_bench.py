@@ -4,12 +4,12 @@ import errno
 import json
 import os
 import re
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from click.testing import CliRunner
+from command import call
 
-from hilbert_lib.cli.main import main
 from hilbert_lib.cli.options import numbers
 from hilbert_lib.lab import sweep
 
@@ -22,12 +22,7 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
-    def call(*words, status=0):
-        result = CliRunner().invoke(main, ["bench", *words])
-        assert result.exit_code == status, result.output + repr(result.exception)
-        return result.output
-
-    return call
+    return partial(call, "bench")
 
 
 @pytest.mark.parametrize(

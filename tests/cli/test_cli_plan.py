@@ -5,32 +5,30 @@ from itertools import product
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command import call
 
 from hilbert_lib.cli import plan as cli_plan
-from hilbert_lib.cli.main import main
 from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.plan import plan_ring
 
 
-def plan(words):
-    return CliRunner().invoke(main, ["plan", *words.split()])
+def plan(words, status=0):
+    return call("plan", *words.split(), status=status)
 
 
 def test_the_command_prints_the_plan_of_its_arguments():
     sizes = "--tokens 1G --ranks 8 --heads 2 --kv-heads 1 --head-dim 8"
-    done = plan(f"{sizes} --causal --segment-lengths 1k,1g --dilation-rates 1,4k --transport ring")
-    assert done.exit_code == 0, done.output
+    printed = plan(f"{sizes} --causal --segment-lengths 1k,1g --dilation-rates 1,4k --transport ring")
     pattern = DilatedPattern((2**10, 2**30), (1, 2**12))
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
-    assert done.output == f"{plan_ring(pattern, (2**27,) * 8, is_causal=True, transport='ring', **sizes)}\n"
+    assert printed == f"{plan_ring(pattern, (2**27,) * 8, is_causal=True, transport='ring', **sizes)}\n"
 
 
 def test_the_command_gives_unequal_ranks_shards_by_their_work():
-    done = plan("--tokens 64k --ranks 2 --weights 3,1 --heads 2 --segment-lengths 64k --dilation-rates 16 --causal")
-    assert done.output.count("100%") == 2, done.output
+    printed = plan("--tokens 64k --ranks 2 --weights 3,1 --heads 2 --segment-lengths 64k --dilation-rates 16 --causal")
+    assert printed.count("100%") == 2, printed
 
 
 @pytest.mark.parametrize(
@@ -51,14 +49,12 @@ def test_the_command_gives_unequal_ranks_shards_by_their_work():
     ],
 )
 def test_the_command_refuses_what_cannot_be_planned(words, message):
-    done = plan(f"--ranks 2 {words}")
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
+    assert message in " ".join(plan(f"--ranks 2 {words}", status=2).split())
 
 
 @pytest.mark.parametrize("words", re.findall(r": +hilbert plan (.*)$", cli_plan.plan.help, re.M))
 def test_the_examples_of_the_help_run(words):
-    assert plan(words).exit_code == 0
+    assert plan(words)
 
 
 def test_rows_are_lacked_as_enumerated_wherever_the_sequence_is_ordered():

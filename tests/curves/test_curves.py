@@ -183,8 +183,9 @@ def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():
 
 
 @pytest.mark.gpu
-def test_curves_are_the_same_on_the_gpu():
-    for kind, shape in product(KINDS, [(64, 64), (13, 21), (5, 6, 9)]):
+@pytest.mark.parametrize("kind", KINDS)
+def test_curves_are_the_same_on_the_gpu(kind):
+    for shape in [(64, 64), (13, 21), (5, 6, 9)]:
         cells = curve_coordinates(kind, shape, device="cuda")
         assert torch.equal(cells.cpu(), curve_coordinates(kind, shape))
         assert torch.equal(curve_index(kind, cells, shape).cpu(), torch.arange(prod(shape)))

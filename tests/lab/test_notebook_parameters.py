@@ -11,22 +11,20 @@ from hilbert_lib.lab.suite.points import check_value, make_points, read_notebook
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
-SMALL_CURVES = {"timing_order": 3, "repetitions": 3}
 CASES = {
     "narrow grids": (
         "01_hilbert_curves",
-        SMALL_CURVES | {"grid": [16, 256], "other_grid": [7, 90], "rectangle": [1, 9]},
+        {"timing_order": 3, "repetitions": 3, "grid": [16, 256], "other_grid": [7, 90], "rectangle": [1, 9]},
     ),
     "small grids": (
         "01_hilbert_curves",
-        SMALL_CURVES
-        | {"grid": [4, 4], "other_grid": [3, 5], "box": [1, 1, 7], "seed_side": 2, "block_sizes": [4]}
-        | {"dilation_rate": 3, "timing_order": 1},
+        {"timing_order": 1, "repetitions": 3, "grid": [4, 4], "other_grid": [3, 5], "box": [1, 1, 7]}
+        | {"seed_side": 2, "block_sizes": [4], "dilation_rate": 3},
     ),
     "wide grids": (
         "01_hilbert_curves",
-        SMALL_CURVES
-        | {"grid": [48, 48], "other_grid": [64, 80], "block_sizes": [100, 64], "seed_side": 16, "dilation_rate": 5},
+        {"timing_order": 3, "repetitions": 3, "grid": [48, 48], "other_grid": [64, 80], "block_sizes": [100, 64]}
+        | {"seed_side": 16, "dilation_rate": 5},
     ),
     "another pattern": (
         "02_dilated_attention",
@@ -50,14 +48,8 @@ CASES = {
     ),
     "a small picture, an even window": (
         "08_where_a_curve_pays",
-        {
-            "map_side": 20,
-            "map_window": 6,
-            "block_sizes": [7],
-            "works": ["6x10 5x3 1x8"],
-            "repetitions": 3,
-            "seconds": 0.05,
-        },
+        {"map_side": 20, "map_window": 6, "block_sizes": [7], "works": ["6x10 5x3 1x8"], "repetitions": 3}
+        | {"seconds": 0.05},
     ),
 }
 

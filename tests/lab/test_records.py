@@ -2,24 +2,15 @@
 
 import json
 import shutil
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from fake_machine import FakeMachine
 
 from hilbert_lib.lab import records
-from hilbert_lib.lab.records import (
-    RESULTS,
-    append_lines,
-    append_records,
-    compare_runs,
-    measured_before,
-    newest_run,
-    pack_records,
-    read_records,
-)
+from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.timing import compare_paired, measure
 
 
@@ -36,9 +27,9 @@ def on_hardware(monkeypatch):
 
 def test_records_hold_samples_statistics_error_and_environment(machine, tmp_path):
     case = machine.case("a", 2.0, parameters={"seq_len": 8}, error=1e-6, useful_flop=4.0)
-    append_records([measure(case, device="cpu", repetitions=3)], tmp_path)
-    append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
-    append_records([], tmp_path)
+    records.append_records([measure(case, device="cpu", repetitions=3)], tmp_path)
+    records.append_records([compare_paired(case, case, device="cpu", repetitions=3)], tmp_path)
+    records.append_records([], tmp_path)
     measurement, comparison = read_records(tmp_path / RESULTS)
     expected = {"kind": "measurement", "name": "a", "parameters": {"seq_len": 8}, "samples_ms": [2.0, 2.0, 2.0], "n": 3}
     expected |= {"median_ms": 2.0, "warmup": 5, "calls_per_sample": 1, "error": 1e-6, "device": "cpu"}
@@ -54,33 +45,30 @@ def test_a_killed_run_costs_its_unfinished_line_alone(machine, tmp_path, on_hard
     on_hardware("one")
     path = tmp_path / RESULTS
     measured = [measure(machine.case(name, 2.0), device="cpu", repetitions=3) for name in "abc"]
-    append_records(measured[:2], tmp_path)
+    records.append_records(measured[:2], tmp_path)
     path.write_bytes(path.read_bytes()[:-30])  # killed while it wrote b
-    append_records(measured[2:], tmp_path)  # resumed
+    records.append_records(measured[2:], tmp_path)  # resumed
     for _ in range(2):
         with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
             assert [each["name"] for each in read_records(path)] == ["a", "c"]
     with pytest.warns(UserWarning, match="line 2"):
-        pack_records(path)
+        records.pack_records(path)
     assert [each["name"] for each in read_records(path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize("line", [b"[1, 2]", b"null", b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000])
-def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path, line):
+def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path):
     path = tmp_path / RESULTS
-    path.write_bytes(b'{"name": "a"}\n' + line + b"\n")
-    with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
-        assert read_records(path) == [{"name": "a"}]
+    for line in (b"[1, 2]", b"null", b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000):
+        path.write_bytes(b'{"name": "a"}\n' + line + b"\n")
+        with pytest.warns(UserWarning, match="line 2: unfinished or no record, skipped"):
+            assert read_records(path) == [{"name": "a"}]
 
 
 def test_writers_at_the_same_time_do_not_mix_their_lines(machine, tmp_path, on_hardware):
     on_hardware("one")
     written = [measure(machine.case("a", 2.0), device="cpu", repetitions=1000)] * 3  # longer than any buffer
-    writers = [threading.Thread(target=append_records, args=(written, tmp_path)) for _ in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda _: records.append_records(written, tmp_path), range(8)))
     with warnings.catch_warnings(action="error"):
         assert len(read_records(tmp_path / RESULTS)) == 24
 
@@ -93,34 +81,35 @@ def test_packed_records_are_equal_and_hold_each_environment_once(tmp_path):
     path = tmp_path / RESULTS
     lines = [{"name": "a", "environment": facts(n, "one" if n < 40 else "two"), "n": n} for n in range(50)]
     lines.append({"name": "no environment"})
-    append_lines(lines, path)
+    records.append_lines(lines, path)
     size = path.stat().st_size
-    pack_records(path)
+    records.pack_records(path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl.gz"]
     (packed,) = tmp_path.iterdir()
     assert packed.stat().st_size < size / 5
     assert read_records(path) == read_records(packed) == lines
     assert records._read_lines(packed)[0] == {"environments": [{"hardware": "one"}, {"hardware": "two"}]}
-    append_lines(lines[:1], path)  # measured later
+    records.append_lines(lines[:1], path)  # measured later
     assert read_records(path) == [*lines, lines[0]]
     (tmp_path / "empty.jsonl").write_text("")
-    pack_records(tmp_path / "empty.jsonl")
+    records.pack_records(tmp_path / "empty.jsonl")
     assert (tmp_path / "empty.jsonl").read_text() == ""
 
 
 def test_what_this_code_measured_on_this_hardware_is_found_again(tmp_path):
     here = records.environment()
-    append_lines([{"n": 1, "environment": here}, {"n": 2, "environment": {**here, "driver": "x"}}], tmp_path / RESULTS)
-    assert [each["n"] for each in measured_before(tmp_path)] == [1]
-    pack_records(tmp_path / RESULTS)
-    assert [each["n"] for each in measured_before(tmp_path)] == [1]
-    assert measured_before(tmp_path / "nowhere") == []
+    others = [{"n": name, "environment": {**here, name: "x"}} for name in records.MACHINE]
+    records.append_lines([*others, {"n": 1, "environment": here}, {"n": 2}], tmp_path / RESULTS)
+    assert [each["n"] for each in records.measured_before(tmp_path)] == [1]
+    records.pack_records(tmp_path / RESULTS)
+    assert [each["n"] for each in records.measured_before(tmp_path)] == [1]
+    assert records.measured_before(tmp_path / "nowhere") == []
 
 
 def made(path, day, gpus=1, pack=False):
-    append_lines([{"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}] * gpus}}], path / RESULTS)
+    records.append_lines([{"environment": {"utc": f"2026-11-{day:02d}", "gpus": [{}] * gpus}}], path / RESULTS)
     if pack:
-        pack_records(path / RESULTS)
+        records.pack_records(path / RESULTS)
     return path
 
 
@@ -128,26 +117,22 @@ def test_the_newest_finished_run_speaks_and_of_a_ring_that_on_the_most_gpus(tmp_
     for folder, day in (("a/05_x-1", 3), ("b/05_x-n=2-0a", 9), ("b/05_xy", 11), ("c/05_x", 5), ("c/05_x-3.failed", 12)):
         made(tmp_path / "h200" / folder, day, pack=day == 9)
     machines = [tmp_path / "h200"]
-    assert newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-n=2-0a"
-    assert newest_run("05", machines=machines) is None
+    assert records.newest_run("05_x", machines=machines) == tmp_path / "h200/b/05_x-n=2-0a"
+    assert records.newest_run("05", machines=machines) is None
     for name, newest in (("05_x", "h200/b/05_x-n=2-0a"), ("07_ring_attention", "h200x4/d/07_ring_attention")):
         made(tmp_path / "h200x4/d" / name, 1, gpus=4)
         made(tmp_path / "h200x2/e" / name, 2, gpus=2)
-        assert newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
+        assert records.newest_run(name, machines=tmp_path.glob("h200*")) == tmp_path / newest
 
 
-def test_the_newest_run_speaks_whatever_its_gpu(tmp_path, monkeypatch):
+def test_the_newest_run_speaks_whatever_its_gpu_and_one_without_where_its_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "REPORTS", tmp_path)
+    path = made(tmp_path / "h200" / "a" / "05_x-1", 9, gpus=0)
+    assert records.newest_run("05_x") is None
+    assert records.newest_run("05_x", machines=[tmp_path / "h200"]) == path
     for day, machine in ((1, "h200"), (2, "h100"), (3, "local")):
-        made(tmp_path / machine / "a" / "05_x-1", day)
-    assert newest_run("05_x") == tmp_path / "h100/a/05_x-1"
-
-
-def test_a_run_without_a_gpu_speaks_only_where_its_folder_is_named(tmp_path, monkeypatch):
-    path = made(tmp_path / "h200" / "a" / "05_x-1", 1, 0)
-    monkeypatch.setattr(records, "REPORTS", tmp_path)
-    assert newest_run("05_x") is None
-    assert newest_run("05_x", machines=[tmp_path / "h200"]) == path
+        made(tmp_path / machine / "b" / "05_x-1", day)
+    assert records.newest_run("05_x") == tmp_path / "h100/b/05_x-1"
 
 
 @pytest.fixture
@@ -164,17 +149,17 @@ def run_folder(machine, on_hardware, tmp_path):
                 parameters={"seq_len": 8, "layout": "hilbert"},
                 error=milliseconds * 1e-6,
             )
-            append_records([measure(case, device="cpu")], tmp_path / folder / "06_notebook")
+            records.append_records([measure(case, device="cpu")], tmp_path / folder / "06_notebook")
         return tmp_path / folder
 
     return make
 
 
 def test_runs_on_one_hardware_are_compared_by_the_ratio_of_medians(run_folder):
-    a, b, c = (run_folder(*each) for each in (("a", {"kernel": 6.0, "old": 2.0}), ("bb", {"kernel": 4.0, "new": 2.0}),
-                                               ("ccc", {"kernel": 12.0})))  # fmt: skip
-    pack_records(b / "06_notebook" / RESULTS)
-    table = compare_runs(a, b).set_index("name")
+    a, b = run_folder("a", {"kernel": 6.0, "old": 2.0}), run_folder("bb", {"kernel": 4.0, "new": 2.0})
+    c = run_folder("ccc", {"kernel": 12.0})
+    records.pack_records(b / "06_notebook" / RESULTS)
+    table = records.compare_runs(a, b).set_index("name")
     kernel = table.loc["kernel"]
     assert kernel["parameters"] == 'layout="hilbert", seq_len=8'
     assert kernel["ratio"] == pytest.approx(1.5, rel=0.05)
@@ -183,47 +168,47 @@ def test_runs_on_one_hardware_are_compared_by_the_ratio_of_medians(run_folder):
     assert (kernel["error_a"], kernel["error_b"]) == (6e-6, 4e-6)
     assert table["found"].to_dict() == {"kernel": "both", "old": "only in A", "new": "only in B"}
     assert np.isnan(table.loc["old", ["ratio", "low"]].astype(float)).all()
-    of_three = compare_runs(a, b, c).query("name == 'kernel'").set_index("run")
+    of_three = records.compare_runs(a, b, c).query("name == 'kernel'").set_index("run")
     assert of_three.ratio.to_dict() == pytest.approx({"B": 1.5, "C": 0.5}, rel=0.05)
 
 
 def pair(folder, machine, ratio):
     a, b = (machine.case(name, ms, parameters={"n": 8}) for name, ms in (("plain", 2.0 * ratio), ("hilbert", 2.0)))
-    append_records([compare_paired(a, b, device="cpu", repetitions=30)], folder)
+    records.append_records([compare_paired(a, b, device="cpu", repetitions=30)], folder)
     return folder
 
 
 def test_runs_on_different_hardware_are_compared_by_ratios_of_pairs(machine, on_hardware, tmp_path):
     on_hardware("NVIDIA H200")
     here = pair(tmp_path / "h200", machine, 2.0)
-    append_records([measure(machine.case("alone", 2.0), device="cpu")], here)
+    records.append_records([measure(machine.case("alone", 2.0), device="cpu")], here)
     on_hardware("NVIDIA H100")
     there = pair(tmp_path / "h100", machine, 3.0)
-    (row,) = compare_runs(here, there).to_dict("records")
+    (row,) = records.compare_runs(here, there).to_dict("records")
     assert (row["a"], row["b"], row["a_parameters"], row["run"]) == ("plain", "hilbert", "n=8", "B")
     assert (row["ratio_here"], row["ratio_there"], row["ratio_of_ratios"]) == (2.0, 3.0, 1.5)
     assert row["low"] == row["high"] == 1.5
-    append_records([measure(machine.case("x", 2.0), device="cpu")], here)  # recorded as an H100 too
+    records.append_records([measure(machine.case("x", 2.0), device="cpu")], here)  # recorded as an H100 too
     with pytest.raises(ValueError, match="NVIDIA H100 and NVIDIA H200"):
-        compare_runs(here, there)
+        records.compare_runs(here, there)
 
 
 def test_runs_that_cannot_be_compared_are_refused(run_folder, tmp_path):
     a, b = run_folder("a", {"kernel": 6.0}, "NVIDIA H200"), run_folder("b", {"kernel": 4.0}, "GTX 1080")
     with pytest.raises(ValueError, match=r"GTX 1080 and NVIDIA H200.*compared by their pairs, and one has none"):
-        compare_runs(a, b)
+        records.compare_runs(a, b)
     with pytest.raises(ValueError, match="two runs or more"):
-        compare_runs(a)
+        records.compare_runs(a)
     with pytest.raises(ValueError, match=r"no measurements.*nowhere"):
-        compare_runs(a, tmp_path / "nowhere")
+        records.compare_runs(a, tmp_path / "nowhere")
 
 
 def test_the_sides_of_pairs_count_and_repeats_are_pooled(machine, on_hardware, tmp_path):
     on_hardware("one")
     case = machine.case("a", 2.0, error=1e-3)
-    append_records([compare_paired(case, machine.case("b", 1.0), device="cpu", repetitions=30)], tmp_path)
-    append_records([measure(machine.case("a", 4.0, error=1e-6), device="cpu", repetitions=29)], tmp_path)
-    table = compare_runs(tmp_path, tmp_path).set_index("name")
+    records.append_records([compare_paired(case, machine.case("b", 1.0), device="cpu", repetitions=30)], tmp_path)
+    records.append_records([measure(machine.case("a", 4.0, error=1e-6), device="cpu", repetitions=29)], tmp_path)
+    table = records.compare_runs(tmp_path, tmp_path).set_index("name")
     assert list(table.index) == ["a", "b"]
     assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [2.0, 1e-3]  # of 30 at 2 ms and 29 at 4 ms
 
@@ -234,5 +219,5 @@ def test_what_failed_or_is_of_another_kind_is_not_compared(run_folder):
     broken.rename(whole / "06_notebook.failed")
     shutil.copytree(whole / "06_notebook.failed", whole / ".06_notebook.1")
     ranks = {"side": "auto", "ranks": 4, "environment": {"hardware": "elsewhere"}}  # notebook 07's
-    append_lines([ranks, {**ranks, "kind": "counters"}], whole / "06_notebook" / RESULTS)
-    assert compare_runs(whole, whole)["name"].to_list() == ["kernel"]
+    records.append_lines([ranks, {**ranks, "kind": "counters"}], whole / "06_notebook" / RESULTS)
+    assert records.compare_runs(whole, whole)["name"].to_list() == ["kernel"]

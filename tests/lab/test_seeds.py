@@ -33,6 +33,8 @@ def test_key_sets_are_those_of_a_plain_loop(length, w, r):
 def test_the_text_repeats_where_it_ends():
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     assert bytes(text_tokens(len(text) + 7).tolist()) == text + text[:7]
+    with pytest.raises(ValueError, match=r"length must be .* at least 1, got 0"):
+        text_tokens(0)
 
 
 def test_samples_do_not_depend_on_the_default_device():
@@ -46,8 +48,3 @@ def test_samples_do_not_depend_on_the_default_device():
 def test_an_image_keeps_its_mean():
     assert sample_image(np.int64(2), 3).shape == (2, 3)
     assert sample_image(4, 4).mean() == pytest.approx(sample_image(1, 1).item(), abs=0.01)
-
-
-def test_a_text_without_length_is_refused():
-    with pytest.raises(ValueError, match=r"length must be .* at least 1, got 0"):
-        text_tokens(0)

@@ -2,15 +2,15 @@
 
 import json
 import weakref
+from itertools import product
 
 import pandas as pd
 import pytest
 import torch
-from click.testing import CliRunner
+from command import call
 
 from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
 from hilbert_lib.attention import measured_rules as remembered
-from hilbert_lib.cli.main import main
 from hilbert_lib.lab import selection, workload
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.tables import ratio_table
@@ -45,9 +45,8 @@ def test_every_backend_that_serves_is_timed_beside_the_choice(records, tmp_path)
     ratios = ratio_table(records, selection.SWEEP)
     assert set(ratios.b) == {"sdpa"}
     assert list(ratios.a) == ["eager", "reference"] * 4
-    assert set(zip(ratios.is_causal, ratios.direction, strict=True)) == {
-        (causal, direction) for causal in (False, True) for direction in ("forward", "forward and backward")
-    }
+    asked = product((False, True), ("forward", "forward and backward"))
+    assert set(zip(ratios.is_causal, ratios.direction, strict=True)) == set(asked)
     assert (ratios.output_difference < 1e-5).all()
     assert ratios[["error_a", "error_b"]].max(axis=None) < 1e-5
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == len(records) == 8
@@ -91,8 +90,8 @@ def test_a_sweep_keeps_the_tensors_of_one_work():
 
 
 def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
-    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
-    asked = []
+    work, asked = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"), []
+    assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]  # no reference, and nothing interpreted
 
     def estimate(*_, backend, direction, **__):
         asked.append((backend, direction))
@@ -103,25 +102,16 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \['eager'\]"):
         selection.measured_times(work, gradient=True)
     assert set(asked) == {(name, direction) for name in ("sdpa", "eager") for direction in ("forward", "backward")}
-
-
-def test_a_length_whose_inputs_do_not_fit_is_not_estimated(monkeypatch):
+    # A length whose inputs do not fit is not estimated, which takes long.
     monkeypatch.setattr(workload, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
 
 
-def test_candidates_are_backends_but_neither_the_reference_nor_interpreted():
-    work = Workload(PATTERN, 64, 2, 8, CPU, dtype="float32")
-    assert selection.candidates(work, gradient=False) == ["sdpa", "eager"]
-
-
 def test_the_command_measures_and_auto_goes_by_it(place):
     options = ["--lengths", "64,100", "--heads", "2", "--head-dim", "8"]
     options += ["--segment-lengths", "8,32", "--dilation-rates", "1,4"]
-    done = CliRunner().invoke(main, ["bench", "backends", *options], catch_exceptions=False)
-    assert done.exit_code == 0
-    lines = done.output.splitlines()
+    lines = call("bench", "backends", *options).splitlines()
     assert len(lines) == 4
     assert " 1.00, " in lines[0]
     for length, line in ((64, lines[0]), (100, lines[2])):
@@ -136,7 +126,6 @@ def test_the_command_measures_and_auto_goes_by_it(place):
 
 def test_the_command_shows_what_it_measured_and_cannot_keep(place):
     place.write_text("a file")
-    done = CliRunner().invoke(main, ["bench", "backends", "--lengths", "64", "--heads", "2", "--head-dim", "8"])
-    assert done.exit_code == 1
-    assert done.output.startswith("64  ")
-    assert f"measured, but not kept: {place}: File exists" in done.output
+    output = call("bench", "backends", "--lengths", "64", "--heads", "2", "--head-dim", "8", status=1)
+    assert output.startswith("64  ")
+    assert f"measured, but not kept: {place}: File exists" in output

@@ -1,5 +1,7 @@
 """Timing and statistics: what a reader of a measurement relies on."""
 
+import gc
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cases import refusals
 from fake_machine import FakeMachine
 
 from hilbert_lib.lab import timers
+from hilbert_lib.lab.timers import old_objects_apart
 from hilbert_lib.lab.timing import Case, compare_paired, interval_of, measure, resampled_medians
 
 
@@ -128,39 +132,30 @@ def test_same_samples_give_the_same_interval(machine):
     assert first.interval[0] < first.ratio < first.interval[1]
 
 
-@pytest.mark.parametrize(
-    ("bad", "exception", "message"),
-    [
-        ({"error": None}, TypeError, "error must be a number"),
-        ({"error": float("nan")}, ValueError, "error must be finite"),
-        ({"error": -1.0}, ValueError, "error must be finite"),
-        ({"parameters": {"dtype": torch.float32}}, TypeError, "parameters must hold values of JSON.*float32"),
-        ({"parameters": {"scale": float("nan")}}, TypeError, "parameters must hold values of JSON"),
-    ],
-)
-def test_cases_refuse_what_a_record_could_not_tell(bad, exception, message):
-    with pytest.raises(exception, match=message):
-        Case("bad", lambda: None, **{"parameters": {}, "error": 0.0, **bad})
+def case(run=lambda: pytest.fail("was run"), **known):
+    return Case("any", run, **{"parameters": {}, "error": 0.0, **known})
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"repetitions": 0}, "repetitions must be an integer of at least 1, got 0"),
-        ({"warmup": 0}, "warmup must be an integer of at least 1, got 0"),
-        ({"min_sample_ms": -1}, "min_sample_ms must be finite and above 0, got -1"),
-        ({"device": "meta"}, "device must be a CPU or a CUDA device, got meta"),
+WRONG = {
+    TypeError: [
+        (lambda: case(error=None), "error must be a number"),
+        (lambda: case(parameters={"dtype": torch.float32}), "parameters must hold values of JSON.*float32"),
+        (lambda: case(parameters={"scale": float("nan")}), "parameters must hold values of JSON"),
     ],
-)
-def test_measure_refuses_what_it_cannot_time(bad, message):
-    case = Case("never run", lambda: pytest.fail("was run"), parameters={}, error=0.0)
-    with pytest.raises(ValueError, match=message):
-        measure(case, **{"device": "cpu", **bad})
+    ValueError: [
+        (lambda: case(error=float("nan")), "error must be finite"),
+        (lambda: case(error=-1.0), "error must be finite"),
+        (lambda: measure(case(), device="cpu", repetitions=0), "repetitions must be an integer of at least 1, got 0"),
+        (lambda: measure(case(), device="cpu", warmup=0), "warmup must be an integer of at least 1, got 0"),
+        (lambda: measure(case(), device="cpu", min_sample_ms=-1), "min_sample_ms must be finite and above 0, got -1"),
+        (lambda: measure(case(), device="meta"), "device must be a CPU or a CUDA device, got meta"),
+    ],
+}
+test_what_a_record_could_not_tell_and_what_cannot_be_timed_is_refused = refusals(WRONG)
 
 
 def test_launches_that_outlast_the_lead_are_given_a_longer_one(gpu):
-    many = Case("many", lambda: [gpu.launch(0.1, 0.01) for _ in range(50)], parameters={}, error=0.0)
-    one = Case("one", lambda: gpu.launch(0.1, 2.0), parameters={}, error=0.0)
+    many, one = case(lambda: [gpu.launch(0.1, 0.01) for _ in range(50)]), case(lambda: gpu.launch(0.1, 2.0))
     comparison = compare_paired(many, one, device="cuda", repetitions=3, min_sample_ms=0.1)
     assert (comparison.a.median_ms, comparison.b.median_ms) == (pytest.approx(0.5), pytest.approx(2.0))
     assert not comparison.a.with_launches
@@ -172,8 +167,7 @@ def test_launches_that_outlast_the_lead_are_given_a_longer_one(gpu):
 
 
 def test_the_hosts_time_holds_no_wait_for_room_in_the_queue(gpu):
-    many = Case("many", lambda: [gpu.launch(0.01, 0.05) for _ in range(180)], parameters={}, error=0.0)
-    long = Case("long", lambda: gpu.launch(0.1, 50.0), parameters={}, error=0.0)
+    many, long = case(lambda: [gpu.launch(0.01, 0.05) for _ in range(180)]), case(lambda: gpu.launch(0.1, 50.0))
     comparison = compare_paired(many, long, device="cuda", repetitions=4, min_sample_ms=0.1)
     assert (comparison.a.host_ms, comparison.b.host_ms) == (pytest.approx(1.8), pytest.approx(0.1))
     assert not comparison.a.with_launches
@@ -184,14 +178,8 @@ def test_a_call_that_waits_for_the_device_says_so(gpu):
         gpu.launch(3.0, 1.0)
         gpu.cuda.synchronize()
 
-    comparison = compare_paired(
-        Case("waiting", waiting, parameters={}, error=0.0),
-        Case("other", lambda: gpu.launch(0.1, 2.0), parameters={}, error=0.0),
-        device="cuda",
-        repetitions=3,
-    )
-    assert comparison.a.with_launches
-    assert comparison.record()["a"]["with_launches"]
+    comparison = compare_paired(case(waiting), case(lambda: gpu.launch(0.1, 2.0)), device="cuda", repetitions=3)
+    assert comparison.record()["a"]["with_launches"] is comparison.a.with_launches is True
     assert comparison.a.host_ms is None  # it cannot be told from the device's
     assert comparison.a.call_ms == comparison.a.median_ms
     assert not comparison.b.with_launches
@@ -203,12 +191,12 @@ def test_a_call_that_waits_for_the_device_says_so(gpu):
 @pytest.mark.alone
 def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch():
     x, y = torch.ones(2**18, device="cuda"), torch.empty((), device="cuda")
-    measurement = measure(Case("sum", lambda: torch.sum(x, 0, out=y), parameters={}, error=0.0), device="cuda")
+    measurement = measure(case(lambda: torch.sum(x, 0, out=y)), device="cuda")
     graph = torch.cuda.CUDAGraph()  # launches a hundred of them at once
     with torch.cuda.graph(graph):
         for _ in range(100):
             torch.sum(x, 0, out=y)
-    replayed = measure(Case("graph", graph.replay, parameters={}, error=0.0), device="cuda")
+    replayed = measure(case(graph.replay), device="cuda")
     assert measurement.median_ms == pytest.approx(replayed.median_ms / 100, rel=0.3)
 
 
@@ -216,10 +204,51 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch():
 @pytest.mark.alone
 def test_paired_comparison_recovers_the_ratio_of_two_products():
     x = torch.randn(4096, 4096, device="cuda")
-
-    def twice():
-        return x @ x, x @ x
-
-    two, one = Case("two", twice, {}, error=0.0), Case("one", lambda: x @ x, {}, error=0.0)
-    comparison = compare_paired(two, one, device="cuda")
+    comparison = compare_paired(case(lambda: (x @ x, x @ x)), case(lambda: x @ x), device="cuda")
     assert comparison.ratio == pytest.approx(2.0, rel=0.05)
+
+
+class Holder:
+    """In a cycle with itself."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def nothing_apart():
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as conftest.py left it
+
+
+def test_garbage_made_inside_is_freed_inside_and_older_objects_after_it(nothing_apart):
+    old = Holder()
+    seen_old = weakref.ref(old)
+    with old_objects_apart():
+        new = Holder()
+        seen_new = weakref.ref(new)
+        del old, new
+        gc.collect()
+        assert (seen_new() is None, seen_old() is None) == (True, False)
+    gc.collect()
+    assert seen_old() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_others_set_apart_stays_so(nothing_apart):
+    gc.freeze()
+    apart = gc.get_freeze_count()
+    with old_objects_apart(), old_objects_apart():
+        assert gc.get_freeze_count() <= apart
+    assert gc.get_freeze_count() > apart // 2
+
+
+def test_the_few_objects_that_python_itself_sets_apart_count_for_nothing(nothing_apart, monkeypatch):
+    # Python 3.12 does with immortal objects, some hundred of them, at the first collection.
+    counted = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted() + 400)
+    here = len(gc.get_objects())
+    with old_objects_apart():
+        assert len(gc.get_objects()) < here // 2
+    assert len(gc.get_objects()) >= here // 2

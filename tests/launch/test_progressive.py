@@ -72,26 +72,19 @@ def test_lengths_grow_by_any_factor_and_the_last_is_the_end(machine, factor, len
 @pytest.mark.parametrize(
     ("fail", "words"),
     [
-        (
-            Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 20 GiB\nmore")),
-            "memory: CUDA out of memory.",
-        ),
+        (Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")), "memory: CUDA out of memory."),
         (lambda: torch.empty(2**60, dtype=torch.uint8, device="cpu"), "can't allocate memory"),
-        (Mock(side_effect=RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")), "out of memory: CUDA_ERROR_OUT_OF_MEMORY"),
         (Mock(side_effect=MemoryError()), "out of memory: "),
     ],
 )
-def test_memory_that_runs_out_all_the_same_ends_the_test_and_is_told(machine, fail, words):
+def test_memory_that_runs_out_all_the_same_ends_the_test_and_other_errors_pass(machine, fail, words):
     result = progress(machine, 1, 64, run=lambda length: fail() if length > 2 else None)
     assert [(row.length, row.status) for row in result.rows] == [(1, "ran"), (2, "ran"), (4, "ended")]
     assert result.rows[-1].measured_bytes is None
     assert words in result.limit
     assert "more" not in result.limit
-
-
-def test_other_errors_of_the_run_are_not_taken_for_a_limit(machine):
     with pytest.raises(RuntimeError, match="a mistake"):
-        progress(machine, 1, 64, run=lambda length: Mock(side_effect=RuntimeError("a mistake"))())
+        progress(machine, 1, 64, run=Mock(side_effect=RuntimeError("a mistake")))
 
 
 def test_a_run_that_passes_a_limit_on_its_way_is_ended():

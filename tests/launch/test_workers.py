@@ -1,7 +1,6 @@
 """A function runs on every rank of a group, started from here or by torchrun on several machines."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import refusals
 
 from hilbert_lib.launch.workers import RankError, run_ranks
 
@@ -51,27 +51,26 @@ def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, 
         import without_guard  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"target": "faulty_ranks"}, "target must be 'module:function', got 'faulty_ranks'"),
-        ({"ranks": 0}, "ranks must be an integer of at least 1, got 0"),
-        ({"backend": "mpi"}, "backend must be one of gloo, nccl; got 'mpi'"),
-        ({"backend": "nccl", "ranks": 10**6}, "ranks must be at most [0-9]+ with nccl, one for each GPU, got 1000000"),
-        ({"target": 3}, "target must be 'module:function', got 3"),
-        ({"seconds": 0}, "seconds must be finite and above 0, got 0"),
-        ({"seconds": "5"}, "seconds must be a number, got '5'"),
-        ({"stall_seconds": -1}, "stall_seconds must be finite and above 0, got -1"),
-        ({"stall_seconds": math.inf}, "stall_seconds must be finite and above 0, got inf"),
-        ({"stall_seconds": 1e300}, r"stall_seconds must be at most 1e\+08, got 1e\+300"),
-        ({"seconds": 6e7}, r"seconds must be at most 5e\+07, got 6e\+07"),
-        ({"arguments": {"dtype": torch.float32}}, "arguments must be a dictionary that JSON can hold, got .*float32"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_starts(changed, message):
-    call = {"target": "faulty_ranks:sum_of_ranks", "ranks": 2} | changed
-    with pytest.raises((TypeError, ValueError), match=message):
-        run_ranks(**call)
+def refused(target="faulty_ranks:sum_of_ranks", ranks=2, **options):
+    run_ranks(target, ranks, **options)
+
+
+DTYPE = {"dtype": torch.float32}
+TYPES = [
+    (lambda: refused(seconds="5"), "seconds must be a number, got '5'"),
+    (lambda: refused(arguments=DTYPE), "arguments must be a dictionary that JSON can hold, got .*float32"),
+]
+VALUES = [
+    (lambda: refused(3), "target must be 'module:function', got 3"),
+    (lambda: refused("faulty_ranks"), "target must be 'module:function', got 'faulty_ranks'"),
+    (lambda: refused(ranks=0), "ranks must be an integer of at least 1, got 0"),
+    (lambda: refused(backend="mpi"), "backend must be one of gloo, nccl; got 'mpi'"),
+    (lambda: refused(backend="nccl", ranks=10**6), "ranks must be at most [0-9]+ with nccl, .* got 1000000"),
+    (lambda: refused(seconds=6e7), r"seconds must be at most 5e\+07, got 6e\+07"),
+    (lambda: refused(stall_seconds=-1), "stall_seconds must be finite and above 0, got -1"),
+    (lambda: refused(stall_seconds=1e300), r"stall_seconds must be at most 1e\+08, got 1e\+300"),
+]
+test_what_cannot_run_is_refused_before_anything_starts = refusals({TypeError: TYPES, ValueError: VALUES})
 
 
 def block(text):

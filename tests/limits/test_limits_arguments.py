@@ -1,5 +1,6 @@
-"""A limit that was mistyped is no limit: every argument is refused by its name, its value and what is allowed."""
+"""A limit that was mistyped is no limit: what is refused, in arguments, files and variables, and which limit counts."""
 
+import pytest
 import torch
 from cases import refusals
 
@@ -15,7 +16,48 @@ from hilbert_lib import (
 )
 from hilbert_lib.lab.guarded.cases import attention_points
 from hilbert_lib.launch.isolated import run_isolated
+from hilbert_lib.limits.config import PREFIX
 from hilbert_lib.limits.memory import measure_peak
+
+
+def test_arguments_are_over_the_environment_over_a_file_over_defaults(tmp_path, monkeypatch):
+    file = tmp_path / "limits.toml"
+    with pytest.raises(FileNotFoundError):
+        SafetyConfig.load(file)
+    file.write_text("max_memory_share = 0.5\nmax_seconds = 30\nmin_free_host_gb = 3\n")
+    monkeypatch.setenv(f"{PREFIX}MAX_SECONDS", "40")
+    monkeypatch.setenv(f"{PREFIX}MIN_FREE_HOST_GB", "4")
+    config = SafetyConfig.load(file, min_free_host_gb=5, growth_factor=None)
+    expected = {"min_free_host_gb": 5.0, "max_seconds": 40.0, "max_memory_share": 0.5}
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.growth_factor == SafetyConfig().growth_factor
+
+
+MISTYPED = [  # what stands in a file, or in a variable, and what is said of it
+    (b"memory_share = 0.5", r"{path} has no key 'memory_share'; did you mean 'max_memory_share'"),
+    (b"max_seconds = = 3", "{path} must be a TOML file: Invalid value"),
+    (b"\xff\xfe\x00", "{path} must be a TOML file: .* invalid start byte"),
+    (b'max_seconds = "5"', "{path}: max_seconds must be a number, got '5'"),
+    (b"max_seconds = 0", "{path}: max_seconds must be above 0 and at most 100000000, got 0"),
+    (b"max_seconds = 1e10", "{path}: max_seconds must be above 0 and at most 100000000, got 10000000000"),
+    (("GROWTH", "2"), f"there is no variable .*{PREFIX}GROWTH_FACTOR"),
+    (("MAX_SECONDS", "long"), f"{PREFIX}MAX_SECONDS must be a number, got 'long'"),
+    (("MAX_SECONDS", "nan"), f"{PREFIX}MAX_SECONDS must be above 0 and at most 100000000, got nan"),
+    (("MAX_SECONDS", "inf"), f"{PREFIX}MAX_SECONDS must be above 0 and at most 100000000, got inf"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), MISTYPED, ids=[words for _, words in MISTYPED])
+def test_what_is_wrong_in_a_file_or_a_variable_is_told_with_its_name(tmp_path, monkeypatch, content, words):
+    path = tmp_path / "limits.toml"
+    if is_file := isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        monkeypatch.setenv(PREFIX + content[0], content[1])
+    error = TypeError if "must be a number, got '5'" in words else ValueError
+    with pytest.raises(error, match=f"^{words.format(path=path)}"):
+        SafetyConfig.load(path if is_file else None)
+
 
 PATTERN = DilatedPattern((4, 8), (1, 2))
 NEAR = Neighbourhood((4, 4), 3)
@@ -46,7 +88,6 @@ def estimated(pattern=PATTERN, **options):
 
 TYPES = [
     (lambda: SafetyConfig(min_free_host_gb="1"), "min_free_host_gb must be a number, got '1'"),
-    (lambda: SafetyConfig(max_memory_share=True), "max_memory_share must be a number, got True"),
     (lambda: checker("1"), "required_gb must be a number, got '1'"),
     (lambda: MemorySafetyChecker({"max_seconds": 1}), "config must be a SafetyConfig or None, got {'max_seconds': 1}"),
     (lambda: Watcher(0.9), "config must be a SafetyConfig or None, got 0.9"),
@@ -83,7 +124,6 @@ VALUES = [
     (lambda: ran({"length": 8}), "points must be dictionaries with the names"),
     (lambda: ran({"sides": []}), "points must be dictionaries with the names"),
     (lambda: ran({"sides": ["eager"]}), r"points must have pattern, .* got {'sides': \['eager'\]}"),
-    (lambda: ran(points()[0] | {"sides": ["foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: ran(points()[0] | {"sides": ["eager", "foo"]}), "points must have sides of triton, .* got 'foo'"),
     (lambda: run_isolated("print", [], seconds=1), "target must be 'module:function', got 'print'"),
     (lambda: run_isolated("builtins:print", [], seconds=-1), "seconds must be finite and above 0, got -1"),

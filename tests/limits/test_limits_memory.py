@@ -30,29 +30,21 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "most"),
-    [((100, 90), 70), ((100, 30), 10), ((8, 8), 5)],  # by the share, by the share of what others left, by the rest
+    ("host", "most", "limit"),
+    [  # by the share, by the share of what others left, by the rest
+        ((100, 90), 70, "80 % of the 100.0 GB of host"),
+        ((100, 30), 10, "80 % of the 100.0 GB of host"),
+        ((8, 8), 5, "3.0 GB of host must stay free"),
+    ],
 )
-def test_what_fits_is_decided_by_the_limit_that_binds(machine, host, most):
+def test_what_fits_is_decided_by_the_limit_that_binds_and_the_reason_names_it(machine, host, most, limit):
     machine(host=host)
     checker = MemorySafetyChecker(CONFIG, "cpu")
     assert checker.check_memory_available(most - 0.01)[0]
-    assert not checker.check_memory_available(most + 0.01)[0]
-
-
-def test_a_container_and_its_machine_bind_each_by_itself():
-    both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
-    assert both.room(share=0.5, min_free_gb=1) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
-
-
-def test_the_reason_names_what_is_required_what_is_available_and_the_limit(machine):
-    machine(host=(100, 30))
-    fits, reason = MemorySafetyChecker(CONFIG, "cpu").check_memory_available(12)
+    fits, reason = checker.check_memory_available(most + 0.01)
     assert not fits
-    for words in ("12.000 GB required", "30.0 GB of host available", "80 % of the 100.0 GB of host"):
+    for words in (f"{most}.010 GB required", f"{host[1]}.0 GB of host available", limit):
         assert words in reason
-    machine(host=(8, 8))
-    assert "3.0 GB of host must stay free" in MemorySafetyChecker(CONFIG, "cpu").check_memory_available(1)[1]
 
 
 def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, monkeypatch):
@@ -60,13 +52,11 @@ def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, 
     checker = MemorySafetyChecker(CONFIG, "cuda:0")
     machine(gpu=(80, 70))
     assert checker.check_memory_available(50)[0]
-    fits, reason = checker.check_memory_available(60)
-    assert not fits
-    assert "cuda:0" in reason
-    machine(host=(100, 2))
-    fits, reason = checker.check_memory_available(1)
-    assert not fits
-    assert "of host" in reason
+    for gb, host, words in ((60, (100, 90), "cuda:0"), (1, (100, 2), "of host")):
+        machine(host=host)
+        fits, reason = checker.check_memory_available(gb)
+        assert not fits
+        assert words in reason
 
 
 def test_what_torch_caches_is_there_for_this_process_alone(monkeypatch):
@@ -153,6 +143,11 @@ def test_a_containers_file_that_cannot_be_read_is_no_limit(tmp_path, monkeypatch
     assert host_memory().total == 64 * GB
     (tmp_path / "own").unlink()
     assert host_memory().total == 64 * GB
+
+
+def test_a_container_and_its_machine_bind_each_by_itself():
+    both = Memory("host", 8 * GB, 5 * GB, bounds=((64 * GB, 5 * GB), (8 * GB, 7 * GB)))
+    assert both.room(share=0.5, min_free_gb=1) == (-27 * GB, "50 % of the 64.0 GB of host may be in use")
 
 
 def test_the_peak_counts_what_is_freed_on_the_way_and_inside_of_operators():

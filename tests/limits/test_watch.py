@@ -42,15 +42,6 @@ def test_an_error_of_the_block_itself_is_not_replaced_by_the_limit():
         run()
 
 
-def test_a_run_is_interrupted_where_the_hosts_memory_runs_out(monkeypatch):
-    left = iter([40 * GB, 40 * GB])
-    monkeypatch.setattr(watch, "host_memory", lambda: Memory("host", 50 * GB, next(left, 2 * GB)))
-    config = SafetyConfig(min_free_host_gb=1, max_memory_share=0.9)
-    words = r"48\.0 GB of host in use: 90 % of the 50\.0 GB"
-    with pytest.raises(LimitReachedError, match=words), Watcher(config, "cpu"):
-        time.sleep(LONG_SLEEP)
-
-
 @pytest.mark.parametrize(
     ("available", "temperature", "words"),
     [(1, 60, "79.0 GB of cuda:0 in use"), (40, 91, "the GPU has 91 C, allowed are 90"), (40, None, "")],
@@ -93,11 +84,19 @@ def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back():
     assert one.peaks.seconds >= 0.5
 
 
-@pytest.mark.parametrize("error", [OSError("no such file"), ValueError("no number")], ids=repr)
-def test_a_watch_that_fails_ends_the_run(monkeypatch, error):
-    monkeypatch.setattr(watch, "host_memory", Mock(side_effect=error))
-    told = f"the watch failed, {type(error).__name__}: {error}"
-    with pytest.raises(LimitReachedError, match=told), Watcher(device="cpu"):
+LESS_AND_LESS = [Memory("host", 50 * GB, left * GB) for left in (40, 40, *[2] * 99)]
+LOOKS = [
+    (LESS_AND_LESS, r"48\.0 GB of host in use: 90 % of the 50\.0 GB"),
+    (OSError("no such file"), "the watch failed, OSError: no such file"),
+    (ValueError("no number"), "the watch failed, ValueError: no number"),
+]
+
+
+@pytest.mark.parametrize(("looks", "words"), LOOKS, ids=[words for _, words in LOOKS])
+def test_a_run_is_interrupted_where_the_hosts_memory_runs_out_or_the_watch_fails(monkeypatch, looks, words):
+    monkeypatch.setattr(watch, "host_memory", Mock(side_effect=looks))
+    config = SafetyConfig(min_free_host_gb=1, max_memory_share=0.9)
+    with pytest.raises(LimitReachedError, match=words), Watcher(config, "cpu"):
         time.sleep(LONG_SLEEP)
 
 
@@ -123,11 +122,11 @@ def test_a_watch_that_cannot_begin_leaves_interrupts_as_they_were(monkeypatch):
     with Watcher(device="cpu") as one, pytest.raises(RuntimeError, match="watches once"), one:
         pytest.fail("the block began")
 
-    one = Watcher(device="cpu")
-    monkeypatch.setattr(one._thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    with pytest.raises(RuntimeError, match="can't start new thread"), one:
-        pytest.fail("the block began")
-    assert signal.getsignal(signal.SIGINT) == handler
+    for error in (RuntimeError("can't start new thread"), KeyboardInterrupt("now")):
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=error))
+        with pytest.raises(type(error), match=str(error)), Watcher(device="cpu"):
+            pytest.fail("the block began")
+        assert signal.getsignal(signal.SIGINT) == handler
 
 
 def test_errors_and_interrupts_that_are_not_the_watchs_pass_through():
@@ -161,9 +160,3 @@ def test_the_gpus_memory_and_temperature_are_seen():
     assert one.cause == ""
     assert one.peaks.gpu_bytes > x.nbytes
     assert 10 < one.peaks.temperature_c < 100
-
-
-def test_an_interrupt_while_it_begins_is_told_as_one(monkeypatch):
-    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt), Watcher(SafetyConfig(), "cpu"):
-        raise AssertionError("the block does not begin")

@@ -1,30 +1,18 @@
 """The cache model against programs that are slower and more obvious."""
 
-from collections import OrderedDict
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lru import Lru
 
 from hilbert_lib.lab.cache import l2, sweeps
 from hilbert_lib.lab.cache.cache import LAYOUTS, Storage, row_units, tile_requests, units_touched
 from hilbert_lib.lab.cache.l2 import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
-
-
-def naive_misses(units, capacity):
-    cache, misses = OrderedDict(), 0
-    for unit in units:
-        if unit not in cache:
-            misses += 1
-            if len(cache) == capacity:
-                cache.popitem(last=False)
-        cache[unit] = None
-        cache.move_to_end(unit)
-    return misses
 
 
 def naive_tiles(storage, pattern, branch, head, unit_bytes, tile_keys, key_order):
@@ -65,7 +53,7 @@ def naive_kernel(storage, pattern, unit_bytes, tile_queries, tile_keys, concurre
 @given(st.lists(st.integers(0, 12), max_size=120), st.integers(1, 14))
 def test_hits_by_stack_distance_are_those_of_an_lru_cache(units, capacity):
     distances = stack_distances(torch.tensor(units, dtype=torch.int64))
-    assert int((distances >= capacity).sum()) == naive_misses(units, capacity)
+    assert int((distances >= capacity).sum()) == Lru(capacity).count_misses(units)
     assert int((distances == NEVER).sum()) == len(set(units))
 
 
@@ -74,7 +62,7 @@ def test_requests_of_programs_in_step_count_like_reads_one_after_the_other(reads
     units, requests = (torch.tensor(column) for column in zip(*reads, strict=True))
     result = lru_hit_rates(Trace(units, requests, unit_bytes=32), [32 * capacity]).iloc[0]
     expanded = units.repeat_interleave(requests).tolist()
-    assert (result.requests, result.misses) == (len(expanded), naive_misses(expanded, capacity))
+    assert (result.requests, result.misses) == (len(expanded), Lru(capacity).count_misses(expanded))
     assert result.hit_rate == pytest.approx(1 - result.misses / len(expanded))
     assert result.memory_bytes == 32 * result.misses
 

@@ -1,10 +1,9 @@
 """The model of what hardware counts: the sectors and bytes that the kernels load, held against every address."""
 
-from collections import OrderedDict
-
 import pandas as pd
 import pytest
 import torch
+from lru import Lru
 from triton.runtime import interpreter
 
 from hilbert_lib.attention.api import dilated_attention
@@ -86,18 +85,6 @@ def test_counted_works_are_predicted_with_the_tiles_of_their_kernel(loaded, layo
     assert found.dram_read_bytes == pytest.approx(fetched_bytes(loaded), abs=128)  # two tables
 
 
-def lru(units, capacity):
-    """Misses of a list of units, one after the other."""
-    cache, misses = OrderedDict(), 0
-    for unit in units:
-        misses += unit not in cache
-        cache[unit] = None
-        cache.move_to_end(unit)
-        if len(cache) > capacity:
-            cache.popitem(last=False)
-    return misses
-
-
 @pytest.mark.parametrize("layout", ["linear", "residue", "hilbert", "random"])
 @pytest.mark.parametrize(("row_bytes", "l2_bytes"), [(32, 640), (32, 2**20), (64, 640)])
 def test_a_gather_reads_rows_and_numbers_and_memory_what_l2_forgot(layout, row_bytes, l2_bytes):
@@ -106,7 +93,7 @@ def test_a_gather_reads_rows_and_numbers_and_memory_what_l2_forgot(layout, row_b
     slots = storage.ordering.inverse.tolist()
     rows = [(head * 64 + slots[p]) * row_bytes for head in range(heads) for p in range(0, 64, rate)]
     sectors = sum(len(range(row // 32, (row + row_bytes) // 32)) + 1 for row in rows)
-    misses = lru([row // 64 for row in rows], l2_bytes // 64)
+    misses = Lru(l2_bytes // 64).count_misses(row // 64 for row in rows)
     found = gather_reads(storage, DilatedPattern((64,), (rate,), offsets="zero"), gpu=Gpu("any", l2_bytes, 1))
     assert found.l1_sectors == sectors
     assert found.dram_read_bytes == 64 * misses + 8 * len(rows)
@@ -126,7 +113,7 @@ def test_what_l2_forgets_comes_again_from_memory(concurrent, rate, l2_bytes):
         for start in range(0, keys, tile_keys):
             for tensor in "kv":
                 reads += [(tensor, row) for row in range(start, min(start + tile_keys, keys)) for _ in range(programs)]
-    misses = lru(reads, l2_bytes // size)
+    misses = Lru(l2_bytes // size).count_misses(reads)
     tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys, "table_sectors": 4}
     storage, pattern = Storage(Ordering.random(60 * rate, 0), size), DilatedPattern((60 * rate,), (rate,))
     found = attention_reads(storage, pattern, **tiles, gpu=Gpu("any", l2_bytes, concurrent))
@@ -147,7 +134,7 @@ def test_a_second_sector_misses_where_one_quarter_asks_for_both(layout, rate, l2
     length, chunk, tile = 256, 64 // rate, 16
     storage = Storage(compared_orderings(length, rate)[layout], 32)
     slots = storage.ordering.inverse.tolist()
-    cache, missed = OrderedDict(), 0
+    cache, missed = Lru(l2_bytes // 64), 0
     for start in range(0, length // rate, chunk):
         for step in range(start, start + chunk, tile):
             for tensor in "kv":
@@ -155,12 +142,7 @@ def test_a_second_sector_misses_where_one_quarter_asks_for_both(layout, rate, l2
                 for quarter in (keys[n : n + 4] for n in range(0, len(keys), 4)):
                     asked = [slots[key * rate] for key in quarter]
                     for fetch in sorted({slot // 2 for slot in asked}):
-                        if (tensor, fetch) not in cache:
-                            missed += sum(slot // 2 == fetch for slot in asked)
-                        cache[tensor, fetch] = None
-                        cache.move_to_end((tensor, fetch))
-                        if len(cache) > l2_bytes // 64:
-                            cache.popitem(last=False)
+                        missed += cache.misses((tensor, fetch)) * sum(slot // 2 == fetch for slot in asked)
     pattern = DilatedPattern((chunk * rate,), (rate,), offsets="zero")
     tiles = {"tile_queries": None, "tile_keys": tile, "table_sectors": 0, "gpu": Gpu("any", l2_bytes, 1)}
     found = attention_reads(storage, pattern, **tiles)

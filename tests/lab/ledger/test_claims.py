@@ -15,13 +15,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {"segment_length": 12, "heads": 1, "head_dim": 8, "device": DEVICE}
 
 
-@pytest.fixture(scope="module")
-def small():
-    """The pairs of a claim at a size that the interpreter can run, and their records."""
-    pairs = list(documents_pairs({(36, 3): 2.0, (36, 1): None}, **{**SMALL, "head_dim": 16}))
-    return pairs, run_sides(pairs, device=DEVICE, repetitions=5)
-
-
 @pytest.mark.parametrize(("segment", "rate"), [(12, 1), (9, 3), (36, 2)])
 def test_the_restated_kernels_read_the_keys_of_the_documents(segment, rate):
     q, k, v = (torch.randn(1, 36, 1, 16, device=DEVICE) for _ in range(3))
@@ -34,31 +27,33 @@ def test_the_restated_kernels_read_the_keys_of_the_documents(segment, rate):
         torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
-def test_two_functions_differ_and_two_layouts_do_not(small):
-    table = claim_table(small[1]).set_index("dilation")
+def test_two_functions_differ_two_layouts_do_not_and_each_side_is_held_against_its_own():
+    # At a size that the interpreter can run.
+    pairs = list(documents_pairs({(36, 3): 2.0, (36, 1): None}, **{**SMALL, "head_dim": 16}))
+    records = run_sides(pairs, device=DEVICE, repetitions=5)
+    table = claim_table(records).set_index("dilation")
     assert table.claimed[3] == 2.0
     assert table.claimed.isna()[1]
     assert table.functions_apart[3] > 0.5
     assert (table.layouts_apart == 0).all()
-
-
-def test_every_side_is_held_against_its_own_function(small):
-    pairs, records = small
-    errors = [record[side]["error"] for record in records for side in "ab"]
-    assert 0 < max(errors) < 0.01
+    assert 0 < max(record[side]["error"] for record in records for side in "ab") < 0.01
     (standard, hilbert), *_ = pairs
     assert standard.error(hilbert.run()) > 0.5
 
 
-def test_k3_is_timed_at_the_sizes_of_the_documents():
+def test_claims_are_timed_at_the_sizes_of_the_documents_and_what_cannot_be_is_refused():
     standards = [standard.parameters for standard, _ in claim_pairs(["K3"], device="cpu")]
     assert {(of["length"], of["dilation"]) for of in standards} == {(4096, 64), (2048, 2), (1024, 1), (4096, 1)}
     assert {of["heads"] * of["head_dim"] for of in standards} == {768}
+    dense = [dense.parameters["branches"] for dense, _ in claim_pairs(["K10"], device="cpu")]
+    assert dense == ["8192:1", "32768:1", "131072:1"]
+    with pytest.raises(ValueError, match="claims must be of K3, K4, K10, K11, B4; got 'K99'"):
+        next(claim_pairs(["K99"], device="cpu"))
+    with pytest.raises(ValueError, match="segment_length must divide 4096 and be at least 64, got 1000"):
+        list(claim_pairs(["K3"], device="cpu", segment_length=1000))
 
 
 def test_dense_attention_stands_beside_dilated_of_as_many_tokens():
-    pairs = list(claim_pairs(["K10"], device="cpu"))
-    assert [dense.parameters["branches"] for dense, _ in pairs] == ["8192:1", "32768:1", "131072:1"]
     shorter, longer = dense_pairs([2048, 4096], **SMALL)
     (record,) = run_sides([shorter], device=DEVICE)
     assert max(record["a"]["error"], record["b"]["error"]) < 0.01
@@ -71,13 +66,6 @@ def test_two_backends_compute_one_function(monkeypatch):
     assert (base.name, other.name) == ("sdpa", "eager")
     (record,) = run_sides([(base, other)], device=DEVICE)
     assert record["output_difference"] < 0.01
-
-
-def test_what_cannot_be_timed_is_refused_by_name():
-    with pytest.raises(ValueError, match="claims must be of K3, K4, K10, K11, B4; got 'K99'"):
-        next(claim_pairs(["K99"], device="cpu"))
-    with pytest.raises(ValueError, match="segment_length must divide 4096 and be at least 64, got 1000"):
-        list(claim_pairs(["K3"], device="cpu", segment_length=1000))
 
 
 @pytest.mark.gpu

@@ -11,10 +11,9 @@ from subprocess import CompletedProcess
 import pandas as pd
 import pytest
 import torch
-from click.testing import CliRunner
+from command import call as hilbert
 from made_up import comparison
 
-from hilbert_lib.cli.main import main
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.ledger import claim as claims
 from hilbert_lib.lab.ledger import claims as rerun
@@ -39,12 +38,6 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(rerun, "environment", lambda: {})
     monkeypatch.setattr(rerun, "run_id", lambda facts: "here")
-
-
-def hilbert(*words, status=0):
-    result = CliRunner().invoke(main, [*map(str, words)])
-    assert result.exit_code == status, result.output + repr(result.exception)
-    return result.output
 
 
 def test_a_rerun_runs_what_the_notebooks_accept(ledger):
@@ -72,10 +65,6 @@ def test_the_command_shows_every_claim_and_an_entry_with_its_cases(ledger, monke
     shown = hilbert("claims")
     assert all(f"{name} " in shown for name in ledger)
     assert shown.count("*") == sum(bool(claim.note) for claim in ledger.values()) + 1  # and what it means, below
-
-
-def test_what_needs_no_gpu_is_measured_again(ledger):
-    assert answer(ledger["C8"]).value in hilbert("claims", "--rerun", "C8")
 
 
 def test_what_is_timed_again_answers_from_its_own_folder(tmp_path, monkeypatch, one_gpu):
@@ -128,7 +117,7 @@ def test_tests_are_run_again(monkeypatch):
     assert ran[0][1:3] == ["-m", "pytest"]
 
 
-def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
+def test_what_needs_a_gpu_is_refused_without_one_and_the_rest_is_measured(ledger, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("K4", "B7"):
         assert "CUDA device" in hilbert("claims", "--rerun", name, status=1)
@@ -137,6 +126,7 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
     assert shown.splitlines()[0].startswith("standard | hilbert: pair=two functions, length=2048")
     assert shown.count("branches=512:") == 4
     assert hilbert("claims", "--rerun", "C1", "--dry-run") == "C1 is computed, nothing is run\n"
+    assert answer(ledger["C8"]).value in hilbert("claims", "--rerun", "C8")
     assert hilbert("claims", "--rerun", "K11", "--dry-run").splitlines()[0] == "loop: length=65536"
 
 

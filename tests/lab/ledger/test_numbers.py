@@ -17,14 +17,9 @@ pytestmark = pytest.mark.evidence
 
 def pairs(notebook, sweep, a, b, **given):
     """The records of two sides, whose parameters are as given; b is "" for any."""
-    return [
-        each
-        for each in read_records(newest_run(notebook) / RESULTS)
-        if "a" in each
-        and each["b"]["parameters"].items() >= {"sweep": sweep, **given}.items()
-        and (each["a"]["name"] == a or not a)
-        and (each["b"]["name"] == b or not b)
-    ]
+    both = [each for each in read_records(newest_run(notebook) / RESULTS) if "a" in each]
+    asked = [each for each in both if each["b"]["parameters"].items() >= {"sweep": sweep, **given}.items()]
+    return [each for each in asked if a in ("", each["a"]["name"]) and b in ("", each["b"]["name"])]
 
 
 def test_every_text_holds_the_numbers_of_the_newest_records():

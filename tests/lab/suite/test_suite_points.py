@@ -3,27 +3,25 @@
 import pytest
 from tiny_notebooks import PARAMETERS, write_notebook
 
-from hilbert_lib.lab.suite.points import (
-    find_notebooks,
-    make_points,
-    parse_value,
-    read_notebook,
-    read_parameter_file,
-    take_shard,
-)
+from hilbert_lib.lab.suite import points
 
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
-    return read_notebook(write_notebook(tmp_path_factory.mktemp("notebooks"), "00_tiny", "print(seq_len)"))
+    return points.read_notebook(write_notebook(tmp_path_factory.mktemp("notebooks"), "00_tiny", "print(seq_len)"))
 
 
-def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook):
+def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook, tmp_path):
     assert (notebook.title, notebook.question, notebook.answer) == ("Title", "Question?", "The answer.")
     assert list(notebook.parameters) == ["seq_len", "scale", "causal", "order", "rates", "seed", "output_dir"]
     rates = notebook.parameters["rates"]
     assert (rates.annotation, rates.default, rates.meaning) == ("list[int]", [1, 2], "dilations")
     assert type(notebook.parameters["scale"].default) is float
+    # Texts in a cell of parameters may look like code.
+    lines = ['a: str = "x = 1 # y"  # what = this #1', "b: list[str] = [", '    "#",  # one', '    "=="]  # # two']
+    known = points.read_notebook(write_notebook(tmp_path, "00_a", parameters="\n".join(lines))).parameters
+    assert (known["a"].default, known["a"].meaning) == ("x = 1 # y", "what = this #1")
+    assert (known["b"].default, known["b"].meaning) == (["#", "=="], "# two")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_a_notebook_is_read_with_its_prose_and_its_parameters(notebook):
 def test_a_parameter_that_is_no_typed_literal_is_refused(tmp_path, line):
     path = write_notebook(tmp_path, "00_bad", parameters=line)
     with pytest.raises(ValueError, match=r"00_bad\.ipynb"):
-        read_notebook(path)
+        points.read_notebook(path)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def test_a_parameter_that_is_no_typed_literal_is_refused(tmp_path, line):
     ],
 )
 def test_a_word_of_the_command_line_gets_the_type_of_its_parameter(text, annotation, value):
-    parsed = parse_value("name", text, annotation)
+    parsed = points.parse_value("name", text, annotation)
     assert parsed == value
     assert type(parsed) is type(value)
 
@@ -73,7 +71,7 @@ def test_a_word_of_the_command_line_gets_the_type_of_its_parameter(text, annotat
 )  # fmt: skip
 def test_a_word_of_another_type_is_refused_by_name(text, annotation):
     with pytest.raises(TypeError, match="seed must be"):
-        parse_value("seed", text, annotation)
+        points.parse_value("seed", text, annotation)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_a_file_that_is_not_flat_is_refused(tmp_path, text, message):
     path = tmp_path / "sizes.yaml"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=f"sizes.yaml.*{message}"):
-        read_parameter_file(path)
+        points.read_parameter_file(path)
 
 
 def file_of(folder, text):
@@ -100,7 +98,7 @@ def file_of(folder, text):
 
 
 def test_the_command_line_goes_before_the_file(notebook, tmp_path):
-    (point,) = make_points(notebook, {"seq_len": "32"}, file_of(tmp_path, "{seq_len: 64, rates: [4], scale: 1}"))
+    (point,) = points.make_points(notebook, {"seq_len": "32"}, file_of(tmp_path, "{seq_len: 64, rates: [4], scale: 1}"))
     assert point.changes == {"seq_len": 32, "rates": [4], "scale": 1.0}
     assert point.parameters["order"] == "hilbert"
 
@@ -110,7 +108,7 @@ def test_the_command_line_goes_before_the_file(notebook, tmp_path):
 def test_a_text_means_in_a_file_what_it_means_on_the_command_line(notebook, tmp_path, name, text):
     def told(*how):
         try:
-            return make_points(notebook, *how)[0].parameters[name]
+            return points.make_points(notebook, *how)[0].parameters[name]
         except TypeError as error:
             return str(error)
 
@@ -124,41 +122,30 @@ def test_a_text_means_in_a_file_what_it_means_on_the_command_line(notebook, tmp_
 def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, tmp_path, name, message):
     for how in (({name: "1"},), ({}, file_of(tmp_path, f"{name}: 1"))):
         with pytest.raises(ValueError, match=message):
-            make_points(notebook, *how)
-
-
-def test_texts_in_a_parameters_cell_may_look_like_code(tmp_path):
-    lines = ['a: str = "x = 1 # y"  # what = this #1', "b: list[str] = [", '    "#",  # one', '    "=="]  # # two']
-    known = read_notebook(write_notebook(tmp_path, "00_a", parameters="\n".join(lines))).parameters
-    assert (known["a"].default, known["a"].meaning) == ("x = 1 # y", "what = this #1")
-    assert (known["b"].default, known["b"].meaning) == (["#", "=="], "# two")
+            points.make_points(notebook, *how)
 
 
 def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
     write_notebook(tmp_path, "01_b")
     write_notebook(tmp_path, "00_a")
     (tmp_path / "._00_a.ipynb").write_bytes(b"\x00\x05\x16\x07")  # what macOS leaves on other file systems
-    assert [each.name for each in find_notebooks(tmp_path)] == ["00_a", "01_b"]
-    assert [each.name for each in find_notebooks(tmp_path, ["notebooks/01_b.ipynb"])] == ["01_b"]
+    assert [each.name for each in points.find_notebooks(tmp_path)] == ["00_a", "01_b"]
+    assert [each.name for each in points.find_notebooks(tmp_path, ["notebooks/01_b.ipynb"])] == ["01_b"]
     with pytest.raises(ValueError, match="did you mean '00_a'"):
-        find_notebooks(tmp_path, ["00_aa"])
+        points.find_notebooks(tmp_path, ["00_aa"])
     with pytest.raises(ValueError, match="holds no notebooks"):
-        find_notebooks(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_broken_notebook_is_named_and_stops_no_call_for_another(tmp_path, text):
-    write_notebook(tmp_path, "00_good")
-    (tmp_path / "99.ipynb").write_text(text)
-    assert [each.name for each in find_notebooks(tmp_path, ["00_good"])] == ["00_good"]
-    with pytest.raises(ValueError, match=r"^99\.ipynb: "):
-        find_notebooks(tmp_path)
+        points.find_notebooks(tmp_path / "elsewhere")
+    for broken in ("{", "[]", "{}"):
+        (tmp_path / "99.ipynb").write_text(broken)
+        assert [each.name for each in points.find_notebooks(tmp_path, ["00_a"])] == ["00_a"]
+        with pytest.raises(ValueError, match=r"^99\.ipynb: "):
+            points.find_notebooks(tmp_path)
 
 
 def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
     def point(code="print(1)", parameters=PARAMETERS, **texts):
-        notebook = read_notebook(write_notebook(tmp_path, "00_a", code, parameters=parameters))
-        return make_points(notebook, texts)[0]
+        notebook = points.read_notebook(write_notebook(tmp_path, "00_a", code, parameters=parameters))
+        return points.make_points(notebook, texts)[0]
 
     default, same, other = point(), point(seq_len="08"), point(seq_len="9")
     assert (default.name, default.key) == (same.name, same.key)
@@ -172,7 +159,7 @@ def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
 
 def test_a_sweep_holds_every_combination_once(notebook, tmp_path):
     texts = {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}
-    grid = make_points(notebook, texts, file_of(tmp_path, "scale: 2"), is_sweep=True)
+    grid = points.make_points(notebook, texts, file_of(tmp_path, "scale: 2"), is_sweep=True)
     found = [(point.parameters["rates"], point.parameters["seed"]) for point in grid]
     assert found == [([1], 0), ([1], 1), ([1, 2], 0), ([1, 2], 1), ([4], 0), ([4], 1)]
     assert all(point.parameters["order"] == "snake" and point.parameters["scale"] == 2.0 for point in grid)
@@ -181,8 +168,8 @@ def test_a_sweep_holds_every_combination_once(notebook, tmp_path):
 
 def test_shards_share_out_every_point_once_and_others_are_refused():
     for jobs in (1, 3, 7):
-        shares = [take_shard(list(range(6)), f"{job}/{jobs}") for job in range(1, jobs + 1)]
+        shares = [points.take_shard(list(range(6)), f"{job}/{jobs}") for job in range(1, jobs + 1)]
         assert sorted(point for share in shares for point in share) == list(range(6))
     for shard in ("0/2", "3/2", "1", "a/b", "-1/2"):
         with pytest.raises(ValueError, match="shard must be i/n"):
-            take_shard([1, 2], shard)
+            points.take_shard([1, 2], shard)

@@ -11,15 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tiny_notebooks import LOADS, make_run
 
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.suite.report import (
-    find_runs,
-    read_points,
-    write_index,
-    write_notebook_page,
-    write_page,
-    write_report,
-    write_table,
-)
+from hilbert_lib.lab.suite import report
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -56,7 +48,7 @@ def page_of(notebook, **changed):
     def lead(path):
         return {"01_next.ipynb": "../01_next-0123abcd/01_next.html"}.get(path)
 
-    return write_notebook_page(notebook, MANIFEST | changed, lead).read_text()
+    return report.write_notebook_page(notebook, MANIFEST | changed, lead).read_text()
 
 
 def test_the_page_of_a_notebook_asks_no_host_for_anything(executed):
@@ -64,8 +56,7 @@ def test_the_page_of_a_notebook_asks_no_host_for_anything(executed):
 
     page = page_of(executed)
     assert not LOADS.findall(page)
-    assert "require.min.js" not in page
-    assert "MathJax" not in page
+    assert not re.findall("require.min.js|MathJax", page)
     stock, _ = HTMLExporter().from_filename(str(executed))
     assert len(LOADS.findall(stock)) >= 3  # the search finds what the stock page loads
 
@@ -78,8 +69,7 @@ def test_formulas_become_mathml_and_a_widget_its_picture(executed):
     assert "<code>$code$</code>" in page
     assert "\\frac" not in page
     assert page.count(f"data:image/png;base64,{PIXEL}") == 2  # the widget's, and the one attached to a cell
-    assert "widget-view+json" not in page
-    assert "widget-state+json" not in page
+    assert not re.findall(r"widget-(?:view|state)\+json", page)
 
 
 def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(executed):
@@ -92,12 +82,9 @@ def test_links_lead_to_pages_back_to_the_index_and_none_to_a_missing_one(execute
     assert "<title>Is it? (seq_len = 16)</title>" in page
 
 
-@pytest.mark.parametrize(
-    "said", ["costs $\\frac$ of $x$", "no __init__ for *args*", "<script>alert(1)</script>", "a\n\n# b"]
-)
-def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed, said):
-    error = {"type": "ValueError", "message": said, "cell": 3}
-    page = page_of(executed, status="failed", error=error)
+def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed):
+    said = "costs $\\frac$ of $x$, no __init__ for *args*, <script>alert(1)</script>\n\n# b"
+    page = page_of(executed, status="failed", error={"type": "ValueError", "message": said, "cell": 3})
     assert page.index("did not finish") < page.index("<mfrac>")
     (shown,) = re.findall(r"<pre>(ValueError: .*?)</pre>", page)
     assert html.unescape(shown) == f"ValueError: {' '.join(said.split())} (cell In [3])"
@@ -113,8 +100,8 @@ def test_the_index_shows_every_point_with_links_that_lead_somewhere(tmp_path):
     make_run(run_folder, changes={"seq_len": 16})
     make_run(run_folder, error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(run_folder, "01_b", error={"type": "ValueError", "message": "<too short>", "cell": 4})
-    index = write_report(run_folder)
-    write_index(run_folder.parent)
+    index = report.write_report(run_folder)
+    report.write_index(run_folder.parent)
     page = index.read_text()
     assert not LOADS.findall(page)
     assert "2 of 4 finished" in page
@@ -133,15 +120,15 @@ def test_notebooks_of_a_run_lead_to_each_other_and_pages_are_written_again_on_re
     run_folder = tmp_path / "local" / "cpu-1"
     first = make_run(run_folder, prose="# First?\n\nThen [the next](01_b.ipynb), not [this](02_c.ipynb).")
     second = make_run(run_folder, "01_b", changes={"seq_len": 16}, prose="# Next?\n\nAfter [it](00_a.ipynb).")
-    index = write_report(run_folder)
+    index = report.write_report(run_folder)
     pages = [index, first / "00_a.html", second / "01_b.html"]
     links = {(page.parent / link).resolve() for page in pages for link in links_of(page)}
     assert {first / "00_a.html", second / "01_b.html", index} <= links
     assert all(link.exists() for link in links if "index" not in link.name)
     pages[1].write_text("kept")
-    write_report(run_folder)
+    report.write_report(run_folder)
     assert pages[1].read_text() == "kept"
-    write_report(run_folder, rebuild=True)
+    report.write_report(run_folder, rebuild=True)
     assert pages[1].read_text() != "kept"
 
 
@@ -150,10 +137,10 @@ def test_the_index_of_all_runs_links_them_under_the_readme(tmp_path):
     for run in ("h200/gpu-1", "h100/gpu-2"):
         make_run(root / run)
     (root / "README.md").write_text("# Ours\n\n[one](h200/gpu-1/00_a/00_a.ipynb), [gone](h200/gpu-1/01/01.ipynb)")
-    for run in find_runs(root):
-        write_report(run, root)
+    for run in report.find_runs(root):
+        report.write_report(run, root)
         assert "../../index.html" in links_of(run / "index.html")
-    index = write_index(root)
+    index = report.write_index(root)
     assert not LOADS.findall(index.read_text())
     assert set(links_of(index)) == {"h200/gpu-1/index.html", "h100/gpu-2/index.html", "h200/gpu-1/00_a/00_a.html"}
     assert all((root / link).exists() for link in links_of(index))
@@ -164,23 +151,23 @@ def test_runs_are_found_at_any_depth_and_running_ones_are_not_shown(tmp_path):
     make_run(run_folder)
     (run_folder / "00_a").rename(run_folder / ".00_a.0123abcd")
     with pytest.raises(ValueError, match="no runs in"):
-        find_runs(tmp_path / "reports")
+        report.find_runs(tmp_path / "reports")
     make_run(run_folder, "01_b")
-    assert find_runs(tmp_path / "reports") == find_runs(run_folder) == [run_folder]
-    assert "00_a" not in write_report(run_folder).read_text()
+    assert report.find_runs(tmp_path / "reports") == report.find_runs(run_folder) == [run_folder]
+    assert "00_a" not in report.write_report(run_folder).read_text()
 
 
 def test_files_that_were_cut_off_do_not_stop_the_report_of_the_others(tmp_path):
     run_folder = tmp_path / "local" / "cpu-1"
     (make_run(run_folder) / "manifest.json").write_text("")
     with pytest.raises(ValueError, match="no runs in"):
-        find_runs(tmp_path)
+        report.find_runs(tmp_path)
     point = make_run(run_folder, "01_b", prose="# Title\n\nSee [it](00_a.ipynb).")
     folder = make_run(run_folder, "02_c", error={"type": "OSError", "message": "No space left", "cell": 1})
     (folder / "02_c.ipynb").write_text('{"cells": [')
     manifest = json.loads((point / "manifest.json").read_text())
     (point / "manifest.json").write_text(json.dumps({**manifest, "figures": ["gone.png", "b_first.png"]}))
-    page = write_report(run_folder).read_text()
+    page = report.write_report(run_folder).read_text()
     assert "1 of 2 finished" in page
     assert "cannot be shown" in page
     assert "b_first.png" in page
@@ -193,7 +180,7 @@ FORMULAS = ["\\left( x", "x^{2}'", "a^b^c", "\\begin{cases} a", "x^", " ", "{", 
 
 @pytest.mark.parametrize("prose", [*(f"of ${each}$ here" for each in FORMULAS), "of $$\\sqrt$$ here"])
 def test_a_formula_that_cannot_be_shown_is_shown_as_it_is_written(tmp_path, prose):
-    page = write_page(tmp_path / "a.html", "A", prose, str).read_text()
+    page = report.write_page(tmp_path / "a.html", "A", prose, str).read_text()
     shown = html.unescape(re.search(r"of (.*?) ?here", page.partition("<main")[2], re.DOTALL)[1])
     assert prose.split("$")[-2] in shown
     assert "<code>" in shown
@@ -207,8 +194,8 @@ def test_one_fault_of_a_page_takes_neither_the_index_nor_the_other_pages(tmp_pat
     (make_run(run_folder, "02_c") / "02_c.ipynb").write_text('{"cells": 1, "nbformat": 4, "nbformat_minor": 5}')
     for other in ("[]", "{}", "\udcff", "{"):  # other programs have manifests too
         (tmp_path / "manifest.json").write_bytes(other.encode(errors="surrogateescape"))
-        assert find_runs(tmp_path) == [run_folder]
-    page = write_report(run_folder).read_text()
+        assert report.find_runs(tmp_path) == [run_folder]
+    page = report.write_report(run_folder).read_text()
     assert "3 of 3 finished" in page
     assert "cannot be shown" in page
     assert 'href="01_b/01_b.html"' in page
@@ -224,8 +211,8 @@ def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
         append_lines([pair, {"kind": "measurement", **side}, {"kind": "counters"}], folder / RESULTS)
     make_run(tmp_path, changes={"seq_len": 32}, error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(tmp_path, "01_b")
-    table = pd.read_csv(write_table(tmp_path, "00_a"))
-    assert len(read_points(tmp_path)) == 4
+    table = pd.read_csv(report.write_table(tmp_path, "00_a"))
+    assert len(report.read_points(tmp_path)) == 4
     assert table.point.nunique() == 3
     assert sorted(table.status) == ["failed", *["ok"] * 6]
     assert set(map(tuple, table[["seq_len", "rates"]].values)) == {(16, "[1, 2]"), (8, "[1, 4]"), (32, "[1, 2]")}

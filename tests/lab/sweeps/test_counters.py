@@ -1,17 +1,23 @@
-"""Reading hardware counters: what `ncu` prints becomes a table, and what keeps it from printing is said."""
+"""Hardware counters: what `ncu` prints or refuses, and launches in every order beside the model of what is counted."""
 
-import stat
+import json
+import statistics
 import sys
-import time
 from contextlib import suppress
 from functools import partial
 
+import pandas as pd
 import psutil
 import pytest
 import torch
+from own_processes import wait_for
 
-from hilbert_lib.lab.sweeps import counters
+from hilbert_lib.lab.cache.l2 import Gpu
+from hilbert_lib.lab.cache.predicted import QUANTITIES
+from hilbert_lib.lab.records import committed_records, read_records
+from hilbert_lib.lab.sweeps import counters as benchmarks
 from hilbert_lib.lab.sweeps.counters import METRICS, count_calls, found_percent, parse_counters
+from hilbert_lib.machine import NO_GPU
 
 HEADER = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
 VALUES = {name: f"{10**n:,}" for n, name in enumerate(METRICS)}
@@ -29,13 +35,13 @@ def printed(launches=2, values=VALUES):
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """A stand-in for ncu that prints what it is told, and the file where it notes its arguments."""
+    """A stand-in for ncu that prints what it is told, or runs a script; and the file where it notes its arguments."""
 
-    def install(text, status=0):
-        script = tmp_path / "ncu"
+    def install(text="", status=0, script=""):
         note = f"open({str(tmp_path / 'args')!r}, 'w').write(repr(sys.argv))"
-        script.write_text(f"#!{sys.executable}\nimport sys\n{note}\nprint({text!r})\nsys.exit({status})\n")
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        prints = f"#!{sys.executable}\nimport sys\n{note}\nprint({text!r})\nsys.exit({status})\n"
+        (tmp_path / "ncu").write_text(script or prints)
+        (tmp_path / "ncu").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         return tmp_path / "args"
 
@@ -60,36 +66,28 @@ def test_a_child_makes_the_calls_and_one_kernel_of_it_is_counted(ncu):
     assert given.endswith(f"""'-c', '{program}', '{{"n": 2}}']""")
 
 
-def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(tmp_path, monkeypatch):
-    script, pid = tmp_path / "ncu", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\n/bin/sleep 60 &\necho $! > {pid}\nwait\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"ncu took longer than 2 s over \{\}"):
-        count_calls({}, kernel="forward_kernel", timeout=2)
+def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(ncu, tmp_path):
+    pid = tmp_path / "pid"
+    ncu(script=f"#!/bin/sh\n/bin/sleep 60 &\necho $! > {pid}\nwait\n")
+    with pytest.raises(RuntimeError, match=r"ncu took longer than 1 s over \{\}"):
+        count_calls({}, kernel="forward_kernel", timeout=1)
     with suppress(psutil.NoSuchProcess):
-        program, deadline = psutil.Process(int(pid.read_text())), time.monotonic() + 5
-        while program.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "the watched program lives"
-            time.sleep(0.05)
+        program = psutil.Process(int(pid.read_text()))
+        wait_for(lambda: program.status() == psutil.STATUS_ZOMBIE, 5)
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "words"),
-    [
+def test_what_keeps_ncu_from_counting_is_said(ncu, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="ncu is not on the PATH"):
+        count_calls({}, kernel="forward_kernel")
+    for text, status, words in (
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", 1, "may not read the GPU's counters"),
         ("==ERROR== LibraryNotLoaded", 9, "status 9: ==ERROR== LibraryNotLoaded"),
         ("==WARNING== No kernels were profiled.", 0, "launched no kernel named 'forward_kernel'"),
-        (None, 0, "ncu is not on the PATH"),
-    ],
-)
-def test_what_keeps_ncu_from_counting_is_said(ncu, text, status, words, monkeypatch, tmp_path):
-    if text is None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    else:
+    ):
         ncu(text, status)
-    with pytest.raises(RuntimeError, match=words):
-        count_calls({}, kernel="forward_kernel")
+        with pytest.raises(RuntimeError, match=words):
+            count_calls({}, kernel="forward_kernel")
 
 
 @pytest.mark.parametrize("value", ["n/a", None])
@@ -104,15 +102,149 @@ def test_a_metric_without_a_number_is_named_and_the_others_are_read(ncu, value):
 
 def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):
     said = []
-    monkeypatch.setattr(counters, "calls", lambda n: (partial(said.append, i) for i in range(n)))
+    monkeypatch.setattr(benchmarks, "calls", lambda n: (partial(said.append, i) for i in range(n)))
     monkeypatch.setattr(sys, "argv", ["-c", '{"n": 2}'])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: said.append("stop"))
-    counters.make_calls()
+    benchmarks.make_calls()
     assert said == [0, "start", 0, "stop", 1, "start", 1, "stop"]
 
 
 def test_what_l2_finds_in_either_half_or_joins_is_found():
     table = parse_counters(printed(1)).assign(l1_sectors=200, l2_sectors=150, l2_hit_sectors=90, far_hit_sectors=40)
     assert found_percent(table).tolist() == [90.0]  # 20 of 200 sectors come from memory
+
+
+GPU = Gpu("small", 2**16, 4)
+SIZES = {"lengths": [32], "heads": 2, "dilations": [1, 4], "row_bytes": [32, 64], "keys": 4}
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """A stand-in for ncu, and its arguments: the works' launches, counted as their number plus 100; it in L2."""
+    asked = []
+
+    def count_calls(arguments, *, kernel):
+        asked.append((arguments, kernel))
+        launches = range(len(list(benchmarks.works(**arguments))))
+        counted = pd.DataFrame({name: [100.0 + n for n in launches] for name in METRICS})
+        return counted.assign(l2_hit_sectors=[float(n) for n in launches], far_hit_sectors=0.0)
+
+    info = {name: value for name, value in vars(NO_GPU).items() if name not in ("l2_bytes", "multiprocessors")}
+    known = type(NO_GPU)(**info, l2_bytes=2**16, multiprocessors=4)
+    monkeypatch.setattr(benchmarks, "count_calls", count_calls)
+    monkeypatch.setattr(benchmarks, "get_gpu_info", lambda: known)
+    return asked
+
+
+def without_moment(records):
+    """Records as JSON holds them, but for when they were made."""
+    return [{**each, "environment": None} for each in json.loads(json.dumps(records))]
+
+
+@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+def test_the_call_of_a_work_gives_the_same_in_every_order(kernel):
+    results = {}
+    for work in benchmarks.works(kernel, **SIZES | {"heads": 1, "row_bytes": [32]}):  # interpreted
+        results.setdefault(work.record["parameters"]["dilation"], []).append(work.call()())
+    assert len(results) == 2
+    for rate, found in results.items():
+        assert len(found) == 7 + (kernel == "forward" and 4 * rate < 32)  # a curve a segment
+        assert all(torch.equal(found[0], other) for other in found)
+        rows = {"forward": (1, 32, 1, 16), "decoding": (1, 1, 1, 16), "gather": (32 // rate, 16)}
+        assert found[0].shape == rows[kernel]
+        assert found[0].abs().sum() > 0
+    if kernel == "gather":  # it copies the rows of the branch head by head
+        work = next(benchmarks.works("gather", **SIZES | {"dilations": [4]}))
+        k = work.inputs.tensors[1]
+        assert torch.equal(work.call()(), torch.cat([k[0, ::4, head] for head in range(2)]))
+
+
+def test_every_work_is_recorded_once_with_what_was_counted_and_predicted(counting, tmp_path):
+    records = benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES)
+    arguments, kernel = counting[0]
+    assert json.loads(json.dumps(arguments)) == {"kernel": "decoding", **SIZES}
+    assert kernel == "regex:^decode_kernel"
+    works = list(benchmarks.works("decoding", **SIZES))
+    assert len(records) == len(works) == 28
+    assert [record["kind"] for record in records] == ["counters"] * 28
+    for n, (work, record) in enumerate(zip(works, records, strict=True)):
+        assert record["parameters"] == work.record["parameters"]
+        assert record["counted"]["l1_sectors"] == 100 + n
+        assert record["predicted"] == vars(work.predicted(GPU))
+    assert without_moment(read_records(tmp_path / "results.jsonl")) == without_moment(records)
+    again = benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES)
+    assert len(counting) == 1
+    assert without_moment(again) == without_moment(records)
+    benchmarks.count("gather", output_dir=str(tmp_path), **SIZES)
+    benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES | {"heads": 4})
+    assert len(counting) == 3
+
+
+def test_launches_that_are_not_one_a_call_are_refused(counting, monkeypatch):
+    count_calls = benchmarks.count_calls
+    monkeypatch.setattr(benchmarks, "count_calls", lambda *asked, **how: count_calls(*asked, **how)[1:])
+    with pytest.raises(RuntimeError, match="each call must be one launch, got 13 launches of 14 calls"):
+        benchmarks.count("gather", **SIZES | {"dilations": [4]})
+
+
+def test_the_table_has_the_last_record_of_each_work(counting):
+    old, new = (benchmarks.count("forward", **SIZES | {"lengths": [32, 64]}) for _ in range(2))
+    for record in new:
+        record["counted"]["time_ns"] = None  # not known to this GPU
+    table = benchmarks.counter_table([{"kind": "comparison"}, *old, *new])
+    assert len(table) == len(new)
+    assert table.length.value_counts().to_dict() == {32: 32, 64: 32}
+    assert table.time_ns.isna().all()
+    assert {"kernel", "layout", *QUANTITIES, *(f"predicted_{name}" for name in QUANTITIES)} <= set(table)
+    by_segment = table[table.layout == "hilbert per segment"]
+    assert set(zip(by_segment.length, by_segment.dilation, strict=True)) == {(32, 1), (32, 4), (64, 1), (64, 4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", benchmarks.KERNELS)
+def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
+    from torch.profiler import ProfilerActivity, profile
+
+    from hilbert_lib.attention.triton import arguments
+
+    assert not arguments.is_interpreted()
+    call = next(benchmarks.calls(kernel=kernel, **SIZES | {"lengths": [4096], "keys": 1024, "dilations": [4]}))
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    names = {"forward": ["forward_kernel"], "decoding": ["decode_kernel"], "gather": ["gather", "index"]}[kernel]
+    launched = [event.count for event in seen.key_averages() if any(name in event.key.lower() for name in names)]
+    assert sum(launched) == 1
+
+
+def counted_of(kernel):
+    counted = [each for each in committed_records("06_kernel_benchmarks") if each.get("kind") == "counters"]
+    counted = [each for each in counted if (each["name"], each["parameters"]["row_bytes"]) == (kernel, 32)]
+    length = statistics.mode(each["parameters"]["length"] for each in counted)
+    return [each for each in counted if each["parameters"]["length"] == length]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dilations", "points"),
+    [
+        ("decoding", [4, 16, 64], 4.5),
+        pytest.param("decoding", [1], 4.5, marks=pytest.mark.full),  # half a minute
+        ("forward", [4, 16, 64], 10.0),
+    ],
+)
+@pytest.mark.evidence
+def test_the_share_that_l2_finds_is_near_the_committed_counts(kernel, dilations, points):
+    records = counted_of(kernel)
+    table = benchmarks.counter_table(records).query("dilation in @dilations")
+    counted = table.set_index(["layout", "dilation"]).l2_found_percent
+    assert len(counted) >= 7 * len(dilations)
+    length, heads, keys = (int(table[name].iloc[0]) for name in ("length", "heads", "keys"))
+    sizes = {"lengths": [length], "heads": heads, "keys": keys, "dilations": dilations, "row_bytes": [32]}
+    names = ("layout", "dilation")
+    works = {tuple(work.record["parameters"][n] for n in names): work for work in benchmarks.works(kernel, **sizes)}
+    gpu = Gpu(**records[0]["model"])
+    off = {case: abs(works[case].predicted(gpu).l2_found_percent - found) for case, found in counted.items()}
+    assert max(off.values()) < points, off

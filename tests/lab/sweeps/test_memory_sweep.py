@@ -68,6 +68,10 @@ def test_every_strategy_gives_the_results_of_the_plain_call(on_cpu, direction, t
     assert (table.allocated_bytes == 18).all()
     assert (table.fragmented_bytes == 30 - 20).all()
     assert len(compare_runs(tmp_path, tmp_path)) == 8
+    run = sweeps.STRATEGIES["kept"](lambda n: (torch.full((1, n), float(n)),), [3, 5])
+    first, second = run(5)[0], run(3)[0]
+    assert first.data_ptr() == second.data_ptr(), "kept buffers stay where they are"
+    assert first.tolist() == [[3.0, 3.0, 3.0, 5.0, 5.0]]
 
 
 def test_an_interrupted_workload_goes_on_with_the_strategies_that_are_missing(on_cpu, monkeypatch, tmp_path):
@@ -81,13 +85,6 @@ def test_an_interrupted_workload_goes_on_with_the_strategies_that_are_missing(on
     assert pool_comparison([works(16)], **asked) == read_records(path)
     with pytest.raises(TypeError):
         pool_comparison([works(24)], **asked)
-
-
-def test_kept_buffers_stay_where_they_are():
-    run = sweeps.STRATEGIES["kept"](lambda n: (torch.full((1, n), float(n)),), [3, 5])
-    first, second = run(5)[0], run(3)[0]
-    assert first.data_ptr() == second.data_ptr()
-    assert first.tolist() == [[3.0, 3.0, 3.0, 5.0, 5.0]]
 
 
 HOST = {"device": "cpu", "on_cpu": True, "repetitions": 5, "seconds": 0.1}

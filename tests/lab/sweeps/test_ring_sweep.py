@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refusals
 from grid_cases import exact
 
 from hilbert_lib.lab.sustained import WINDOWS
@@ -20,11 +21,10 @@ EVERY = (*TRANSPORTS, GATHERED, *ORDERS, DENSE_RING)
 def measured(tmp_path_factory):
     """Works of one and two ranks over gloo, the folder that keeps them, and their records."""
     folder, timed = tmp_path_factory.mktemp("ring"), {"repetitions": 3, **SIZES}
-    grid = {"sides": (*SHARDINGS, ALONE), "sustained_seconds": 0.01, "dtype": "float32", **timed}
-    grid.pop("first_segment")
+    grid = {"sides": (*SHARDINGS, ALONE), "sustained_seconds": 0.01, "dtype": "float32"}
+    grid |= {"repetitions": 3, "heads": 2, "head_dim": 8}
     works = [
         Work.spanning("weak", 1, 32, sustained_seconds=0.01, **timed),
-        Work.spanning("strong", 1, 64, **timed),
         Work.spanning("weak", 2, 64, sides=("auto", ALONE), sustained_seconds=0.01, **timed),
         Work.spanning("strong", 2, 64, sides=EVERY, **timed),
         Work.spanning("lengths", 2, 256, growth=4, backward=False, **timed),
@@ -96,21 +96,20 @@ def test_what_the_folder_holds_is_not_measured_again(measured, monkeypatch):
     assert run_works(works, output_dir=str(folder), backend="gloo") == records
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"sides": ("fast",)}, "sides must be of auto"),
-        ({"tokens": 65}, "tokens must be a multiple of the ranks, 2"),
-        ({"first_segment": 0}, "first_segment must be an integer"),
-        ({"growth": 1}, "growth must be an integer"),
-    ],
-)
-def test_works_that_cannot_be_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        Work.spanning("weak", 2, **{"tokens": 64, **SIZES, **wrong})
+def work(**changed):
+    return Work.spanning("weak", 2, **{"tokens": 64, **SIZES, **changed})
 
 
-def test_grids_that_cannot_be_are_refused():
-    for wrong, words in (({"sides": ("ring",)}, "sides must be of rectangles"), ({"shape": (5, 5)}, "2 equal parts")):
-        with pytest.raises(ValueError, match=words):
-            GridOverRanks("grid", 2, **{"shape": (4, 4), "window": (3, 3), "heads": 1, "head_dim": 8} | wrong)
+def grid(**changed):
+    return GridOverRanks("grid", 2, **{"shape": (4, 4), "window": (3, 3), "heads": 1, "head_dim": 8} | changed)
+
+
+WRONG = [
+    (lambda: work(sides=("fast",)), "sides must be of auto"),
+    (lambda: work(tokens=65), "tokens must be a multiple of the ranks, 2"),
+    (lambda: work(first_segment=0), "first_segment must be an integer"),
+    (lambda: work(growth=1), "growth must be an integer"),
+    (lambda: grid(sides=("ring",)), "sides must be of rectangles"),
+    (lambda: grid(shape=(5, 5)), "2 equal parts"),
+]
+test_works_that_cannot_be_are_refused = refusals({ValueError: WRONG})
