@@ -35,12 +35,12 @@ class SampledRows:
     def error(self, results: Results, slots: Tensor | None = None) -> float:
         """Relative difference of (out,), or the largest of (dq, dk, dv). slots: the row of each position, if not it."""
         out, dq = self._of_queries
-        exact = [out] if len(results) == 1 else [dq, *self._of_keys]
+        exact = [out] if len(results) == 1 else [dq, *(self._of_keys if self._keys else ())]
         rows = [positions - self._first if slots is None else slots[positions] for positions in self._queries]
         keys = [own[: self._keys] for own in rows]
         sampled = [
             torch.cat([x[0, own, head] for head, own in enumerate(of_heads)])
-            for x, of_heads in zip(results, (rows, keys, keys), strict=False)
+            for x, of_heads, _ in zip(results, (rows, keys, keys), exact, strict=False)
         ]
         return relative_difference(sampled, exact)
 

@@ -45,7 +45,7 @@ def back_to_back(
                 for _ in range(count):
                     run()
                 marks.append(_mark(device))
-        _wait(device)
+        wait(device)
         if device.type == "cuda":  # one more look, so that the last window has an end
             time.sleep(2 * WATCH_SECONDS)
     ends = [_seconds(marks[0], mark) for mark in marks]
@@ -61,26 +61,27 @@ def back_to_back(
 def seconds_of_a_call(run: Callable[[], object], device: torch.device, alone: float) -> float:
     """Of a call among others, for about a tenth of a second; `alone`: seconds of one that is waited for."""
     count = max(1, round(0.1 / alone))
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     for _ in range(count):
         run()
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - started) / count
 
 
 def _host_ms(run: Callable[[], object], device: torch.device) -> float:
     took = []
     for _ in range(HOST_CALLS):
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         run()
         took.append((time.perf_counter() - started) * 1e3)
-    _wait(device)
+    wait(device)
     return statistics.median(took)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU is done with what is queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.grids.api import neighbourhood_attention
 from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.exact_rows import SampledRows
+from hilbert_lib.lab.exact_rows import SampledRows, Seen
 from hilbert_lib.lab.sweeps.grids import GridWork
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention
@@ -133,14 +133,12 @@ class GridOverRanks:
         cells = self._shards(side).cells(self.shape, dist.get_rank()).to(out.device)
         slots = torch.full((self.near.length,), -1, dtype=torch.int64, device=out.device)
         slots[cells] = torch.arange(len(cells), device=out.device)
-        q, k, v, dout = (Spread(x, slots) for x in (*inputs[:3], out if inputs[3] is None else inputs[3]))
         generator = torch.Generator("cpu").manual_seed(0)
         drawn = torch.randint(self.near.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu")
         middle = sum(n // 2 * prod(self.shape[axis + 1 :]) for axis, n in enumerate(self.shape))
         drawn[:, 0], drawn[:, 1] = middle, max(0, middle - 1)
-        sampled = SampledRows((q, k, v, dout), self.near, list(drawn), keys=1)
-        found = {"out": sampled.error([Spread(out, slots)])}
-        return found | ({"dq": sampled.error([Spread(x, slots) for x in grads])} if grads else {})
+        spread = partial(Spread, length=self.near.length, heads=self.heads, row_of=slots.__getitem__)
+        return spread_errors(spread, self.near, list(drawn), inputs, out, grads, keys=1)
 
     def _shards(self, side: str) -> Shards:
         return sharding(side, self.shape, self.ranks)
@@ -154,20 +152,32 @@ class GridOverRanks:
 class Spread:
     """A tensor (1, rows, heads, head_dim) whose rows lie on the ranks: indexed as `exact_rows` does, all fetch them.
 
-    slots: of every position the row of `own`, or -1.
+    length: of the whole. heads: those of k; of more, one in each group is shown. row_of: of positions the row of `own`,
+    or -1.
     """
 
-    def __init__(self, own: Tensor, slots: Tensor):
-        self._own, self._slots, self.device = own, slots, own.device
-        self.shape = (1, len(slots), *own.shape[2:])
+    def __init__(self, own: Tensor, *, length: int, heads: int, row_of: Callable[[Tensor], Tensor]):
+        self._own, self._row_of, self.device = own, row_of, own.device
+        self._group, self.shape = own.shape[2] // heads, (1, length, heads, own.shape[3])
 
     def __getitem__(self, at: tuple[int, Tensor, int]) -> Tensor:
         _, positions, head = at
-        slots = self._slots[positions]
+        slots = self._row_of(positions)
         rows = torch.zeros(len(slots), self.shape[3], dtype=torch.float64, device=self.device)
-        rows[slots >= 0] = self._own[0, slots[slots >= 0], head].double()
+        rows[slots >= 0] = self._own[0, slots[slots >= 0], head * self._group + head % self._group].double()
         dist.all_reduce(rows)
         return rows
+
+
+def spread_errors(
+    spread: Callable[[Tensor], Spread], seen: Seen, queries: Sequence[Tensor], inputs: Sequence[Tensor | None],
+    out: Tensor, grads: Sequence[Tensor], *, keys: int,
+) -> dict:  # fmt: skip
+    """Relative errors of "out" and, where there are gradients, "dq", as `SampledRows` finds them over the ranks."""
+    given = (*inputs[:3], out if inputs[3] is None else inputs[3])
+    sampled = SampledRows([spread(x) for x in given], seen, queries, keys=keys)
+    found = {"out": sampled.error([spread(out)])}
+    return found | ({"dq": sampled.error([spread(x) for x in grads])} if grads else {})
 
 
 def halo_costs(near: Neighbourhood, kind: str, ranks: int, *, heads: int, head_dim: int, dtype: torch.dtype) -> dict:

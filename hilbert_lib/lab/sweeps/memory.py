@@ -15,6 +15,7 @@ from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, Side, identity, record_identity, relative_difference
+from hilbert_lib.lab.sustained import wait
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
@@ -258,6 +259,5 @@ def _whole_call(work: Workload, about: dict) -> Side:
 
 def _finished(call: Callable[[], Results], device: torch.device) -> Results:
     results = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return results

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.call import Call
 from hilbert_lib.lab.environment import environment
+from hilbert_lib.lab.exact_rows import sampled_positions
 from hilbert_lib.lab.records import RESULTS, append_lines
-from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back
+from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back, wait
 from hilbert_lib.lab.sweep import Kept
-from hilbert_lib.lab.sweeps.halos import ALONE, OF_ALL_SIDES, GridOverRanks
-from hilbert_lib.lab.sweeps.ring_exactness import sampled_errors
+from hilbert_lib.lab.sweeps.halos import ALONE, OF_ALL_SIDES, GridOverRanks, Spread, spread_errors
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.lab.sweeps.ring_trace import counted, exchange_of
 from hilbert_lib.launch.workers import run_ranks
@@ -45,6 +46,7 @@ SIDES = {
     ALONE: "every rank computes the branches inside its shard, without the others",
     **dict.fromkeys(ORDERS, "auto, with k and v of a shard read through the table of this order"),
 }
+SAMPLED_QUERIES = 16  # of each KV head
 LARGEST_ERROR = 0.02  # bfloat16 keeps 8 bits
 NOT_TRACED = {"exchange_ms": None, "hidden": None, "exchange_begins_ms": None}
 WARM_UP = 1  # after the calls that were checked
@@ -149,11 +151,19 @@ class Work:
         return attend, (q, k, v)
 
     def errors(self, side: str, inputs: Sequence[Tensor | None], out: Tensor, grads: Sequence[Tensor]) -> dict:
-        """Relative errors of sampled rows, by name; none for attention that is another function."""
+        """Relative errors of sampled rows of out and dq; none for attention that is another function."""
         if side == DENSE_RING:
             return {}
-        call, dq = Call(self.pattern_of(side), is_causal=self.is_causal), grads[0] if grads else None
-        return sampled_errors(*inputs, out, dq, call)
+        start, call = self.rows * dist.get_rank(), Call(self.pattern_of(side), is_causal=self.is_causal)
+
+        def row_of(positions: Tensor) -> Tensor:
+            return torch.where(positions // self.rows == dist.get_rank(), positions - start, -1)
+
+        drawn = {"kv_heads": self.kv_heads, "count": SAMPLED_QUERIES}
+        heads = range(self.kv_heads)
+        queries = [sampled_positions(call.pattern, self.tokens, kv_head=g, seed=g, **drawn) for g in heads]
+        spread = partial(Spread, length=self.tokens, heads=self.kv_heads, row_of=row_of)
+        return spread_errors(spread, call, queries, inputs, out, grads, keys=0)
 
 
 def run_works(
@@ -305,7 +315,7 @@ def _times(passes: dict[str, tuple[Pass, Pass]], work: Work | GridOverRanks, dev
                 _meet(device)
                 started = time.perf_counter()
                 call()
-                _wait(device)
+                wait(device)
                 samples[side][name] += [(time.perf_counter() - started) * 1e3] if n >= WARM_UP else []
     return {
         side: _over_ranks("forward", own["forward"], device) | _over_ranks("backward", own["backward"], device)
@@ -336,14 +346,9 @@ def _sustained(calls: Sequence[Pass], single: dict, work: Work | GridOverRanks, 
 
 
 def _meet(device: torch.device) -> None:
-    _wait(device)
+    wait(device)
     dist.barrier()
-    _wait(device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
 
 
 def _from_ranks(value: float | None, device: torch.device) -> list[float | None]:
@@ -362,7 +367,7 @@ def _traced(run: Pass, device: torch.device) -> dict[str, float | list[float | N
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         _meet(device)  # a profile begins at another time on each rank
         run()
-        _wait(device)
+        wait(device)
     kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
     own = exchange_of((event.name, event.time_range.start, event.time_range.end) for event in kernels)
     took, hidden, begins = (_from_ranks(value, device) for value in own or (None, None, None))
