@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 
 import torch
@@ -23,12 +23,9 @@ MIN_SAMPLE_MS = 0.02  # longer calls are timed one by one, so that their launche
 
 @dataclass(frozen=True)
 class Side:
-    """One of two calls. Nothing is allocated before `run` is called.
+    """One of two calls; what it is made of is as in `timing.Case`. Nothing is allocated before `run` is called.
 
-    Args:
-        name, parameters, useful_flop, useful_bytes: as in `timing.Case`.
-        run: the call, without arguments. Both sides of a pair return the same tensors to rounding, or one nothing.
-        error: of what `run` returned, against float64.
+    run: both sides of a pair return the same tensors to rounding, or one nothing. error: of what it returned.
     """
 
     name: str
@@ -85,16 +82,12 @@ def run_sides(
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
     On the CPU nothing is timed, unless asked: Triton's kernels are interpreted there, and their times mean nothing.
-    A case that the folder holds is not run again; one without room in memory is left out (`sweep.sweep`). Gives a
-    record a case, in order: of `timing`, with peak_bytes and output_difference; where nothing is timed only names,
-    parameters and errors.
+    Points and folder are those of `sweep.sweep`. Gives a record a case, in order: of `timing`, with peak_bytes and
+    output_difference; where nothing is timed only names, parameters and errors.
 
     Args:
-        cases: one or two sides each; asked for one at a time, so that a generator keeps one workload in memory.
-        device: where the sides compute.
-        output_dir: folder of results.jsonl; empty writes nothing.
-        repetitions: samples a side.
-        seconds: a pair of slow calls takes fewer samples, at least 5, to stay near this time.
+        cases: one or two sides each. device: where they compute. output_dir: folder of results.jsonl, or "".
+        repetitions: samples a side; slow calls take fewer, at least 5, so that a pair stays near so many `seconds`.
         on_cpu: whether to time on the CPU too, where no side is interpreted.
 
     >>> one = Side("one", {}, lambda: (torch.ones(1),), lambda results: 0.0)
@@ -109,16 +102,8 @@ def run_sides(
     # What is not timed may be interpreted, which takes long, and pairs share sides.
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
     with nullcontext() if device.type == "cpu" else old_objects_apart():
-        return sweep(
-            cases,
-            lambda sides: _check(sides, checked) if checked else _time(sides, device, singly),
-            key=lambda sides: identity(*sides),
-            of_record=record_identity,
-            output_dir=output_dir,
-            write=checked is None,
-            label=_label,
-            line=_line if device.type == "cuda" else None,
-        )
+        measure = partial(_check, call=checked) if checked else partial(_time, device=device, timed=singly)
+        return _swept(cases, measure, device, output_dir, write=checked is None)
 
 
 def run_back_to_back(
@@ -126,13 +111,9 @@ def run_back_to_back(
 ) -> list[dict]:
     """Time each case's sides among their own calls alone, as in training: windows of each in turn.
 
-    A record holds all sides of a case. Their samples are windows of calls, and the name of their sweep, a parameter
-    that each side has, ends with `tables.BACK_TO_BACK`. n sides take some 10 + 10 n windows, and what they compile.
-
-    Args:
-        cases: as of `run_sides`, each checked and kept as there.
-        device: where they compute. output_dir: folder of results.jsonl; empty writes nothing.
-        seconds: of a window, about.
+    Arguments as of `run_sides`; seconds: of a window, about. A record holds all sides of a case. Their samples are
+    windows of calls, and the name of their sweep, a parameter that each side has, ends with `tables.BACK_TO_BACK`. n
+    sides take some 10 + 10 n windows, and what they compile.
 
     >>> one = Side("one", {"sweep": "s"}, lambda: (torch.ones(1),), lambda results: 0.0)
     >>> len(run_back_to_back([(one,)], device="cpu", seconds=1e-3)[0]["sides"][0]["samples_ms"])
@@ -146,15 +127,12 @@ def run_back_to_back(
         found = back_to_back([case.run for case in cases], device, calls=calls)
         return Turns(tuple(_sustained(*each, device) for each in zip(cases, calls, found, strict=True)))
 
-    return sweep(
-        map(_apart, cases),
-        lambda sides: _time(sides, device, timed),
-        key=lambda sides: identity(*sides),
-        of_record=record_identity,
-        output_dir=output_dir,
-        label=_label,
-        line=_line if device.type == "cuda" else None,
-    )
+    return _swept(map(_apart, cases), partial(_time, device=device, timed=timed), device, output_dir)
+
+
+def _swept(cases: Iterable[tuple[Side, ...]], measure: Callable, device: torch.device, output_dir: str, **how) -> list:
+    how |= {"label": _label, "line": _line if device.type == "cuda" else None, "output_dir": output_dir}
+    return sweep(cases, measure, key=lambda sides: identity(*sides), of_record=record_identity, **how)
 
 
 def _apart(sides: tuple[Side, ...]) -> tuple[Side, ...]:
@@ -164,8 +142,7 @@ def _apart(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 def _sustained(case: Case, calls: int, found: dict, device: torch.device) -> Sustained:
-    about = {name: value for name, value in vars(case).items() if name != "run"}
-    about |= {"device": str(device), "warmup": found["warmup"], "calls_per_sample": calls}
+    about = case.facts | {"device": str(device), "warmup": found["warmup"], "calls_per_sample": calls}
     told = {name: found.get(name) for name in ("watts", "joules", "celsius", "held_by")}
     clocks = (found.get("mhz"),) * 2
     return Sustained(**about, samples_ms=tuple(found["windows_ms"]), sm_clock_mhz=clocks, host_ms=found["host"], **told)
@@ -194,7 +171,7 @@ def record_identity(record: dict) -> str | None:
 
 def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Results]) -> dict:
     results = [call(side.run) for side in sides]
-    parts = [{name: value for name, value in vars(case).items() if name != "run"} for case in _cases(sides, results)]
+    parts = [case.facts for case in _cases(sides, results)]
     shown = dict(zip("ab", parts, strict=True)) if len(parts) == 2 else parts[0]
     return {"kind": "check", **shown, "peak_bytes": (0,) * len(sides), "output_difference": _difference(results)}
 

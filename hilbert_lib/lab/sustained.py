@@ -20,12 +20,7 @@ REASONS = {  # for which a driver holds the clock down
 }
 
 
-def back_to_back(
-    runs: Sequence[Callable[[], object]],
-    device: torch.device,
-    *,
-    calls: Sequence[int],
-) -> list[dict]:
+def back_to_back(runs: Sequence[Callable[[], object]], device: torch.device, *, calls: Sequence[int]) -> list[dict]:
     """Runs windows of each call in turn without a wait between them: `WARM_WINDOWS`, then `WINDOWS` of each, timed.
 
     A run only queues its work. `calls` are those in a window; where processes wait for each other, the same in all.

@@ -56,13 +56,10 @@ def sweep(
     A point that the folder's results.jsonl holds from this code on this hardware is not measured again, so that an
     interrupted sweep goes on where it was. A point without room in the device's memory is left out and said so.
 
-    Args:
-        points: asked for one at a time, so that a generator keeps one workload in memory.
-        measure: of a point: its record, which JSON can hold.
-        key: of a point. of_record: the same of its record; None for a record of another sweep.
-        output_dir, write: as of `Kept`.
-        label: what a point is called where it is left out, and before its `line`.
-        line: of a record, to be printed; by default nothing is.
+    points: asked for one at a time, so that a generator keeps one workload in memory. measure: of a point: its record,
+    which JSON can hold. key: of a point. of_record: the same of its record; None for a record of another sweep.
+    output_dir, write: as of `Kept`. label: what a point is called where it is left out, and before its `line`.
+    line: of a record, to be printed; by default nothing is.
 
     >>> sweep([1, 2], lambda n: {"n": n, "ms": 0.5 * n}, key=int, of_record=lambda each: each.get("n"))[1]["ms"]
     1.0

@@ -23,13 +23,9 @@ RESAMPLES, SEED = 5000, 0  # of every bootstrap: the same samples give the same 
 class Case:
     """Something to time, and what is known about it.
 
-    Args:
-        name: what runs, such as the backend's name.
-        run: the call, without arguments; its result is dropped.
-        parameters: what distinguishes this case from others of its name: values that JSON can hold, else a TypeError.
-        error: of the result against the float64 reference, finite; 0.0 where the two are equal bit for bit. Required: a
-            fast wrong answer is not a speed.
-        useful_flop, useful_bytes: what the task needs at least, whatever this case spends.
+    run: the call, without arguments; its result is dropped. parameters: what distinguishes this case from others of its
+    name: values that JSON can hold, else a TypeError. error: of the result against the float64 reference, finite.
+    Required: a fast wrong answer is not a speed. useful_flop, useful_bytes: what the task needs at least.
     """
 
     name: str
@@ -46,6 +42,11 @@ class Case:
             raise TypeError(f"parameters must hold values of JSON, got {self.parameters!r}: {cause}") from None
         if not 0 <= checks.number("error", self.error) < math.inf:
             raise ValueError(f"error must be finite and at least 0, got {self.error!r}")
+
+    @property
+    def facts(self) -> dict:
+        """All but the call."""
+        return {name: value for name, value in vars(self).items() if name != "run"}
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,9 @@ class Comparison:
 def measure(case: Case, **how) -> Measurement:
     """Time one case.
 
-    Args:
-        case: what to time.
-        device: where it computes: "cpu" is timed by the clock, a CUDA device by events on its stream, which leave out
-            what the host spends on launches.
-        repetitions: number of samples (30). warmup: untimed calls before them (5).
-        min_sample_ms: a sample repeats a shorter call until it lasts about as long (1.0).
+    device: where it computes: "cpu" is timed by the clock, a CUDA device by events on its stream, which leave out what
+    the host spends on launches. repetitions: number of samples (30). warmup: untimed calls before them (5).
+    min_sample_ms: a sample repeats a shorter call until it lasts about as long (1.0).
 
     >>> case = Case("add", lambda: 1 + 1, parameters={}, error=0.0)
     >>> len(measure(case, device="cpu", repetitions=3, min_sample_ms=0.01).samples_ms)
@@ -158,12 +156,7 @@ def compare_paired(a: Case, b: Case, **how) -> Comparison:
 
 
 def _measure_in_turn(
-    cases: list[Case],
-    *,
-    device: torch.device | str,
-    repetitions: int = 30,
-    warmup: int = 5,
-    min_sample_ms: float = 1.0,
+    cases: list[Case], *, device: torch.device | str, repetitions: int = 30, warmup: int = 5, min_sample_ms: float = 1.0
 ) -> list[Measurement]:
     timer = timer_of(device)
     checks.integer("repetitions", repetitions, least=1)
@@ -186,7 +179,7 @@ def _measure_in_turn(
         free = [sample.host_ms / count for sample in own if not sample.waited]
         measured.append(
             Measurement(
-                **{name: value for name, value in vars(case).items() if name != "run"},
+                **case.facts,
                 device=timer.device,
                 warmup=warmup,
                 calls_per_sample=count,
