@@ -168,23 +168,19 @@ def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
 
 def pools(records: Records) -> pd.DataFrame:
     """Time under torch's caching allocator over that with a pool, and at 8,192 tokens the pool's memory over its."""
-    held = pool_table(records)
-    times = held[held.strategy.isin(POOLS) & ~held.lengths.str.contains(" ")].rename(columns={"ratio": "value"})
-    at_8k = held[(held.lengths == "8192") & (held.direction == "forward")]
-    bytes_at_8k = at_8k.set_index("strategy").reserved_bytes
-    more = (bytes_at_8k / bytes_at_8k["caching"]).rename("value").reset_index()
-    memory = counted(more[more.strategy.isin(POOLS)]).assign(what="memory", lengths="8192")
-    cases = pd.concat([times.assign(what="time"), memory], ignore_index=True)
-    return cases.assign(tokens=cases.lengths.astype(int))[["what", "strategy", "direction", "tokens", *INTERVAL]]
+    held = _beside_caching(records, is_mixed=False)
+    held = held[held.strategy.isin(POOLS)].assign(tokens=held.lengths.astype(int))
+    at_8k = held[(held.tokens == 8192) & (held.direction == "forward")]
+    memory = counted(at_8k[["strategy", "tokens"]], at_8k.reserved_bytes / at_8k.reserved_bytes_caching)
+    times = held.rename(columns={"ratio": "value"})
+    cases = pd.concat([times.assign(what="time"), memory.assign(what="memory")], ignore_index=True)
+    return cases[["what", "strategy", "direction", "tokens", *INTERVAL]]
 
 
 def memory_of_configurations(records: Records) -> pd.DataFrame:
     """Memory reserved by calls of one length with buffers held in each way, over that under torch's allocator."""
-    held = pool_table(records)
-    held = held[~held.lengths.str.contains(" ")].set_index(["lengths", "direction"])
-    plain = held[held.strategy == "caching"].reserved_bytes.rename("plain")
-    others = held[held.strategy != "caching"].join(plain).reset_index()
-    return counted(others[["strategy", "lengths", "direction"]], others.reserved_bytes / others.plain)
+    held = _beside_caching(records, is_mixed=False)
+    return counted(held[["strategy", "lengths", "direction"]], held.reserved_bytes / held.reserved_bytes_caching)
 
 
 def saved_by_cache(records: Records) -> pd.DataFrame:
@@ -195,12 +191,16 @@ def saved_by_cache(records: Records) -> pd.DataFrame:
 
 def pool_fragmentation(records: Records) -> pd.DataFrame:
     """GiB reserved and not allocated under torch's caching allocator, less those under another way to hold buffers."""
-    pools = pool_table(records)
-    mixed = pools[pools.lengths.str.contains(" ")]
-    base = mixed[mixed.strategy == "caching"].set_index("direction").fragmented_bytes
-    others = mixed[mixed.strategy != "caching"]
-    spared = (others.direction.map(base) - others.fragmented_bytes) / 2**30
-    return counted(others[["strategy", "direction"]], spared)
+    held = _beside_caching(records, is_mixed=True)
+    return counted(held[["strategy", "direction"]], (held.fragmented_bytes_caching - held.fragmented_bytes) / 2**30)
+
+
+def _beside_caching(records: Records, *, is_mixed: bool) -> pd.DataFrame:
+    # The ways to hold buffers, with columns _caching of torch's allocator; of calls of one length, or of several.
+    held = pool_table(records)
+    held = held[held.lengths.str.contains(" ") == is_mixed]
+    caching = held[held.strategy == "caching"]
+    return held[held.strategy != "caching"].merge(caching, on=["lengths", "direction"], suffixes=("", "_caching"))
 
 
 def saved_and_counted(records: Records, *, column: str, **model) -> pd.DataFrame:
