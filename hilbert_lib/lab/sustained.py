@@ -43,7 +43,10 @@ def back_to_back(runs: Sequence[Callable[[], object]], device: torch.device, *, 
         wait(device)
         if device.type == "cuda":  # one more look, so that the last window has an end
             time.sleep(2 * WATCH_SECONDS)
-    ends = [_seconds(marks[0], mark) for mark in marks]
+    if device.type == "cuda":
+        ends = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+    else:
+        ends = [mark - marks[0] for mark in marks]
     found = []
     for at, count in enumerate(calls):
         own = [(ends[n], ends[n + 1]) for n in range(warm * len(runs) + at, len(ends) - 1, len(runs))]
@@ -87,10 +90,6 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
     mark = torch.cuda.Event(enable_timing=True)
     mark.record(torch.cuda.current_stream(device))
     return mark
-
-
-def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 @contextmanager

@@ -84,11 +84,11 @@ class Workload:
         k, v = (ordering.apply(x, dim=2 if self.heads_first else 1) for x in (k, v))
         return (k.transpose(1, 2), v.transpose(1, 2)) if self.heads_first else (k, v)
 
-    def side(self, name: str, attend: "Attend", direction: str = "", **parameters) -> Side:
+    def side(self, name: str, attend: Callable[..., Tensor], direction: str = "", **parameters) -> Side:
         """A call on these inputs, to be timed by `run_sides`: the output of `attend`, or its gradients, or both as one.
 
-        direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a sweep that has no other. parameters:
-        what else distinguishes the record, as sweep="backends".
+        attend: the output of (q, k, v, work). direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a
+        sweep that has no other. parameters: what else distinguishes the record, as sweep="backends".
         """
         out = cache(lambda: attend(*self.leaves, self))
 
@@ -150,9 +150,6 @@ class Workload:
             drawn, heads = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}, range(self.heads)
             rows = [sampled_positions(self.pattern, self.length, kv_head=g, seed=g, **drawn) for g in heads]
         return SampledRows(self.tensors, self.call, rows, keys=SAMPLED_KEYS, first=self.call.first_query)
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, Workload], Tensor]
 
 
 def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
