@@ -14,10 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hilbert_lib import Neighbourhood, Ordering
+from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.cli.main import main
 from hilbert_lib.grid import Axis
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
+from hilbert_lib.ring.rank.halo import _framed, layout_of
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
 
@@ -165,3 +167,17 @@ def test_an_axis_that_goes_round_and_is_reached_whole_begins_at_its_first_cell()
     axis = Axis(8, 3, 1, 1, False, "wrap")
     assert hull(axis, torch.ones(8, dtype=torch.bool)) == range(8)
     assert hull(axis, torch.arange(8) != 2) == range(3, 10)
+
+
+def test_rows_of_a_frame_are_own_ones_received_ones_or_zero():
+    """With a smaller window a head receives less than the frame holds, which is no place for a NaN of another row."""
+    near = Neighbourhood((16, 16), 7), Neighbourhood((16, 16), 3)
+    layout = layout_of(plan_halo(near, Rectangles((2, 2)), **SIZES), 0, torch.device("cpu"))
+    own, extra = torch.full((2, 64, 2, 8), torch.nan), torch.empty(2, 0, 2, 8)
+    received = torch.ones(sum(layout.received), 2, 2, 8)
+    for border in layout.borders:
+        framed, _ = _framed(Tensors(own, own, own, extra, extra), border, Request(near), received, None)
+        for frame in (framed.k, framed.v):
+            kinds = [(x := frame[0, :, :, 0]).isnan().sum(), (x == 1).sum(), (x == 0).sum()]
+            assert kinds[:2] == [2 * len(border.own[0]), len(border.theirs[0])]
+            assert kinds[2] == x.numel() - sum(kinds[:2]) > 0

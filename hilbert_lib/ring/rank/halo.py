@@ -28,6 +28,7 @@ class Border:
     filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
     own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
     theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; which they are received
+    lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,8 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         queries = plan.shards.slot(plan.shape, _cells(slab.queries, plan.shape), rank) if inside else None
         filled = torch.zeros(len(frame), dtype=torch.int64, device="cpu").index_copy_(0, places, at)
         own_rows = places, torch.searchsorted(touched, at)
-        index = _slots(plan, frame), queries, filled, own_rows, _their_rows(plan, rank, frame)
+        theirs = _their_rows(plan, rank, frame)
+        index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
         part = Part(slab.queries, slab.queries, slab.keys, in_float=True)
         borders.append(Border(part, *_on(index, device)))
     return HaloLayout(
@@ -124,6 +126,13 @@ def _their_rows(plan: HaloPlan, rank: int, frame: Tensor) -> tuple[Tensor, Tenso
     at = torch.searchsorted(ordered, cells).clamp(max=len(frame) - 1)
     found = (ordered[at] == cells).nonzero()[:, 0]
     return place[at[found]] * len(plan.neighbourhoods) + heads[found], found
+
+
+def _lacking(plan: HaloPlan, rows: int, own: Tensor, theirs: Tensor) -> Tensor | None:
+    held = torch.zeros(rows, len(plan.neighbourhoods), dtype=torch.bool, device="cpu")
+    held[own] = True
+    lacking = (~held.flatten().index_fill_(0, theirs, True)).nonzero()[:, 0]
+    return lacking if len(lacking) else None
 
 
 def _slots(plan: HaloPlan, frame: Tensor) -> Tensor | None:
@@ -255,6 +264,8 @@ def _framed(
     for n, frame in enumerate(frames):
         by_head = frame.view(len(frame), -1, frame.shape[-1])
         by_head.index_copy_(1, places, received[:, n].index_select(0, rows).transpose(0, 1))
+        if border.lacking is not None:  # a NaN in the row that stands there would reach its neighbours
+            by_head.index_fill_(1, border.lacking, 0.0)
     mask = request.key_padding_mask
     if mask is not None:
         mask = mask.index_select(1, border.filled)
