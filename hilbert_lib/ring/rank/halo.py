@@ -27,7 +27,7 @@ class Border:
     queries: Tensor | None  # their rows in the shard; None for all
     filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
     own: tuple[Tensor, Tensor]  # own rows in the frame, and which they are of those touched
-    theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; which they are received
+    theirs: tuple[Tensor, Tensor]  # rows of KV heads in the frame, all heads of a cell in turn; of those received
     lacking: Tensor | None  # rows of KV heads in the frame that are neither, which nobody sees; None for none
 
 

@@ -134,7 +134,7 @@ def _start(
 
 
 def _started(total: int, programs: int, rounds: int) -> int:
-    # How many programs have a tile, in at most so many rounds of `programs`.
+    # How many programs have a tile, in at most so many rounds of `programs`, as `places.tiles_of` deals tiles out.
     length = ceil(ceil(total / programs) / rounds) * programs
     full = (total - 1) // length  # rounds before the last
     return full * programs + min(programs, total - full * length)
