@@ -97,6 +97,7 @@ def test_rows_that_travel_are_those_that_windows_of_other_ranks_reach(case):
 @settings(max_examples=60)
 @given(cases())
 @example(((Neighbourhood((16,), 3, edge="wrap"),) * 2, Rectangles((4,))))
+@example(((Neighbourhood((16,), 3, edge="wrap"),) * 2, Runs(Ordering.linear(16), (8, 8))))
 def test_interior_and_slabs_are_a_ranks_queries_once_with_all_that_they_see(case):
     each, shards = case
     plan, shape = plan_halo(each, shards, **SIZES), each[0].shape
@@ -120,6 +121,9 @@ def test_interior_and_slabs_are_a_ranks_queries_once_with_all_that_they_see(case
                 for n, (line, side) in enumerate(zip(slab.keys, shape, strict=True)):
                     reached = {k // prod(shape[n + 1 :]) % side for q in some for k in seen[q].nonzero()[:, 0].tolist()}
                     assert len(line) == len(shortest(side, reached, each[0].edge[n] == "wrap"))
+            else:  # a table is read at each of these cells, and every row that it names gets gradients
+                assert all(line.start >= 0 and line.stop <= side for line, side in zip(slab.keys, shape, strict=True))
+                assert {*mine.tolist(), *plan.arriving[rank][0].tolist()} <= keys
             assert {int(k) for q in some & set(mine.tolist()) for k in seen[q].nonzero()[:, 0]} <= keys
 
 

@@ -130,7 +130,10 @@ class HaloPlan:
         box = []
         for n, cells in enumerate(queries):
             reached = [line_reached(near.axes[n], cells) for near in set(self.neighbourhoods)]
-            box.append(hull(self.neighbourhoods[0].axes[n], torch.stack(reached).any(0)))
+            line = hull(self.neighbourhoods[0].axes[n], torch.stack(reached).any(0))
+            if isinstance(self.shards, Runs) and line.stop > self.shape[n]:  # rows are found by cells of the grid
+                line = range(self.shape[n])
+            box.append(line)
         return tuple(box)
 
     def _cost(self, rank: int) -> HaloCost:
