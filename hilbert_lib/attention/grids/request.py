@@ -14,8 +14,8 @@ from hilbert_lib.ordering import Ordering
 class Part(NamedTuple):
     """Some queries of a grid and what they see: boxes of cells, a range for each axis, stored row by row.
 
-    Where an axis wraps, past its end stands for from 0. With `Request.slots` a box ends with the grid, and only says where
-    cells may be.
+    Where an axis wraps, past its end stands for from 0. With `Request.slots` a box ends with the grid, and says no more
+    than where cells may be.
     """
 
     rows: tuple[range, ...]  # the cells of q, out and lse
