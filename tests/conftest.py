@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
-from interpreted import hasten
+from interpreted import confine, hasten
 
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.records import MACHINES, REPORTS
@@ -38,6 +38,7 @@ def pytest_configure(config):
     marks = config.option.markexpr
     if prepare_kernels() == "interpreted" and ("full" in marks or not marks):
         hasten()
+        confine()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from cases import BRANCHES
-from interpreted import hasten
+from interpreted import confine, hasten
 from torch.utils.checkpoint import checkpoint
 
 from hilbert_lib.attention import merge, operators
@@ -42,6 +42,7 @@ def run(order: dict) -> list:
     """Call functions of this module, given as [name, arguments], one after the other in one start of the ranks."""
     if kernel_mode() == "interpreted":
         hasten()
+        confine()
     named = ((name if ":" in name else f"{__name__}:{name}", arguments) for name, arguments in order["calls"])
     return [pkgutil.resolve_name(name)(**arguments) for name, arguments in named]
 

@@ -14,7 +14,7 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from hilbert_lib.attention.triton import arguments, schedule  # noqa: E402
+from hilbert_lib.attention.triton import arguments, rows, schedule  # noqa: E402
 from hilbert_lib.attention.triton.start import start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -306,3 +306,13 @@ def test_more_positions_than_the_kernels_count_are_refused():
         dilated_attention(k, k, k, pattern, backend="triton")
     with pytest.raises(ValueError, match=f"k must have up to {most} rows with backend='triton', got 1,073,741,825"):
         dilated_attention(k[:, :1], k, k, pattern, query_start=0, backend="triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tests' interpreter is not used where kernels are compiled")
+@pytest.mark.parametrize("place", [6, -1])
+def test_a_kernel_that_leaves_its_tensors_is_refused(place):
+    total, more = torch.zeros(8, 1, 1, 4)[:6], torch.ones(2, 1, 1, 4)
+    rows.add_rows(total, (torch.tensor([0, 5]),), more)
+    assert total.sum() == more.sum()
+    with pytest.raises(Exception, match="add_kernel reads outside of its tensors"):
+        rows.add_rows(total, (torch.tensor([0, place]),), more)
