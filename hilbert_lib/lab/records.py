@@ -124,16 +124,21 @@ def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None =
     By default it is one of the committed runs with a GPU, else any of the given machines' folders. Where there
     is no manifest, the records alone were kept.
     """
-    folders = REPORTS.glob(MACHINES) if machines is None else machines
-    runs = [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
-    # What was measured before an attempt failed is no record.
-    runs = [run for run in runs if not run.name.endswith(FAILED) and has_records(run / file)]
+    runs = committed_runs(name, file, machines)
     facts = {run: run_environment(run, file) for run in runs}
 
     def rank(run: Path) -> tuple[int, str]:
         return len(facts[run]["gpus"]) if name in OF_SEVERAL_GPUS else 1, facts[run]["utc"]
 
     return max((run for run in runs if machines is not None or facts[run]["gpus"]), key=rank, default=None)
+
+
+def committed_runs(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> list[Path]:
+    """The folders of all runs of a notebook, as `newest_run` looks for them."""
+    folders = REPORTS.glob(MACHINES) if machines is None else machines
+    runs = [run for folder in folders for kind in (name, f"{name}-*") for run in folder.glob(f"*/{kind}/")]
+    # What was measured before an attempt failed is no record.
+    return [run for run in runs if not run.name.endswith(FAILED) and has_records(run / file)]
 
 
 def run_environment(run: Path, file: str = RESULTS) -> dict:

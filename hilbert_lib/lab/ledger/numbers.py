@@ -18,7 +18,15 @@ from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDICTS, answer, read_ledger
 from hilbert_lib.lab.ledger.claims import LAYOUTS, reference_pattern
 from hilbert_lib.lab.ledger.ring import SIZES, overlap_and_scaling
-from hilbert_lib.lab.records import MACHINES, REPORTS, RESULTS, newest_run, read_records, run_environment
+from hilbert_lib.lab.records import (
+    MACHINES,
+    REPORTS,
+    RESULTS,
+    committed_runs,
+    newest_run,
+    read_records,
+    run_environment,
+)
 from hilbert_lib.lab.suite.run import MANIFEST, read_manifest
 from hilbert_lib.lab.sweeps.causes import CODE, FAIR, committed_causes
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES
@@ -43,7 +51,16 @@ def numbers() -> dict[str, str]:
     choices, fused, ring, grids, h200_fused = (read_records(run / RESULTS) for run in runs.values())
     runs["07_grids"] = newest_run(RING, GRID_RESULTS)
     told = _weak_grids(read_records(runs["07_grids"] / GRID_RESULTS))
-    told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **_grids(grids)}
+    both = {run: _longest(read_records(run / RESULTS), both=True) for run in committed_runs(RING)}
+    runs["07_both"] = max(both, key=lambda run: (both[run]["ring_both_tokens"], run_environment(run)["utc"]))
+    told |= {
+        **_orders(fused),
+        **_speeds(fused),
+        **_long(fused),
+        **_ring(ring),
+        **both[runs["07_both"]],
+        **_grids(grids),
+    }
     told |= {**_choice(choices, fused), **_sustained(choices, grids), **_saved(), **_claims(), **_causes()}
     told["runs"] = _runs()
     told |= {f"h200_{name}": value for name, value in _speeds(h200_fused).items()}
@@ -180,16 +197,20 @@ def _saved() -> dict:
     return told
 
 
-def _ring(records: list[dict]) -> dict:
-    """The longest sequences that ran on all GPUs of the record and were checked, and how the ring scales."""
+def _longest(records: list[dict], *, both: bool) -> dict:
+    """The longest sequence that ran on all GPUs of a record and was checked, forward or both ways."""
     checked = pd.DataFrame([each for each in records if each["side"] == "auto" and each["out_error"] is not None])
-    told = {}
-    for name, works in (("forward", checked), ("both", checked[checked.backward])):
-        longest = works.loc[works.tokens.idxmax()]
-        took = longest.forward_ms + (longest.backward_ms if name == "both" else 0)
-        told |= {f"ring_{name}_tokens": int(longest.tokens), f"ring_{name}_seconds": f"{took / 1e3:.2f}"}
-        told |= {f"ring_{name}_gb": f"{longest.peak_bytes / 1e9:.0f}"}
-        told |= {f"ring_{name}_heads": int(longest.heads), f"ring_{name}_head_dim": int(longest.head_dim)}
+    works = checked[checked.backward] if both else checked
+    longest = works.loc[works.tokens.idxmax()]
+    told = {"tokens": int(longest.tokens), "gb": f"{longest.peak_bytes / 1e9:.0f}", "heads": int(longest.heads)}
+    told["seconds"] = f"{(longest.forward_ms + (longest.backward_ms if both else 0)) / 1e3:.2f}"
+    told["head_dim"] = int(longest.head_dim)
+    return {f"ring_{'both' if both else 'forward'}_{name}": value for name, value in told.items()}
+
+
+def _ring(records: list[dict]) -> dict:
+    """The longest sequence forward, and how the ring scales."""
+    told = _longest(records, both=False)
     cases = overlap_and_scaling(records)
     for sweep, rows in cases[cases.what == "scaling"].groupby("sweep"):
         told[f"ring_{sweep}_percent"] = f"{100 * rows[rows.ranks == rows.ranks.max()].value.min():.0f}"
