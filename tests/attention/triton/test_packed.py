@@ -146,7 +146,7 @@ def long_documents() -> list[int]:
 def test_ten_thousand_documents_are_one_call_for_which_the_host_never_waits(is_causal):
     lengths, pattern = long_documents(), DilatedPattern((2048, 8192, 65536), (1, 4, 16))
     assert (len(lengths), sum(lengths), max(lengths)) == (10_000, 2_000_000, 50_000)
-    tensors, cu = drawn(sum(lengths), 8, 2, 64, dtype=torch.bfloat16, device="cuda"), ends_of(lengths)
+    tensors, cu = drawn(sum(lengths), 8, 2, 64, dtype=torch.bfloat16, device="cuda"), ends_there(lengths)
     options = {"is_causal": is_causal, "cu_seqlens": cu, "max_seqlen": 50_000}
     attended(tensors, pattern, "triton", **options)  # compiles kernels and makes tables
     torch.cuda.synchronize()
