@@ -332,6 +332,23 @@ def test_error_is_at_most_twice_that_of_one_process(ranks, backend):
         check_error(case, answers(ranks, "compare", case, backend))
 
 
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there these kernels do not read tensors of a CPU")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fused_kernels_serve_every_ring(ranks):
+    """As "auto" has them on GPUs; here interpreted, which takes minutes."""
+    cases = [("compare", case) for case in COMPARED[ranks] if not case.get("by_kernel")]
+    cases += [("halo_ranks:compare", case) for case in HALOS[ranks]]
+    dtypes = {"float64": "float32"}  # which they do not serve
+    calls = [
+        [name, {**case, "backend": "triton", "dtype": dtypes.get(case.get("dtype"), case.get("dtype", "float32"))}]
+        for name, case in cases
+    ]
+    found = run_ranks("ring_ranks:run", ranks, {"calls": calls}, seconds=1800, stall_seconds=600, backend="gloo")
+    for (_, case), *of_ranks in zip(calls, *found, strict=True):
+        check_error(case, of_ranks)
+
+
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
 def test_flex_serves_a_ring_with_merged_results(backend):
     for case in FLEX if backend == "gloo" else FLEX[:1]:
