@@ -249,4 +249,14 @@ def _stderr(folder: Path, rank: int) -> tuple[str, ...]:
 
 
 def _last_lines(folder: Path, ranks: Iterable[int]) -> tuple[str, ...]:
-    return tuple(line for rank in ranks for line in (f"rank {rank}:", *_stderr(folder, rank)[-LAST_LINES:]))
+    return tuple(line for rank in ranks for line in (f"rank {rank}:", *_told(_stderr(folder, rank))))
+
+
+def _told(lines: tuple[str, ...]) -> tuple[str, ...]:
+    # The end of a log. Of a process that torch aborted after an error, as NCCL does where a kernel failed, it is that
+    # error: what the threads were doing by then fills the end.
+    errors = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if errors and any(line.startswith("Fatal Python error") for line in lines):
+        lines = lines[errors[-1] :]
+        lines = lines[: lines.index("") if "" in lines else None]
+    return lines[-LAST_LINES:]

@@ -97,6 +97,9 @@ ABORTED, ENDED, KILLED = -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL
 LOST, OWN = ([said(kind, "Connection closed by peer"), {"result": 1}, {}, {"result": 3}] for kind in (TORCHS, OSS))
 TOLD = said("ValueError", f"rank 1 {REFUSED} TypeError: x must be")
 TIMED, SHOWN = "Timed out", ("rank 1:", "rank 0:", WATCHDOG)
+# A kernel's error, which the rank tells, and then NCCL aborts it: it shows what each thread did.
+RAISED = ("Traceback (most recent call last):", "  File x", "AcceleratorError: an illegal access", "a hint")
+DUMPED = "\n".join([*RAISED, "", "frame #4: libc", "Fatal Python error: Aborted", "", *["  no Python frame"] * 40])
 # Reports, exit codes and logs of ranks; those at fault, status or cause, and what is shown of their logs.
 FAULTS = {
     "it waited in vain": ([{}] * 3, {0: ABORTED, 1: ENDED, 2: ENDED}, [WATCHDOG] * 2 + ["here"], (2,), "stalled", HERE),
@@ -107,6 +110,7 @@ FAULTS = {
     "a download of its own": ([said(OSS, TIMED), {}], {1: ENDED}, [f"{OSS}: {TIMED}"], (0,), "OSError", ()),
     "all raise alike": ([said("ValueError", "pattern must be")] * 2, {}, [], (0, 1), "pattern must be", ()),
     "the other one refused": ([TOLD, said("TypeError", "x must be")], {}, [], (1,), "TypeError: x must be", ()),
+    "NCCL aborted it": ([{}, {}], {0: ABORTED, 1: ENDED}, [DUMPED], (0,), "by SIGABRT", ("rank 0:", *RAISED)),
     "it waited too long": ([said(TORCHS, TIMED), {}], {1: ENDED}, [f"{TORCHS}: {TIMED}"], (1,), "rank 0 waited", ()),
 }
 
