@@ -53,15 +53,9 @@ def numbers() -> dict[str, str]:
     told = _weak_grids(read_records(runs["07_grids"] / GRID_RESULTS))
     both = {run: _longest(read_records(run / RESULTS), both=True) for run in committed_runs(RING)}
     runs["07_both"] = max(both, key=lambda run: (both[run]["ring_both_tokens"], run_environment(run)["utc"]))
-    told |= {
-        **_orders(fused),
-        **_speeds(fused),
-        **_long(fused),
-        **_ring(ring),
-        **both[runs["07_both"]],
-        **_grids(grids),
-    }
-    told |= {**_choice(choices, fused), **_sustained(choices, grids), **_saved(), **_claims(), **_causes()}
+    told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}
+    told |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
+    told |= {**_saved(), **_claims(), **_causes()}
     told["runs"] = _runs()
     told |= {f"h200_{name}": value for name, value in _speeds(h200_fused).items()}
     for name, run in runs.items():
