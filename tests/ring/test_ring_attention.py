@@ -21,7 +21,7 @@ from hilbert_lib.ring.rank import exchange, halo
 from hilbert_lib.ring.rank.layout import Mail
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
-AT_ONCE = 4  # groups of ranks that share the calls on GPUs: each compiles one kernel after the other
+AT_ONCE = 16  # ranks, in groups that share the calls on GPUs: a rank compiles one kernel after the other
 ROUNDING = 1e-14  # of a whole tensor of float64, which one process may compute exactly
 
 TRANSPORTS = ("ring", "all_gather", "all_to_all")
@@ -254,7 +254,7 @@ def _answers(ranks: int, backend: str) -> list[list]:
     # With kernels to compile one rank may wait long for another.
     waiting = {"seconds": 600, "stall_seconds": 120, "backend": backend}
     if backend == "nccl" or ranks > TOGETHER:
-        calls, groups = calls_of(ranks, backend), AT_ONCE if backend == "nccl" else 1
+        calls, groups = calls_of(ranks, backend), AT_ONCE // ranks if backend == "nccl" else 1
         with ThreadPoolExecutor(groups) as pool:
             orders = [{"calls": calls[n::groups]} for n in range(groups)]
             parts = list(pool.map(lambda order: run_ranks("ring_ranks:run", ranks, order, **waiting), orders))
