@@ -36,9 +36,10 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(WORKER.removeprefix("gw")) % len(devices)]
     # Before anything imports triton: without a GPU its kernels are interpreted, and checked in full by `make test-all`.
     marks = config.option.markexpr
-    if prepare_kernels() == "interpreted" and ("full" in marks or not marks):
-        hasten()
+    if prepare_kernels() == "interpreted":
         confine()
+        if "full" in marks or not marks:
+            hasten()
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def numbers() -> dict[str, str]:
     choices, fused, ring, grids, h200_fused = (read_records(run / RESULTS) for run in runs.values())
     runs["07_grids"] = newest_run(RING, GRID_RESULTS)
     told = _weak_grids(read_records(runs["07_grids"] / GRID_RESULTS))
+    # Not every run goes to the longest both ways.
     both = {run: _longest(read_records(run / RESULTS), both=True) for run in committed_runs(RING)}
     runs["07_both"] = max(both, key=lambda run: (both[run]["ring_both_tokens"], run_environment(run)["utc"]))
     told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}

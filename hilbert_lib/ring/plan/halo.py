@@ -131,7 +131,7 @@ class HaloPlan:
         for n, cells in enumerate(queries):
             reached = [line_reached(near.axes[n], cells) for near in set(self.neighbourhoods)]
             line = hull(self.neighbourhoods[0].axes[n], torch.stack(reached).any(0))
-            if isinstance(self.shards, Runs) and line.stop > self.shape[n]:  # rows are found by cells of the grid
+            if isinstance(self.shards, Runs) and line.stop > self.shape[n]:  # a table of the grid's cells ends there
                 line = range(self.shape[n])
             box.append(line)
         return tuple(box)

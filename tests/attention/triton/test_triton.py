@@ -14,7 +14,9 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
-from hilbert_lib.attention.triton import arguments, rows, schedule  # noqa: E402
+from triton.runtime.errors import InterpreterError  # noqa: E402
+
+from hilbert_lib.attention.triton import arguments, grid_launch, rows, schedule  # noqa: E402
 from hilbert_lib.attention.triton.start import start  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -314,5 +316,8 @@ def test_a_kernel_that_leaves_its_tensors_is_refused(place):
     total, more = torch.zeros(8, 1, 1, 4)[:6], torch.ones(2, 1, 1, 4)
     rows.add_rows(total, (torch.tensor([0, 5]),), more)
     assert total.sum() == more.sum()
-    with pytest.raises(Exception, match="add_kernel reads outside of its tensors"):
+    with pytest.raises(InterpreterError, match="add_kernel reads outside of its tensors"):
         rows.add_rows(total, (torch.tensor([0, place]),), more)
+    out, delta = torch.zeros(1, 8, 2, 32), torch.zeros(1, 2, 8).flatten()[:15]
+    with pytest.raises(InterpreterError, match="delta_kernel writes outside of its tensors"):
+        start(lambda: [grid_launch.delta_of(out, out, delta)])
