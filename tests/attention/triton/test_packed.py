@@ -63,7 +63,7 @@ def test_it_is_one_operator_that_compiles_for_all_documents():
 def test_several_passes_and_dropout_are_those_of_a_loop(dropout_p):
     pattern, lengths = DilatedPattern((4, 11, 32), (1, 3, 32)), [0, 26, 0, 1, 6]
     assert len(schedule.passes(pattern, 33, 16)) > 1
-    tensors, cu = drawn(33, 2, 1, 4, device=DEVICE), ends_of(lengths)
+    tensors, cu = drawn(33, 2, 1, 4, device=DEVICE), ends_there(lengths)
     torch.manual_seed(0)
     found = attended(tensors, pattern, "triton", dropout_p=dropout_p, cu_seqlens=cu, is_causal=True)
     torch.manual_seed(0)
