@@ -99,11 +99,10 @@ def block_mask(
     rules = [_rule([near.axes[n] for near in windows], cell) for n, cell in enumerate(cells)]
 
     def attends(b, h, query, key):
-        own = h if len(windows) > 1 else 0
         at = key.clamp(max=seq - 1) if extra else key
-        seen = rules[0](own, query, at)
+        seen = rules[0](h, query, at)
         for rule in rules[1:]:
-            seen = seen & rule(own, query, at)
+            seen = seen & rule(h, query, at)
         return seen | (key >= seq) if extra else seen
 
     lists = [_lists(near, ordering, extra, padded, block_size, device) for near in windows]
@@ -118,13 +117,15 @@ def _rule(axes: list[Axis], cell: Tensor) -> Callable[[Tensor, Tensor, Tensor], 
     rank, count = axes[0].ranks(cell)
     firsts = [axis.start(cell) % count if wraps else axis.start(cell) for axis in axes]
     lasts = [rank if axis.is_causal else first + axis.window - 1 for axis, first in zip(axes, firsts, strict=True)]
-    tables = rank, cell % axes[0].dilation, torch.stack(firsts), torch.stack(lasts)
-    rank, residue, first, last = (x.int().contiguous() for x in tables)
+    is_one = len(axes) == 1  # no axis of heads then: kernels in CuTe (torch 2.11) take no number as an index
+    ends = (firsts[0], lasts[0]) if is_one else (torch.stack(firsts), torch.stack(lasts))
+    rank, residue, first, last = (x.int().contiguous() for x in (rank, cell % axes[0].dilation, *ends))
 
-    def attends(own, query, key):
-        begin, at = first[own, query], rank[key]
+    def attends(head, query, key):
+        own = query if is_one else (head, query)
+        begin, at = first[own], rank[key]
         at = torch.where(at < begin, at + ranks, at) if wraps else at
-        seen = (begin <= at) & (at <= last[own, query])
+        seen = (begin <= at) & (at <= last[own])
         return seen & (residue[query] == residue[key]) if is_dilated else seen
 
     return attends
