@@ -89,7 +89,7 @@ def draw_volumes(data: pd.DataFrame, *, title: str) -> Figure:
         lines.set(array=np.linspace(0, 1, len(points) - 1), linewidth=np.clip(16 / sides.max(), 1.2, 4))
         axis.add_collection3d(lines)
         axis.set(xlim=(0, sides[0] - 1), ylim=(0, sides[1] - 1), zlim=(0, sides[2] - 1))
-        axis.set_box_aspect(np.maximum(sides - 1, 1), zoom=0.9)
+        axis.set_box_aspect(np.maximum(sides - 1, 1), zoom=0.8)
         axis.set(title=panel, xlabel="a (cells)", ylabel="b (cells)", zlabel="c (cells)")
         axis.locator_params(integer=True, nbins=4)
         axis.view_init(elev=22, azim=-58)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib import rcParams
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -37,7 +38,10 @@ def draw_cells(
     names: Sequence[str] = (),
 ) -> Figure:
     """Grids of a `shape` side by side, by title, each cell in the shade of its value; a legend tells their `names`."""
-    figure, axes = panel_grid(len(panels), 4, (2.6, 2.9), (1.4 if names else 0, 0.6))
+    # At least a pixel for each cell, beside 1.1 inches for labels and title.
+    inches = (cells / rcParams["figure.dpi"] + 1.1 for cells in shape[::-1])
+    size = [max(least, each) for least, each in zip((2.6, 2.9), inches, strict=True)]
+    figure, axes = panel_grid(len(panels), 4, size, (1.4 if names else 0, 0.6))
     for axis, panel in zip(axes, panels, strict=True):
         grid, own = np.zeros(shape), data[data.panel == panel]
         grid[own.row, own.column] = own.value

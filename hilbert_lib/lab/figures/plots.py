@@ -122,6 +122,7 @@ def panels(
                 drawn = axes.bar(where, own[y], yerr=spread, ecolor="black", error_kw={"lw": 1}, **look)
                 if write:
                     axes.bar_label(drawn, fmt=write, padding=2, fontsize=8)
+                    axes.margins(y=0.15)  # room for the numbers below the panel's title
             else:
                 look |= {"marker": looks[name]["marker"], "markersize": 5, "fillstyle": "none"}
                 axes.errorbar(where, own[y], spread, ls="-" if kind == "line" else "", capsize=2, lw=1.2, **look)

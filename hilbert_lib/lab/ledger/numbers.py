@@ -160,12 +160,10 @@ def _long(records: list[dict]) -> dict:
 
 
 def _choice(choices: list[dict], records: list[dict]) -> dict:
-    """In how many works the fused kernel is ahead of every other backend, or behind one, and by how much at most."""
+    """In how many works the fused kernel is ahead of every other backend, or behind one."""
     nearest = kernels.nearest_backends(choices, records)
-    told = {"works": len(nearest), "works_ahead": int((nearest.low > 1).sum())}
-    told["works_behind"] = int((nearest.high < 1).sum())
-    behind = nearest.value[nearest.high < 1]
-    return told | {"works_behind_percent": f"{100 / behind.min() - 100 if len(behind) else 0:.1f}"}
+    ahead, behind = int((nearest.low > 1).sum()), int((nearest.high < 1).sum())
+    return {"works": len(nearest), "works_ahead": ahead, "works_behind": behind}
 
 
 def _sustained(choices: list[dict], grids: list[dict]) -> dict:

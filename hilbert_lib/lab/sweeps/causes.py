@@ -87,7 +87,8 @@ def finding(table: pd.DataFrame, source: str) -> str:
     fair, alone = table[table.cause == FAIR].ratio, table[~table.cause.isin([FAIR, ALL])]
     near = alone.assign(off=np.log(alone.ratio / alone.printed).abs()).sort_values("off").drop_duplicates("claim")
     each = (f"{row.printed}x: {row.cause} {row.ratio:.3g}" for row in near.sort_index().itertuples())
-    return f"A fair ratio is {fair.min():.2f} to {fair.max():.2f} ({source})\nAlone nearest to {', '.join(each)}"
+    told = " to ".join(sorted({f"{end:.2f}" for end in (fair.min(), fair.max())}))
+    return f"A fair ratio is {told} ({source})\nAlone nearest to {', '.join(each)}"
 
 
 def in_process(work: dict, last: str) -> Iterator[dict]:

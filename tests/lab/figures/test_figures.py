@@ -33,6 +33,14 @@ def test_cells_are_drawn_in_the_shade_of_their_value():
     assert [text.get_text() for text in figure.legends[0].texts] == LOOK["names"]
 
 
+def test_every_cell_of_a_large_grid_has_a_pixel():
+    figure = draw_cells(CELLS, **LOOK | {"shape": [300, 260]})
+    figure.canvas.draw()
+    extent = figure.axes[1].get_window_extent()
+    assert extent.height >= 300
+    assert extent.width >= 260
+
+
 def test_figures_are_kept_in_256_colours_that_look_like_their_own(tmp_path):
     figure = show(draw_cells, CELLS, output_dir=str(tmp_path), **LOOK)
     drawn = BytesIO()

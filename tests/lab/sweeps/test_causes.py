@@ -71,7 +71,7 @@ def test_each_cause_is_measured_once_in_processes_of_its_own(tmp_path, monkeypat
 def test_the_finding_is_the_cause_that_alone_comes_nearest():
     ratios = {FAIR: 1.01, CODE: 0.9, KEYS: 2.0, QUERIES: 3.0, ALL: 2.66}
     table = pd.DataFrame({"cause": list(ratios), "ratio": list(ratios.values()), "printed": 2.66, "claim": "2.66x"})
-    said = "A fair ratio is 1.01 to 1.01 (a GPU)\nAlone nearest to 2.66x: fewer queries 3"
+    said = "A fair ratio is 1.01 (a GPU)\nAlone nearest to 2.66x: fewer queries 3"
     assert causes.finding(table, "a GPU") == said
 
 
