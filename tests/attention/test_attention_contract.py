@@ -2,6 +2,7 @@
 
 import tracemalloc
 from contextlib import nullcontext
+from functools import partial
 
 import oracle
 import pytest
@@ -92,6 +93,26 @@ def test_padded_keys_have_no_weight_and_take_no_keys_of_zeros_with_them(backend,
     assert lse.isinf().any()  # rows that see only padding
     assert not out[1].any()
     assert grads[1][mask].eq(0).all()
+
+
+ON_GPU = [
+    pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("eager", "sdpa", "flash", "cudnn", "flex", "triton")
+]
+
+
+@pytest.mark.parametrize(("backend", "device"), [*((name, "cpu") for name in ("eager", "sdpa", "auto")), *ON_GPU])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", [DilatedPattern((2, 8), (1, 1)), DilatedPattern((2,), (1,))], ids=str)
+def test_scores_of_minus_infinity_weigh_nothing_in_any_branch(backend, device, is_causal, pattern):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.ones(1, 8, 1, 16, dtype=dtype, device=device) for _ in range(3))
+    k[:, [0, 1, 5]] = -torch.inf  # all keys of a segment, and one of two
+    k[:, 6] = v[:, 6] = 0.0  # lse 0 and out 0 of a single key, which does weigh
+    v += torch.arange(8, device=device)[:, None, None]
+    call = partial(attended, (q, k, v, torch.ones_like(v)), pattern, is_causal=is_causal)
+    found, exact = call(backend), call("reference")
+    for one, other in zip(found[:2] + found[-1:], exact[:2] + exact[-1:], strict=True):  # dq and dk are no numbers
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])

@@ -25,10 +25,21 @@ class CpuFlash:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, problem.is_causal, scale=problem.scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, problem.is_causal, scale=problem.scale
+        )
+        # Where all scores are -inf it gives 0 and 0. A single key of score 0 has lse 0 as well, and its v may be 0.
+        if (nothing := lse.eq(0)).any():
+            nothing &= out.eq(0).all(-1)
+        for rows in nothing.any(0).any(0).nonzero()[:, 0].split(256):  # few, mostly none
+            seen = torch.arange(k.shape[2]) <= rows[:, None] if problem.is_causal else None
+            exact = Eager.forward(q[:, :, rows], k, v, Problem(problem.scale, False, allowed=seen))[1]
+            lse[:, :, rows] = torch.where(nothing[:, :, rows], exact.to(lse.dtype), lse[:, :, rows])
+        return out, lse
 
     @staticmethod
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - lse) is then 0
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, problem.is_causal, scale=problem.scale
         )
