@@ -141,7 +141,7 @@ class DilatedPattern:
         """The residue that a KV head takes inside the segments of a branch.
 
         Like every method here it raises TypeError or ValueError if a branch, head, position or size is no integer or
-        out of range.
+        out of range. Positions in a tensor are not looked at.
 
         >>> [DilatedPattern((8,), (4,), offsets="head_block").offset(0, g, 6) for g in range(6)]
         [0, 0, 1, 1, 2, 2]

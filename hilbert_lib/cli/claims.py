@@ -1,6 +1,9 @@
 """`hilbert claims`: what the documents claim, what was found, and measuring it again."""
 
+import sys
+
 import click
+from click.core import ParameterSource
 
 from hilbert_lib.cli.options import json_option, option, out_option, print_json, usage_errors
 
@@ -27,6 +30,9 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     from hilbert_lib.lab.ledger.claims import dry_run as dry_run_of
     from hilbert_lib.lab.ledger.claims import rerun
 
+    context = click.get_current_context()
+    if context.get_parameter_source("segment_length") == ParameterSource.COMMANDLINE and not again:
+        raise click.UsageError("--segment-length is of what --rerun ID measures; there is no --rerun")
     if dry_run and not again:
         raise click.UsageError("--dry-run shows what --rerun ID would run; there is no --rerun")
     with usage_errors():
@@ -37,7 +43,11 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
         if dry_run:
             click.echo("\n".join(line for name in again for line in dry_run_of(ledger[name], **how)))
             return
-        answers = [rerun(ledger[name], **how) for name in again] or [answer(ledger[name]) for name in ids or ledger]
+        answers = [rerun(ledger[name], **how) for name in again]
+        if not again:  # those that are computed take seconds each
+            shown = {"label": "claims", "file": sys.stderr, "hidden": not sys.stderr.isatty()}
+            with click.progressbar(ids or list(ledger), **shown) as names:
+                answers = [answer(ledger[name]) for name in names]
     told = [_fields(each) for each in answers]
     if as_json:
         print_json(told)

@@ -32,7 +32,9 @@ class Commands(click.Group):
                 warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
                 return super().invoke(ctx)
         except Interrupted as stop:
-            click.echo(f"{stop}: what has ended is kept, and the same command goes on from there", err=True)
+            goes_on = ctx.invoked_subcommand in ("run", "sweep", "bench")
+            kept = ": what has ended is kept, and the same command goes on from there" if goes_on else ""
+            click.echo(f"{stop}{kept}", err=True)
             ctx.exit(stop.exit_status)
         except BrokenPipeError:  # click's own: whoever read the output has gone
             raise

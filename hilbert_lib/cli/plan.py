@@ -22,7 +22,10 @@ def speeds(text: str) -> list[float]:
 
 def sides(text: str) -> tuple[int, ...]:
     """Numbers with an x between them."""
-    return tuple(map(number, text.split("x")))
+    try:
+        return tuple(map(number, text.lower().split("x")))
+    except click.BadParameter:
+        raise click.BadParameter(f"{text!r} is no list of sides such as 512x512 or 30x48x80") from None
 
 
 @click.command()
@@ -68,12 +71,14 @@ def plan(
     from hilbert_lib.ring.plan.plan import plan_ring
 
     if (tokens is None) == (grid is None) or (grid is None) != (window is None):
-        raise click.UsageError("give --tokens, or --grid and --window")
+        given = [f"--{name}" for name in ("tokens", "grid", "window") if context.params[name] is not None]
+        raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(given) or 'neither'}")
     how |= {"kv_heads": kv_heads or how["heads"], "dtype": getattr(torch, dtype)}
     if grid:
         given = (each for each in context.params if context.get_parameter_source(each) == ParameterSource.COMMANDLINE)
         if others := [f"--{each.replace('_', '-')}" for each in given if each not in OF_GRIDS]:
-            raise click.UsageError(f"{', '.join(others)}: not of a grid")
+            serving = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(OF_GRIDS - {"grid"}))
+            raise click.UsageError(f"{', '.join(others)}: not of a grid, which takes {serving}")
         how.pop("transport")
         with usage_errors():
             click.echo(_compared(grid, window, causal, ranks, how))
@@ -119,5 +124,7 @@ def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, rank
         received = [amount(most(each, f"received_{way}") / 1e6) for way in ("forward", "backward")]
         held = [amount(most(each, f"memory_{way}") / 1e9) for way in ("forward", "backward")]
         border = max(cost.border / max(1, cost.cells) for cost in each.ranks)
+        if idle := sum(not cost.cells for cost in each.ranks):
+            name += f" ({idle} ranks hold nothing)"
         rows.append((name, *received, f"{border:.0%}", *held, each.how))
     return f"{plans['Hilbert runs'].title}\n\n{aligned(titles, rows, words=1)}"

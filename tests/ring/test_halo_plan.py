@@ -154,6 +154,13 @@ WRONG = [
     (lambda: plan_halo(NEAR, Runs(Ordering.linear(4), (4,)), **SIZES), "ordering must have the 24 cells"),
     (lambda: plan_halo(NEAR, (2, 2), **SIZES), "shards must be Rectangles or Runs"),
     (lambda: plan_halo(NEAR, Rectangles((2, 1)), **SIZES | {"kv_heads": 3}), "kv_heads must divide heads"),
+    (lambda: Rectangles((2, 2)).box((5, 6), rank=4), "rank must be an integer from 0 to 3, got 4"),
+    (lambda: Rectangles((2, 2)).count((5,), rank=0), "parts must have one for each of the 1 axes"),
+    (lambda: Rectangles((2, 2)).owner((4, 4), torch.tensor([16, 1])), r"cells must be 0 to 15, .* got 1 to 16"),
+    (lambda: Rectangles.compact((4, 4), 0), "ranks must be an integer of at least 1, got 0"),
+    (lambda: Runs(Ordering.linear(16), (8, 8)).cells((4, 4), 2), "rank must be an integer from 0 to 1, got 2"),
+    (lambda: Runs(Ordering.linear(16), (8, 8)).count((4, 5), 0), "ordering must have the 20 cells"),
+    (lambda: Runs(Ordering.linear(16), (8, 8)).owner((4, 4), torch.tensor([-1])), "cells must be 0 to 15"),
     (lambda: plan_halo(NEAR, Rectangles((2, 1)), **SIZES | {"dtype": torch.int8}), "dtype must be one of"),
 ]
 test_what_cannot_be_planned_is_named = refusals({(TypeError, ValueError): WRONG})

@@ -85,7 +85,7 @@ VALUES = [
     (lambda: on_grid(ordering=Ordering.linear(4)), r"ordering must have the 16 cells of the grid \(8, 2\)"),
     (lambda: on_grid(ordering=Ordering.linear(16), shards=Rectangles((4, 1))), "ordering must be None where"),
     (lambda: on_grid(backend="flex"), "backend='flex' .*computes no part of a grid"),
-    (lambda: on_grid(extra_padding_mask=torch.ones(1, 2).bool()), "extra_padding_mask must be None where there is no"),
+    (lambda: on_grid(extra_padding_mask=torch.ones(1, 2).bool()), "extra_padding_mask must be None where extra_k is"),
     (lambda: grid_module(shards=Rectangles((4,))), "parts must have one for each of the 2 axes"),
     (lambda: grid_module(backend="fast"), "backend must be one of auto, .*got 'fast'"),
 ]

@@ -29,8 +29,10 @@ class CpuFlash:
             q, k, v, 0.0, problem.is_causal, scale=problem.scale
         )
         # Where all scores are -inf it gives 0 and 0. A single key of score 0 has lse 0 as well, and its v may be 0.
-        if (nothing := lse.eq(0)).any():
-            nothing &= out.eq(0).all(-1)
+        nothing = lse.eq(0)
+        if lse.is_meta or not nothing.any():
+            return out, lse
+        nothing &= out.eq(0).all(-1)
         for rows in nothing.any(0).any(0).nonzero()[:, 0].split(256):  # few, mostly none
             seen = torch.arange(k.shape[2]) <= rows[:, None] if problem.is_causal else None
             exact = Eager.forward(q[:, :, rows], k, v, Problem(problem.scale, False, allowed=seen))[1]

@@ -1,5 +1,7 @@
 """The fused kernels as a backend: what they serve and the memory that they take. triton is imported when one runs."""
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,9 @@ from hilbert_lib.machine import get_gpu_info, kernel_mode
 def absence(device: torch.device) -> str:
     """Why the fused kernels do not run on a device, or ""."""
     if kernel_mode() == "absent":
-        return "no GPU, or triton is not installed; without a GPU, TRITON_INTERPRET=1 has its kernels interpreted"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        return "no GPU; with TRITON_INTERPRET=1 its kernels are interpreted"
     if kernel_mode() == "compiled" and device.type != "cuda":
         return f"needs a CUDA device, got {device.type}"
     if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < limits.SHARED_BYTES:

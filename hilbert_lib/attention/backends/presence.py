@@ -27,6 +27,7 @@ CUTE_STACK = (
     "einops",
 )
 ABSENT = "absent"  # how a reason begins where nothing is installed
+FOLDER = "FOLDER is that of this repository"
 MODULES = {  # the kernels are imported from these
     "flash_attn_2": "flash_attn.flash_attn_interface",
     "flash_attn_3": "flash_attn_interface",
@@ -111,7 +112,7 @@ def _has(module: str, file: str) -> bool:
 @cache
 def _flash_attn_2_absence() -> str:
     if not _has("flash_attn", "flash_attn_interface.py"):
-        return f"{ABSENT}: pip install 'hilbert-lib[flash-attn]' builds flash-attn from source, with the CUDA compiler"
+        return f"{ABSENT}: pip install 'FOLDER[flash-attn]' builds it from source, with the CUDA compiler; {FOLDER}"
     found = installed_version("flash-attn")
     if found is None or TorchVersion(found) < FLASH_ATTN_2_SINCE:
         return f"flash-attn {found or 'of unknown version'} is too old: needs {FLASH_ATTN_2_SINCE} or later"
@@ -135,7 +136,7 @@ def _flash_attn_3_absence() -> str:
 @cache
 def _flash_attn_4_absence() -> str:
     if not _has("flash_attn", "cute/interface.py"):
-        return f"{ABSENT}: pip install 'hilbert-lib[flash-attn-4]'"
+        return f"{ABSENT}: pip install 'FOLDER[flash-attn-4]'; {FOLDER}"
     missing = [name for name in CUTE_STACK if installed_version(name) is None]
     if missing:
         return f"flash-attn-4 {installed_version('flash-attn-4')} is installed without {', '.join(missing)}"
@@ -145,7 +146,7 @@ def _flash_attn_4_absence() -> str:
 @cache
 def _xformers_absence() -> str:
     if not _folders("xformers"):
-        return f"{ABSENT}: pip install 'hilbert-lib[xformers]'"
+        return f"{ABSENT}: pip install 'FOLDER[xformers]'; {FOLDER}"
     found = installed_version("xformers")
     if importlib.util.find_spec("flash_attn") and not _has("flash_attn", "flash_attn_interface.py"):
         return (

@@ -122,11 +122,12 @@ def validated(
         name, x = ("q", q) if q.shape[1] != seq else ("k", k)
         raise ValueError(f"{name} must have the {seq} cells of {whose}, got shape {tuple(x.shape)}")
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
+    if extra_padding_mask is not None and extra_k is None:
+        raise ValueError("extra_padding_mask must be None where extra_k is None, got a mask")
     extra_k, extra_v = _checked_extra(k, extra_k, extra_v)
     check_mask("key_padding_mask", key_padding_mask, k)
-    if extra_padding_mask is not None and not extra_k.shape[1]:
-        raise ValueError("extra_padding_mask must be None where there is no extra_k")
     check_mask("extra_padding_mask", extra_padding_mask, extra_k)
+    extra_padding_mask = extra_padding_mask if extra_k.shape[1] else None
     if backend != "auto":
         one_of("backend", backend, ("auto", *BACKENDS))
     if ordering is not None:

@@ -183,10 +183,12 @@ class HaloPlan:
     def title(self) -> str:
         """What is computed, in words."""
         sizes, grid = self.sizes, " x ".join(map(str, self.shape))
+        causal = "causal, " if any(axis.is_causal for axis in self.neighbourhoods[0].axes) else ""
         windows = " and ".join(" x ".join(map(str, each.window)) for each in dict.fromkeys(self.neighbourhoods))
         return (
-            f"{grid} cells on {self.shards.ranks} ranks, window {windows}, batch {sizes.batch}, {sizes.heads} heads, "
-            f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+            f"{grid} cells on {self.shards.ranks} ranks, window {windows}, {causal}batch {sizes.batch}, "
+            f"{sizes.heads} heads, {sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, "
+            f"{str(self.dtype).removeprefix('torch.')}"
         )
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ class Rectangles:
         >>> Rectangles.compact((512, 512), 8).parts
         (2, 4)
         """
-        return cls(_compact_parts(tuple(shape), ranks))
+        return cls(_compact_parts(checks.integers("shape", shape, least=1), checks.integer("ranks", ranks, least=1)))
 
     @property
     def ranks(self) -> int:
@@ -72,6 +72,8 @@ class Rectangles:
 
     def box(self, shape: tuple[int, ...], rank: int) -> Box:
         """The cells of a rank along each axis of a grid."""
+        self.check(shape)
+        rank = checks.integer("rank", rank, least=0, most=self.ranks - 1)
         place = [rank // prod(self.parts[n + 1 :]) % count for n, count in enumerate(self.parts)]
         return tuple(range(*self._ends(shape, n)[at : at + 2]) for n, at in enumerate(place))
 
@@ -85,6 +87,8 @@ class Rectangles:
 
     def owner(self, shape: tuple[int, ...], cells: Tensor) -> Tensor:
         """The rank of each cell."""
+        self.check(shape)
+        _check_cells(shape, cells)
         rank = torch.zeros_like(cells)
         for n, line in enumerate(torch.unravel_index(cells, shape)):
             inner = torch.tensor(self._ends(shape, n)[1:-1], dtype=torch.int64, device="cpu")
@@ -158,20 +162,23 @@ class Runs:
 
     def count(self, shape: tuple[int, ...], rank: int) -> int:
         """How many cells a rank holds."""
-        return self.lengths[rank]
+        return self.lengths[self._rank(shape, rank)]
 
     def cells(self, shape: tuple[int, ...], rank: int) -> Tensor:
         """The positions of a rank's cells, as it stores them."""
+        rank = self._rank(shape, rank)
         return self.ordering.to("cpu").perm[slice(*self._ends[rank : rank + 2])]
 
     def owner(self, shape: tuple[int, ...], cells: Tensor) -> Tensor:
         """The rank of each cell."""
+        self.check(shape)
+        _check_cells(shape, cells)
         inner = torch.tensor(self._ends[1:-1], dtype=torch.int64, device="cpu")
         return torch.bucketize(self.ordering.to("cpu").inverse[cells], inner, right=True)
 
     def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
         """Where a rank stores each of some cells of its own."""
-        return self.ordering.to("cpu").inverse[cells] - self._ends[rank]
+        return self.ordering.to("cpu").inverse[cells] - self._ends[self._rank(shape, rank)]
 
     def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
         """The positions that the windows of a rank's queries reach, ascending."""
@@ -182,9 +189,19 @@ class Runs:
             queries = _reached(axis, range(axis.cells), queries.movedim(n, 0)).movedim(0, n)
         return queries.flatten().nonzero()[:, 0]
 
+    def _rank(self, shape: tuple[int, ...], rank: int) -> int:
+        self.check(shape)
+        return checks.integer("rank", rank, least=0, most=self.ranks - 1)
+
     @property
     def _ends(self) -> tuple[int, ...]:
         return (0, *accumulate(self.lengths))
+
+
+def _check_cells(shape: tuple[int, ...], cells: Tensor) -> None:
+    first, last = (int(cells.min()), int(cells.max())) if cells.numel() else (0, 0)
+    if first < 0 or last >= prod(shape):
+        raise ValueError(f"cells must be 0 to {prod(shape) - 1}, those of the grid {shape}, got {first} to {last}")
 
 
 def line_reached(axis: Axis, queries: range) -> Tensor:

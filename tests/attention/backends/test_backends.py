@@ -132,10 +132,10 @@ XFORMERS = {
     "xformers/cpp_lib.json": json.dumps({"version": {"torch": "2.10.0+cu128", "cuda": 1208}}),
 }
 STATES = {
-    "nothing": ({}, {}, "flash_attn_2", "absent: pip install 'hilbert-lib[flash-attn]'"),
+    "nothing": ({}, {}, "flash_attn_2", "absent: pip install 'FOLDER[flash-attn]'"),
     "nothing of 3": ({}, {}, "flash_attn_3", "absent: there is no module flash_attn_interface"),
-    "nothing of 4": (FA2, {"flash-attn": "2.8.3"}, "flash_attn_4", "absent: pip install 'hilbert-lib[flash-attn-4]'"),
-    "nothing of xformers": ({}, {}, "xformers", "absent: pip install 'hilbert-lib[xformers]'"),
+    "nothing of 4": (FA2, {"flash-attn": "2.8.3"}, "flash_attn_4", "absent: pip install 'FOLDER[flash-attn-4]'"),
+    "nothing of xformers": ({}, {}, "xformers", "absent: pip install 'FOLDER[xformers]'"),
     "2": (FA2, {"flash-attn": "2.10.0"}, "flash_attn_2", ""),  # as text it is less than "2.7"
     "2, old": (FA2, {"flash-attn": "2.6.1"}, "flash_attn_2", "flash-attn 2.6.1 is too old: needs 2.7 or later"),
     "2, not compiled": (NOT_COMPILED, {"flash-attn": "2.8.3"}, "flash_attn_2", "part flash_attn_2_cuda"),

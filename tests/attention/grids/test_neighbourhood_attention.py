@@ -261,6 +261,11 @@ WRONG = [
 test_bad_arguments_and_neighbourhoods_are_named = refusals({(TypeError, ValueError): WRONG})
 
 
+def test_no_extra_keys_may_have_a_mask_of_none():
+    none, mask = torch.zeros(2, 0, *K.shape[2:], dtype=K.dtype), torch.zeros(2, 0, dtype=torch.bool)
+    assert torch.equal(asked(extra_k=none, extra_v=none, extra_padding_mask=mask), asked())
+
+
 @pytest.mark.parametrize(
     ("given", "near", "ordering", "words"),
     [
