@@ -306,10 +306,9 @@ class MultiheadDilatedAttention(nn.Module):
             if x.is_nested:
                 raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one: pad it and pass a mask")
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
-                raise ValueError(
-                    f"{name} must be tokens of size {self.embed_dim} in 2 or 3 dimensions, shaped like query "
-                    f"{tuple(query.shape)}, got shape {tuple(x.shape)}"
-                )
+                like = "" if x is query else f", shaped like query {tuple(query.shape)}"
+                told = f"tokens of size {self.embed_dim} in 2 or 3 dimensions{like}"
+                raise ValueError(f"{name} must be {told}, got shape {tuple(x.shape)}")
             weight = self.in_proj_weight
             if x.device != weight.device:
                 raise ValueError(f"{name} must be on the device of the parameters ({weight.device}), got {x.device}")

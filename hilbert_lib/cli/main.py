@@ -133,8 +133,9 @@ def run(names: tuple[str, ...], **how) -> None:
 def sweep(name: str, **how) -> None:
     """Run one notebook at every combination of the values given.
 
-    A point that fails does not end the others. NAME.csv in the run's folder is one table of all points and what they
-    measured. Give each job of a scheduler's array its --shard; when all are done, `hilbert report` builds the pages.
+    A point that fails does not end the others. NAME.csv in the run's folder is one table of all points, and what they
+    measured where the notebook keeps measurements. Give each job of a scheduler's array its --shard; when all are done,
+    `hilbert report` builds the pages.
 
     \b
     Example: hilbert sweep 02_dilated_attention -p head_dim 16,64 -p is_causal false,true --shard 1/2
