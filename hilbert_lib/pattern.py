@@ -127,9 +127,9 @@ class DilatedPattern:
         while fits and ratio ** (branches - 1) <= length and cost(fits) > flop:
             ratio *= 2
         if not fits or ratio ** (branches - 1) > length:
-            least = FLOP_FORWARD * head_dim * heads * length * branches
             of = f"{branches} branches over {length} tokens"
-            raise ValueError(f"flop must be more for {of} (at least {least:.2g}), got {flop:g}")
+            least = "more" if fits else f"at least {FLOP_FORWARD * head_dim * heads * length * branches}"
+            raise ValueError(f"flop must be {least} for {of}, got {flop:g}")
         longest = bisect(range(length + 1), flop, lo=fits + 1, key=cost) - 1
         pattern = cls.geometric(longest, length, branches, ratio, **rules)
         return pattern, pattern.work(length, head_dim=head_dim, **sizes)

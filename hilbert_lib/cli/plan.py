@@ -25,7 +25,7 @@ def sides(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(number, text.lower().split("x")))
     except click.BadParameter:
-        raise click.BadParameter(f"{text!r} is no list of sides such as 512x512 or 30x48x80") from None
+        raise click.BadParameter(f"{text!r} is no number, or several with an x between them, such as 17x9") from None
 
 
 @click.command()
@@ -72,7 +72,7 @@ def plan(
 
     if (tokens is None) == (grid is None) or (grid is None) != (window is None):
         given = [f"--{name}" for name in ("tokens", "grid", "window") if context.params[name] is not None]
-        raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(given) or 'neither'}")
+        raise click.UsageError(f"give --tokens, or --grid and --window; got {', '.join(given) or 'none of them'}")
     how |= {"kv_heads": kv_heads or how["heads"], "dtype": getattr(torch, dtype)}
     if grid:
         given = (each for each in context.params if context.get_parameter_source(each) == ParameterSource.COMMANDLINE)
@@ -125,6 +125,6 @@ def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, rank
         held = [amount(most(each, f"memory_{way}") / 1e9) for way in ("forward", "backward")]
         border = max(cost.border / max(1, cost.cells) for cost in each.ranks)
         if idle := sum(not cost.cells for cost in each.ranks):
-            name += f" ({idle} ranks hold nothing)"
+            name += f" (empty ranks: {idle})"
         rows.append((name, *received, f"{border:.0%}", *held, each.how))
     return f"{plans['Hilbert runs'].title}\n\n{aligned(titles, rows, words=1)}"

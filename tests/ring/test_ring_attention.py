@@ -79,6 +79,7 @@ COMPARED = {
         # A last segment that is cut off, and rates that do not divide.
         *(given("uneven", [20, 14, 3], transport, padding="zeros") for transport in TRANSPORTS),
         given("longer", [18, 12, 7], "auto", weights=[3, 2, 1]),
+        given("longer", [16, 0, 5], "all_to_all", dtype="bfloat16", head_dim=5),  # nothing comes to the second rank
         given("longer", [8, 3, 7], "all_gather", **INTERPRETED),
     ],
     4: [

@@ -34,10 +34,10 @@ class CpuFlash:
             return out, lse
         nothing &= out.eq(0).all(-1)
         for rows in nothing.any(0).any(0).nonzero()[:, 0].split(256):  # few, mostly none
-            seen = torch.arange(k.shape[2]) <= rows[:, None] if problem.is_causal else None
-            exact = Eager.forward(q[:, :, rows], k, v, Problem(problem.scale, False, allowed=seen))[1]
-            lse[:, :, rows] = torch.where(nothing[:, :, rows], exact.to(lse.dtype), lse[:, :, rows])
-        return out, lse
+            seen = torch.arange(k.shape[2], device=k.device) <= rows[:, None] if problem.is_causal else None
+            scores = Eager._scores(q[:, :, rows], k, Problem(problem.scale, False, allowed=seen))
+            nothing[:, :, rows] &= scores.amax(-1) == -torch.inf
+        return out, lse.masked_fill_(nothing, -torch.inf)
 
     @staticmethod
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:

@@ -40,8 +40,8 @@ def _gpu() -> Finding:
     facts = environment()
     gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none"
     versions = f"Python {facts['python']}, torch {facts['torch']}, triton {facts['triton']}"
-    how = "compiled" if facts["gpus"] else "interpreted by notebooks, and elsewhere with TRITON_INTERPRET=1"
-    return "gpu", f"{gpus}; {versions}, its kernels are {how}", ""
+    where = " by notebooks, and elsewhere with TRITON_INTERPRET=1" if facts["kernel_mode"] == "interpreted" else ""
+    return "gpu", f"{gpus}; {versions}, its kernels are {facts['kernel_mode']}{where}", ""
 
 
 def _kernels() -> tuple[str, str]:

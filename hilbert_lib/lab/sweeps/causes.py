@@ -87,7 +87,7 @@ def finding(table: pd.DataFrame, source: str) -> str:
     fair, alone = table[table.cause == FAIR].ratio, table[~table.cause.isin([FAIR, ALL])]
     near = alone.assign(off=np.log(alone.ratio / alone.printed).abs()).sort_values("off").drop_duplicates("claim")
     each = (f"{row.printed}x: {row.cause} {row.ratio:.3g}" for row in near.sort_index().itertuples())
-    told = " to ".join(sorted({f"{end:.2f}" for end in (fair.min(), fair.max())}))
+    told = " to ".join(dict.fromkeys(f"{end:.2f}" for end in (fair.min(), fair.max())))
     return f"A fair ratio is {told} ({source})\nAlone nearest to {', '.join(each)}"
 
 

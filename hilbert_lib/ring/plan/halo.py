@@ -183,7 +183,8 @@ class HaloPlan:
     def title(self) -> str:
         """What is computed, in words."""
         sizes, grid = self.sizes, " x ".join(map(str, self.shape))
-        causal = "causal, " if any(axis.is_causal for axis in self.neighbourhoods[0].axes) else ""
+        along = [str(n) for n, axis in enumerate(self.neighbourhoods[0].axes) if axis.is_causal]
+        causal = f"causal along {' and '.join(along)}, " if along else ""
         windows = " and ".join(" x ".join(map(str, each.window)) for each in dict.fromkeys(self.neighbourhoods))
         return (
             f"{grid} cells on {self.shards.ranks} ranks, window {windows}, {causal}batch {sizes.batch}, "

@@ -98,6 +98,7 @@ class Rectangles:
     def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
         """Where a rank stores each of some cells of its own."""
         box = self.box(shape, rank)
+        _check_cells(shape, cells)
         inside = [line - own.start for line, own in zip(torch.unravel_index(cells, shape), box, strict=True)]
         return positions_of(inside, [len(own) for own in box])
 
@@ -178,7 +179,9 @@ class Runs:
 
     def slot(self, shape: tuple[int, ...], cells: Tensor, rank: int) -> Tensor:
         """Where a rank stores each of some cells of its own."""
-        return self.ordering.to("cpu").inverse[cells] - self._ends[self._rank(shape, rank)]
+        rank = self._rank(shape, rank)
+        _check_cells(shape, cells)
+        return self.ordering.to("cpu").inverse[cells] - self._ends[rank]
 
     def reached(self, neighbourhood: Neighbourhood, rank: int) -> Tensor:
         """The positions that the windows of a rank's queries reach, ascending."""

@@ -164,8 +164,9 @@ def _joined(rows: Tensor, sums: Tensor) -> Tensor:
 
 
 def _apart(joined: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # What `_joined` put together; the sums begin where their dtype may not.
-    return joined[..., :d], joined[..., d:].contiguous().view(dtype)
+    # What `_joined` put together; the sums begin where their dtype may not. Copied even if nothing has come: of no rows
+    # a slice counts as contiguous, wherever it begins.
+    return joined[..., :d], joined[..., d:].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _exchanged_forward(mail: Mail, kept: Kept, job: Job, lse: Tensor) -> Arriving:

@@ -261,7 +261,7 @@ WRONG = [
 test_bad_arguments_and_neighbourhoods_are_named = refusals({(TypeError, ValueError): WRONG})
 
 
-def test_no_extra_keys_may_have_a_mask_of_none():
+def test_an_empty_extra_k_may_have_an_empty_mask():
     none, mask = torch.zeros(2, 0, *K.shape[2:], dtype=K.dtype), torch.zeros(2, 0, dtype=torch.bool)
     assert torch.equal(asked(extra_k=none, extra_v=none, extra_padding_mask=mask), asked())
 
