@@ -1,6 +1,7 @@
 """The `hilbert` command."""
 
 # Each command imports what it needs of the suite, so that --help and list wait for neither torch nor pandas.
+import json
 import sys
 import warnings
 from collections import Counter
@@ -206,12 +207,14 @@ def report(folder: Path, redraw: bool) -> None:
 
 @main.command()
 @click.argument("folders", nargs=-1, type=EXISTING_FOLDER, metavar="A B...", required=True)
-def compare(folders: tuple[Path, ...]) -> None:
+@json_option
+def compare(folders: tuple[Path, ...], as_json: bool) -> None:
     """Set the measurements of two or more runs side by side, each beside the first, A.
 
     On the same hardware: the ratio of medians, A over the other, with its interval; above 1, the other is faster. On
     different hardware times are not compared. There a row is a pair that both runs timed in turn, and ratio_of_ratios
-    says how many times what b gains over a there is what it gains here, in A.
+    says how many times what b gains over a there is what it gains here, in A. Rows of the same parameters stand below
+    these.
 
     \b
     Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
@@ -221,7 +224,13 @@ def compare(folders: tuple[Path, ...]) -> None:
 
     with usage_errors():
         table = compare_runs(*folders)
-    click.echo(table.to_string(index=False, float_format="{:.4g}".format))
+    if as_json:
+        print_json(json.loads(table.to_json(orient="records")))
+        return
+    said = [name for name in table if name.endswith("parameters")]
+    for parameters, rows in table.groupby(said, sort=False):
+        click.echo("\n".join(dict.fromkeys(each.replace('"', "") for each in parameters)))  # b's where it has others
+        click.echo(rows.drop(columns=said).to_string(index=False, float_format="{:.4g}".format) + "\n")
 
 
 @main.command()

@@ -245,7 +245,9 @@ def test_two_runs_are_compared(hilbert):
     case = Case("add", lambda: 1 + 1, {"n": 1}, error=0.0)
     for name in ("a", "b"):
         append_records([compare_paired(case, case, device="cpu", repetitions=3)], name)
-    assert re.search(r"^ *name .*ratio.*\n *add ", hilbert("compare", "a", "b"))
+    assert re.search(r"^n=1\n *name .*ratio.*\n *add ", hilbert("compare", "a", "b"))
+    (row,) = json.loads(hilbert("compare", "a", "b", "--json"))
+    assert (row["name"], row["parameters"], row["found"]) == ("add", "n=1", "both")
 
 
 def test_doctor_says_what_is_well_what_is_broken_and_how_to_mend_it(hilbert, monkeypatch):
