@@ -228,8 +228,9 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
         print_json(json.loads(table.to_json(orient="records")))
         return
     said = [name for name in table if name.endswith("parameters")]
-    for parameters, rows in table.groupby(said, sort=False):
-        click.echo("\n".join(dict.fromkeys(each.replace('"', "") for each in parameters)))  # b's where it has others
+    for (first, *others), rows in table.groupby(said, sort=False):
+        lines = [first, *(f"b: {other}" for other in others if other != first)]
+        click.echo("\n".join(lines).replace('"', ""))
         click.echo(rows.drop(columns=said).to_string(index=False, float_format="{:.4g}".format) + "\n")
 
 

@@ -54,6 +54,13 @@ def test_the_command_refuses_what_cannot_be_planned(words, message):
     assert message in " ".join(plan(f"--ranks 2 {words}", status=2).split())
 
 
+def test_a_grid_says_where_it_is_causal_and_how_many_ranks_have_nothing():
+    printed = plan("--grid 4x4 --window 3 --ranks 17 --causal")
+    assert "causal along 0 and 1" in printed
+    assert printed.count("(empty ranks: 13)") == 2  # strips and rectangles
+    assert "Hilbert runs (empty ranks: 1)" in printed
+
+
 @pytest.mark.parametrize("words", re.findall(r": +hilbert plan (.*)$", cli_plan.plan.help, re.M))
 def test_the_examples_of_the_help_run(words):
     assert plan(words)

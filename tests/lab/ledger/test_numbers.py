@@ -105,6 +105,16 @@ def test_grids_and_what_reordering_costs_are_those_of_the_record():
     assert numbers()["small_once"] == f"{left[min(left)]:.2f}"
 
 
+def test_what_another_program_makes_is_told_of_every_record_of_it():
+    runs = [newest_run("04_safe_benchmarking"), *REPORTS.glob("h*/*/causes")]
+    causes = [each for run in runs for each in read_records(run / RESULTS) if each.get("cause") == "two programs"]
+    for printed in ("7.95", "2.66", "1.66"):
+        ratios = [each["ratio"] for each in causes if each["printed"] == printed]
+        assert len(ratios) == 2
+        told = f"{min(ratios):.1f} to {max(ratios):.1f}"
+        assert numbers()[f"made_{printed}".replace(".", "_")] == told
+
+
 def test_what_boxes_gain_is_over_the_fastest_order_of_each_work():
     for direction in ("forward", "backward"):
         works = {}
