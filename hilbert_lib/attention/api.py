@@ -43,7 +43,8 @@ def dilated_attention(
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches of a pattern.
 
     Differentiable once in q, k and v, by autograd and not by torch.func. A query without keys, or whose scores are all
-    -inf, has output 0 and lse -inf; one without keys also has gradient 0.
+    -inf, has output 0 and lse -inf; one without keys also has gradient 0. (Of scores of -inf "sdpa" and "flash" on CUDA
+    say lse 0 and NaN.)
 
     Args:
         q: (batch, queries, heads, head_dim), head_dim 1 to 256; float16, bfloat16, float32 or float64. Heads come after

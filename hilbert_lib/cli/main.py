@@ -218,7 +218,7 @@ def compare(folders: tuple[Path, ...], as_json: bool) -> None:
 
     \b
     Example: hilbert compare reports/local/RUN_1 reports/local/RUN_2
-    Example: hilbert compare reports/h200/*abe831b3 reports/h100/*216bfc32
+    Example: hilbert compare reports/h200/*9a4151a0/08* reports/h100/*/08*
     """
     from hilbert_lib.lab.records import compare_runs
 

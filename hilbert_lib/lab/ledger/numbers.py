@@ -39,6 +39,7 @@ SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")
 CHOICE, KERNELS = "05_backend_selection", "06_kernel_benchmarks"
 RING, GRIDS = "07_ring_attention", "08_where_a_curve_pays"
+DENSE = "cuDNN, dense"  # a sweep of 08, and a kernel of it
 FASTER = 1.01  # an order counts as faster from one per cent on
 WHOLE_LINES = "row_bytes % 128 == 0 and work == 'whole sequence'"
 LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
@@ -46,10 +47,9 @@ LENGTH, LONG = 65536, 2**20  # tokens of the works whose speed is told
 
 @cache
 def numbers() -> dict[str, str]:
-    """Every number by its name, as it is printed. Those of an H200 begin with h200_."""
+    """Every number by its name, as it is printed."""
     runs = {name[:2]: newest_run(name) for name in (CHOICE, KERNELS, RING, GRIDS)}
-    runs["h200_06"] = newest_run(KERNELS, machines=REPORTS.glob("h200*"))
-    choices, fused, ring, grids, h200_fused = (read_records(run / RESULTS) for run in runs.values())
+    choices, fused, ring, grids = (read_records(run / RESULTS) for run in runs.values())
     runs["07_grids"] = newest_run(RING, GRID_RESULTS)
     told = _weak_grids(read_records(runs["07_grids"] / GRID_RESULTS))
     # Not every run goes to the longest both ways.
@@ -59,7 +59,6 @@ def numbers() -> dict[str, str]:
     told |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     told |= {**_saved(), **_claims(), **_causes()}
     told["runs"] = _runs()
-    told |= {f"h200_{name}": value for name, value in _speeds(h200_fused).items()}
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
         gpu = say_hardware(run_environment(run, file)).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
@@ -171,15 +170,20 @@ def _choice(choices: list[dict], records: list[dict]) -> dict:
 
 
 def _sustained(choices: list[dict], grids: list[dict]) -> dict:
-    """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over NATTEN so."""
+    """What is left of the fused kernels' speed in single calls back to back, in percent; and boxes over others so."""
     calls, works = both_ways(choices, "selection"), both_ways(grids, "neighbourhood")
     told = {}
     for name, table, side in (("kept", calls, "triton"), ("boxes_kept", works, "boxes, raster")):
         own = table[table.name == side]
         told |= _ends(name, 100 * own.tflop_per_s / own.singly, ".0f")
     work = ["direction", "side", "window", "head_dim"]
-    boxes, natten = (works[works.name == f"{name}, raster"].set_index(work) for name in ("boxes", "NATTEN"))
-    return told | _ends("over_natten", natten.median_ms / boxes.median_ms, ".1f")
+    took = works.pivot(index=work, columns="name", values="median_ms")
+    for name, other in (("natten", "NATTEN, raster"), ("flash", "FlashAttention-4, morton")):
+        told |= _ends(f"over_{name}", took[other] / took["boxes, raster"], ".1f")
+    whole = both_ways(grids, DENSE).pivot(index=["direction", "head_dim"], columns="kernel", values="tflop_per_s")
+    for direction, shares in (whole.boxes / whole[DENSE]).groupby("direction"):
+        told[f"of_dense_{direction}"] = " and ".join(map("{:.2f}".format, shares))
+    return told
 
 
 def _saved() -> dict:
