@@ -168,9 +168,8 @@ def write_table(run_folder: Path, notebook: str) -> Path:
                 found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
                 found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
                 rows.append({**point, **found})
-    return write_whole(
-        run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False).encode(errors="backslashreplace")
-    )
+    table = pd.DataFrame(rows).to_csv(index=False)
+    return write_whole(run_folder / f"{notebook}.csv", table.encode(errors="backslashreplace"))
 
 
 def _say_moment(time: str) -> str:
