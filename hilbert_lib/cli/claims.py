@@ -29,6 +29,7 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
     from hilbert_lib.lab.ledger.claim import answer, read_ledger
     from hilbert_lib.lab.ledger.claims import dry_run as dry_run_of
     from hilbert_lib.lab.ledger.claims import rerun
+    from hilbert_lib.ring.plan.cost import aligned
 
     context = click.get_current_context()
     if context.get_parameter_source("segment_length") == ParameterSource.COMMANDLINE and not again:
@@ -57,11 +58,8 @@ def claims(ids: tuple[str, ...], again: tuple[str, ...], as_json: bool, dry_run:
             if each.cases is not None and not each.cases.empty:
                 click.echo(each.cases.to_string(index=False, float_format="{:.4g}".format))
     else:
-        rows = [("id", "verdict", "value", "claim")]
-        rows += [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in told]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+        rows = [(t["id"], t["verdict"] + " *" * bool(t["note"]), t["value"], t["claim"]) for t in told]
+        click.echo(aligned(("id", "verdict", "value", "claim"), rows, words=4))
         click.echo("* with a note, which may turn the verdict round: hilbert claims ID shows it")
 
 

@@ -108,15 +108,12 @@ def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, rank
         return max(getattr(cost, field) for cost in plan.ranks)
 
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    parts = [each for each in product(counts, repeat=len(grid)) if prod(each) == ranks]
+    parts = (each for each in product(counts, repeat=len(grid)) if prod(each) == ranks)
     cut = {each: plan_halo(near, Rectangles(each), **how) for each in parts}
-    best = min(parts, key=lambda each: most(cut[each], "received_forward"))
+    named = {"strips": (ranks, *(1,) * (len(grid) - 1))}
+    named["rectangles"] = min(cut, key=lambda each: most(cut[each], "received_forward"))
+    plans = {f"{kind} {' x '.join(map(str, each))}": cut[each] for kind, each in named.items()}
     curve = Ordering.from_curve("hilbert", near.length, grid=grid if len(grid) > 1 else None)
-    strips = (ranks, *(1,) * (len(grid) - 1))
-    plans = {
-        f"strips {' x '.join(map(str, strips))}": cut[strips],
-        f"rectangles {' x '.join(map(str, best))}": cut[best],
-    }
     plans["Hilbert runs"] = plan_halo(near, Runs(curve, shard_lengths_for(near.length, ranks)), **how)
     titles = ("shards", "MB received", "backward", "border", "GB of memory", "backward", "how")
     rows = []

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 from torch import Tensor
 
-from hilbert_lib.lab.figures.axes import panel_grid
+from hilbert_lib.lab.figures.plots import panel_grid
 
 # Dark to bright in grey print; its brightest end, which paper swallows, is left out.
 ALONG = ListedColormap(colormaps["plasma"](np.linspace(0, 0.85, 256)))

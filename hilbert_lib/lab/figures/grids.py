@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach
-from hilbert_lib.lab.figures.axes import by_hand, key_of
+from hilbert_lib.lab.figures.plots import by_hand, key_of
 from hilbert_lib.lab.figures.record import STYLE
 
 PARTS = {

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units, units_touched
 from hilbert_lib.lab.cache.l2 import kernel_trace, lru_hit_rates
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.figures.axes import by_hand
-from hilbert_lib.lab.figures.plots import LOOKS
+from hilbert_lib.lab.figures.plots import LOOKS, by_hand
 from hilbert_lib.pattern import DilatedPattern
 
 

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from hilbert_lib.lab.figures.axes import by_hand, panel_grid
-from hilbert_lib.lab.figures.plots import PALETTE
+from hilbert_lib.lab.figures.plots import PALETTE, by_hand, panel_grid
 from hilbert_lib.pattern import DilatedPattern
 
 

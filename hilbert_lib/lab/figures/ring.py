@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hilbert_lib.grid import Neighbourhood
-from hilbert_lib.lab.figures.axes import by_hand, short
+from hilbert_lib.lab.figures.plots import by_hand, short
 from hilbert_lib.lab.sweeps.halos import sharding
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for

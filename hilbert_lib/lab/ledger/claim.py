@@ -36,9 +36,9 @@ class Band:
 class Claim:
     """One entry of the ledger: a claim in our words, the documents that make it, and how it was made testable.
 
-    measure: "module:function" of this package, which gives the cases that `options` ask for, from a file of the newest
-    run under reports/ of the notebook `record`, or computed where there is none; or else tests (as pytest names
-    them) show the verdict. when: what it "says" of the condition under which the claim holds, in words that follow
+    measure: "module:function" of this package, which gives the cases that `options` ask for, from the newest run under
+    reports/ of the notebook `record`, or computed where there is none; or else tests (as pytest names them) show the
+    verdict. when: what it "says" of the condition under which the claim holds, in words that follow
     "holds", and "where" that is, as a query over its cases. basis: "as planned" or "as predicted", where nothing was
     measured. only: parameters of the notebook that measure this claim alone.
     """
@@ -51,7 +51,6 @@ class Claim:
     measure: str = ""
     options: dict = field(default_factory=dict)
     record: str = ""
-    file: str = RESULTS
     claimed: tuple[Band, ...] = ()
     when: dict[str, str] | None = None
     basis: str = ""
@@ -74,7 +73,7 @@ class Answer:
     @property
     def hardware(self) -> str:
         """On what it was measured; any, where nothing was."""
-        return run_environment(self.run, self.claim.file)["hardware"] if self.run else "any"
+        return run_environment(self.run)["hardware"] if self.run else "any"
 
     @property
     def evidence(self) -> str:
@@ -114,12 +113,12 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
     if not claim.record:
         cases = measure(**claim.options)
     else:
-        at = claim.record, claim.file  # below, what needs no GPU was timed without one
-        run = run or newest_run(*at) or newest_run(*at, REPORTS.glob(MACHINES))
+        # What needs no GPU was timed without one.
+        run = run or newest_run(claim.record) or newest_run(claim.record, machines=REPORTS.glob(MACHINES))
         if run is None:
             return Answer(claim, f"{WAITS}: {claim.record}")
         try:
-            cases = measure(read_records(run / claim.file), **claim.options).dropna(subset=INTERVAL[0])
+            cases = measure(read_records(run / RESULTS), **claim.options).dropna(subset=INTERVAL[0])
         except ValueError:
             cases = pd.DataFrame()  # the record lacks a sweep
     if cases.empty:  # or was not timed, where NaN stood

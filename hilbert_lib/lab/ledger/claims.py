@@ -104,19 +104,12 @@ CLAIMS = {
 }
 
 
-def claim_pairs(
-    claims: Iterable[str],
-    *,
-    device: torch.device | str,
-    segment_length: int = 1024,
-    heads: int = 12,
-    head_dim: int = 64,
-) -> Pairs:
+def claim_pairs(claims: Iterable[str], *, device: torch.device | str, segment_length: int = 1024) -> Pairs:
     """What is timed for some claims: pairs for `pairs.run_sides`, the standard side first.
 
     segment_length: w of K3 and K4; the documents name none. Their D = 768 is 12 heads of 64.
     """
-    shape = {"heads": heads, "head_dim": head_dim, "device": torch.device(device)}
+    shape = {"heads": 12, "head_dim": 64, "device": torch.device(device)}
     for claim in claims:
         if claim not in CLAIMS:
             raise ValueError(f"claims must be of {', '.join(CLAIMS)}; got {claim!r}")
@@ -216,18 +209,18 @@ def rerun(claim: Claim, *, out: Path, segment_length: int = 1024) -> Answer:
         return answer(claim)
     line = command(claim, out.resolve(), gpus=torch.cuda.device_count() if claim.record else None)
     program, *words = shlex.split(line)
-    before = _states(claim, out)
+    before = _states(out)
     if subprocess.run([sys.executable, *PROGRAMS[program], *words], cwd=ROOT).returncode:
         raise RuntimeError(f"{claim.id} was not measured again, because this failed: {line}")
     if not claim.record:
         return answer(claim)
-    run = newest_run(claim.record, claim.file, [out])
-    if not run or _states(claim, out) == before:  # an older run's is no answer
-        raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {claim.file}")
+    run = newest_run(claim.record, machines=[out])
+    if not run or _states(out) == before:  # an older run's is no answer
+        raise RuntimeError(f"{claim.id} was not measured again: {line} wrote no {RESULTS}")
     return answer(claim, run)
 
 
-def _states(claim: Claim, out: Path) -> dict[Path, tuple[int, int, int]]:
+def _states(out: Path) -> dict[Path, tuple[int, int, int]]:
     # What tells that a record was written, whatever the clock shows.
-    files = (file for file in out.rglob(f"{claim.file}*") if file.is_file())
+    files = (file for file in out.rglob(f"{RESULTS}*") if file.is_file())
     return {file: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]}

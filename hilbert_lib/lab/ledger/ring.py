@@ -71,8 +71,8 @@ def kept_by_order_of_shards(**sizes) -> pd.DataFrame:
 def saved_by_order(**sizes) -> pd.DataFrame:
     """The share of the rows sent that an order saves, laid over the sequence or over each shard."""
     rows = _split_rows(**sizes)
-    linear = rows.after  # an order of a shard moves no row between ranks: they lack what they lack in sequence order
-    laid_over = {"the sequence": 1 - rows.before / linear, "each shard": 1 - rows.after / linear}
+    # An order of a shard moves no row between ranks: they lack what they lack in sequence order.
+    laid_over = {"the sequence": 1 - rows.before / rows.after, "each shard": 0.0}
     parts = [rows[["kind"]].assign(laid_over=over, value=saved) for over, saved in laid_over.items()]
     return counted(pd.concat(parts, ignore_index=True))
 

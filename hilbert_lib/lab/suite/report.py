@@ -168,9 +168,8 @@ def write_table(run_folder: Path, notebook: str) -> Path:
                 found = {"case": " | ".join(each["name"] for each in sides), "median_ms": side["median_ms"]}
                 found |= {"error": side["error"], "ratio": record.get("ratio"), "interval": record.get("interval")}
                 rows.append({**point, **found})
-    return write_whole(
-        run_folder / f"{notebook}.csv", pd.DataFrame(rows).to_csv(index=False).encode(errors="backslashreplace")
-    )
+    table = pd.DataFrame(rows).to_csv(index=False)
+    return write_whole(run_folder / f"{notebook}.csv", table.encode(errors="backslashreplace"))
 
 
 def _say_moment(time: str) -> str:
@@ -222,26 +221,22 @@ def _formula(body: str, display: str) -> str:
         return f"<code>{plain(body)}</code>"
 
 
-class _OfflineExporter(HTMLExporter):
-    page_of: PageOf
-
-    @pass_context
-    def markdown2html(self, context, source: str) -> str:
-        attachments = context.get("cell", {}).get("attachments", {})
-        renderer = _Renderer(self.page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
-        try:
-            return MarkdownWithMath(renderer=renderer).render(source)
-        except Exception:  # what cannot be shown is shown as it was written
-            return f"<pre>{plain(source)}</pre>"
-
-
 def write_page(path: Path, title: str, markdown: str, page_of: PageOf, notebook: nbformat.NotebookNode | None = None):
     """Write a page of Markdown, above a notebook where there is one; gives its path."""
     notebook = notebook or nbformat.v4.new_notebook()
     notebook.metadata.title = title
     notebook.cells.insert(0, nbformat.v4.new_markdown_cell(markdown))
-    exporter = _OfflineExporter(raw_template=TEMPLATE)
-    exporter.page_of = page_of
+
+    @pass_context
+    def markdown2html(context, source: str) -> str:
+        attachments = context.get("cell", {}).get("attachments", {})
+        renderer = _Renderer(page_of, escape=False, attachments=attachments, exclude_anchor_links=True)
+        try:
+            return MarkdownWithMath(renderer=renderer).render(source)
+        except Exception:  # what cannot be shown is shown as it was written
+            return f"<pre>{plain(source)}</pre>"
+
+    exporter = HTMLExporter(raw_template=TEMPLATE, filters={"markdown2html": markdown2html})
     page, _resources = exporter.from_notebook_node(notebook)
     return write_whole(path, page.encode(errors="backslashreplace"))  # a file's name may be no text
 

@@ -48,7 +48,8 @@ def run_points(
     outcomes = {}
     for point in points:
         outcome, line = "reused", f"{point.name}  {say_values(point.changes)}"
-        if force or not is_finished(point, run_folder):
+        found = read_manifest(run_folder / point.name)
+        if force or not found or (found["status"], found["key"]) != ("ok", point.key):
             manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force)
             outcome = manifest["status"]
             if outcome != "ok":
@@ -74,22 +75,29 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
             shutil.rmtree(work, ignore_errors=True)
             raise OSError(f"{point.name}: {error}") from error
         begun, caught, start = [], None, time.monotonic()
-        if manifest["status"] == "running":
-            try:
-                _execute(work, point, timeout, begun)
-                for records in work.glob("*.jsonl"):
-                    pack_records(records)
-            except (Exception, KeyboardInterrupt) as error:
-                caught = error
-            # papermill's own record says "completed" even of a killed kernel: only its return counts.
-            error, status = caught and _describe(caught, len(begun)), ""
-            if isinstance(caught, KeyboardInterrupt):
-                status = "interrupted"
-            end_manifest(manifest, work, error, seconds=time.monotonic() - start, status=status)
+        try:
+            _reserve(work)
+            _execute(work, point, timeout, begun)
+            for records in work.glob("*.jsonl"):
+                pack_records(records)
+        except (Exception, KeyboardInterrupt) as error:
+            caught = error
+        # papermill's own record says "completed" even of a killed kernel: only its return counts.
+        error = caught and _describe(caught, len(begun))
+        status = "interrupted" if isinstance(caught, KeyboardInterrupt) else ""
+        end_manifest(manifest, work, error, seconds=time.monotonic() - start, status=status)
         put_in_place(work, run_folder, manifest)
     if isinstance(caught, KeyboardInterrupt):
         raise caught
     return manifest
+
+
+def _reserve(work: Path) -> None:
+    """Take the room that the manifest needs in the end, so that nothing starts on a disk that has none."""
+    try:
+        (work / LIVING).write_bytes(bytes(RESERVE_BYTES))
+    except OSError as error:
+        raise OSError(f"no room for the notebook to start: {error.strerror}") from error
 
 
 def _execute(work: Path, point: Point, timeout: float, begun: list) -> None:
@@ -172,7 +180,7 @@ def _lock(file: BinaryIO, *, wait: bool = False) -> None:
 
 
 def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
-    """Write the manifest of a run that begins now; "failed" where the disk has no room for more than the manifest."""
+    """Write the manifest of a run that begins now."""
     parameters = point.parameters
     manifest = {
         "name": point.name,
@@ -195,11 +203,6 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         "figures": [],
     }
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    try:
-        (folder / LIVING).write_bytes(bytes(RESERVE_BYTES))
-    except OSError as error:
-        message = f"no room for the notebook to start: {error.strerror}"
-        end_manifest(manifest, folder, {"type": "OSError", "message": message, "cell": None})
     return manifest
 
 
@@ -228,12 +231,6 @@ def read_manifest(folder: Path) -> dict | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) and {"key", "notebook", "status"} <= manifest.keys() else None
-
-
-def is_finished(point: Point, run_folder: Path) -> bool:
-    """Whether this very point, in this version of the code, is finished."""
-    manifest = read_manifest(run_folder / point.name)
-    return manifest is not None and manifest["status"] == "ok" and manifest["key"] == point.key
 
 
 def final_folder(run_folder: Path, manifest: dict) -> Path:

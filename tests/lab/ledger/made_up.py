@@ -22,7 +22,7 @@ def comparison(a, b, ratio, *, peak=(0, 0), spread=0.01, ms=1.0, **parameters):
 
 def answered_by(claim, records, folder):
     """What a claim's answer would be if these were its records."""
-    for name in {claim.file, "results.jsonl"}:
-        environment = {"environment": {"utc": "2026", "hardware": "made up"}}
-        (folder / name).write_text("".join(json.dumps({**environment, **record}) + "\n" for record in records))
+    environment = {"environment": {"utc": "2026", "hardware": "made up"}}
+    lines = [json.dumps({**environment, **record}) + "\n" for record in records]
+    (folder / "results.jsonl").write_text("".join(lines))
     return answer(claim, folder)
