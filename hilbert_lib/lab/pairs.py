@@ -14,7 +14,7 @@ from hilbert_lib.lab.sustained import back_to_back, seconds_of_a_call
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
-from hilbert_lib.lab.timing import Case, Comparison, Measurement, Sustained, Turns, compare_paired, measure
+from hilbert_lib.lab.timing import Case, Comparison, Measurement, Sustained, compare_paired, measure
 from hilbert_lib.limits.memory import begin_peak
 
 Results = tuple[Tensor, ...]
@@ -34,20 +34,6 @@ class Side:
     error: Callable[[Results], float]
     useful_flop: float | None = None
     useful_bytes: float | None = None
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What was measured of a side or a pair, with each side's peak of device memory and the results' difference."""
-
-    measured: Measurement | Comparison | Turns
-    peak_bytes: tuple[int, ...]  # of a call, its results included; in `run_sides` what it asked for
-    output_difference: float | None  # None where there is nothing to compare
-
-    def record(self) -> dict:
-        """One dictionary for JSON."""
-        more = {"peak_bytes": self.peak_bytes, "output_difference": self.output_difference}
-        return {**self.measured.record(), **more}
 
 
 def relative_difference(results: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
@@ -82,8 +68,9 @@ def run_sides(
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
     On the CPU nothing is timed, unless asked: Triton's kernels are interpreted there, and their times mean nothing.
-    Points and folder are those of `sweep.sweep`. Gives a record a case, in order: of `timing`, with peak_bytes and
-    output_difference; where nothing is timed only names, parameters and errors.
+    Points and folder are those of `sweep.sweep`. Gives a record a case, in order: of `timing`, with peak_bytes (of each
+    side's call, its results included: what it asked for) and output_difference (None where there is nothing to
+    compare); where nothing is timed only names, parameters and errors.
 
     Args:
         cases: one or two sides each. device: where they compute. output_dir: folder of results.jsonl, or "".
@@ -96,8 +83,8 @@ def run_sides(
     """
     device = torch.device(device)
 
-    def singly(cases: list[Case], took: list[float]) -> Measurement | Comparison:
-        return time_cases(*cases, device=device, took=sum(took), repetitions=repetitions, seconds=seconds)
+    def singly(cases: list[Case], took: list[float]) -> dict:
+        return time_cases(*cases, device=device, took=sum(took), repetitions=repetitions, seconds=seconds).record()
 
     # What is not timed may be interpreted, which takes long, and pairs share sides.
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
@@ -121,11 +108,12 @@ def run_back_to_back(
     """
     device = torch.device(device)
 
-    def timed(cases: list[Case], took: list[float]) -> Turns:
+    def timed(cases: list[Case], took: list[float]) -> dict:
         took = [seconds_of_a_call(case.run, device, each) for case, each in zip(cases, took, strict=True)]
         calls = [max(1, round(seconds / each)) for each in took]
         found = back_to_back([case.run for case in cases], device, calls=calls)
-        return Turns(tuple(_sustained(*each, device) for each in zip(cases, calls, found, strict=True)))
+        sides = [_sustained(*each, device).record() for each in zip(cases, calls, found, strict=True)]
+        return {"kind": "back to back", "sides": sides}
 
     return _swept(map(_apart, cases), partial(_time, device=device, timed=timed), device, output_dir)
 
@@ -176,13 +164,13 @@ def _check(sides: tuple[Side, ...], call: Callable[[Callable[[], Results]], Resu
     return {"kind": "check", **shown, "peak_bytes": (0,) * len(sides), "output_difference": _difference(results)}
 
 
-def _time(sides: tuple[Side, ...], device: torch.device, timed: Callable[[list[Case], list[float]], object]) -> dict:
+def _time(sides: tuple[Side, ...], device: torch.device, timed: Callable[[list[Case], list[float]], dict]) -> dict:
     runs = [_once(side, device) for side in sides]
     results = [result for result, _, _ in runs]
     cases, difference = _cases(sides, results), _difference(results)
     peaks, took = tuple(peak for _, peak, _ in runs), [each for _, _, each in runs]
     del runs, results  # they are as large as what is timed next
-    return Recorded(timed(cases, took), peaks, difference).record()
+    return timed(cases, took) | {"peak_bytes": peaks, "output_difference": difference}
 
 
 def _once(side: Side, device: torch.device) -> tuple[Results, int, float]:

@@ -98,17 +98,6 @@ class Sustained(Measurement):
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Cases whose windows of calls were timed in turn."""
-
-    sides: tuple[Sustained, ...]
-
-    def record(self) -> dict:
-        """Everything as one dictionary for JSON; `sides` holds the measurements."""
-        return {"kind": "back to back", "sides": [side.record() for side in self.sides]}
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Two cases timed in turn. `ratio` is the median of a's time over b's: above 1, b is faster."""
 

@@ -11,8 +11,9 @@ import torch
 
 from hilbert_lib.lab import pairs as paired
 from hilbert_lib.lab import records as committed
-from hilbert_lib.lab.pairs import Recorded, Side, relative_difference, run_back_to_back, run_sides, time_cases
-from hilbert_lib.lab.records import append_records
+from hilbert_lib.lab.environment import environment
+from hilbert_lib.lab.pairs import Side, relative_difference, run_back_to_back, run_sides, time_cases
+from hilbert_lib.lab.records import append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS
 from hilbert_lib.lab.tables import both_ways, ratio_table, side_table
 from hilbert_lib.lab.timing import Case, compare_paired
@@ -28,7 +29,8 @@ def one(name, value, *, exact=1.0):
 def timed(a, b):
     """A pair's record as a GPU would leave it; the times are those of two additions on the CPU."""
     cases = [Case(side.name, lambda: 1 + 1, side.parameters, 0.0, 4e9, 2e6) for side in (a, b)]
-    return Recorded(compare_paired(*cases, device="cpu", repetitions=5), (2**20, 2**21), 0.0)
+    pair = compare_paired(*cases, device="cpu", repetitions=5)
+    return pair.record() | {"peak_bytes": (2**20, 2**21), "output_difference": 0.0}
 
 
 def test_on_the_cpu_each_side_runs_once_errors_are_known_and_nothing_is_timed_or_written(tmp_path):
@@ -106,14 +108,14 @@ def test_a_case_without_room_is_left_out_and_the_others_go_on(capsys):
 
 def test_what_the_folder_holds_is_not_measured_again(tmp_path):
     pair = one("a", 1.0), one("b", 1.0)
-    append_records([timed(*pair)], tmp_path)
+    append_lines([timed(*pair) | {"environment": environment()}], tmp_path / "results.jsonl")
     (found,) = run_sides([pair], device="cpu", output_dir=str(tmp_path))
     assert found == json.loads((tmp_path / "results.jsonl").read_text())
 
 
 def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():
     ours = one("triton", 1.0)
-    records = [timed(one(name, 1.0), ours).record() for name in ("cudnn", "flash")]
+    records = [timed(one(name, 1.0), ours) for name in ("cudnn", "flash")]
     table = side_table(records, "numbers").set_index("name")
     assert table.index.tolist() == ["cudnn", "triton", "flash"]
     samples = [x for record in records for x in record["b"]["samples_ms"]]
@@ -125,8 +127,8 @@ def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():
 
 
 def test_of_a_pair_that_was_measured_twice_the_newest_counts():
-    older, newer = (timed(one("flash", 1.0), one("triton", 1.0)).record() for _ in range(2))
-    records = [older, timed(one("cudnn", 1.0), one("triton", 1.0)).record(), newer, newer]
+    older, newer = (timed(one("flash", 1.0), one("triton", 1.0)) for _ in range(2))
+    records = [older, timed(one("cudnn", 1.0), one("triton", 1.0)), newer, newer]
     assert ratio_table(records, "numbers").a.tolist() == ["flash", "cudnn"]
     assert side_table(records, "numbers").set_index("name").median_ms["flash"] == newer["a"]["median_ms"]
 
@@ -148,11 +150,9 @@ def test_the_newest_committed_record_is_drawn_where_nothing_was_timed(tmp_path, 
     assert committed.records_to_draw(check) == ([], "")
     for run, utc in (("new", "2026-02-02"), ("old", "2026-01-01")):
         folder = tmp_path / "h200" / run / "06_kernel_benchmarks-0a1b2c3d"
-        append_records([timed(one(run, 1.0), one("b", 1.0))], folder)
-        record = json.loads((folder / "results.jsonl").read_text())
-        record["environment"] |= {"utc": utc, "hardware": "an H200", "gpus": [{}]}
+        facts = {"utc": utc, "hardware": "an H200", "gpus": [{}]}
         lines = 1 if run == "new" else 2  # the newest, not the longest
-        (folder / "results.jsonl").write_text((json.dumps(record) + "\n") * lines)
+        append_lines([timed(one(run, 1.0), one("b", 1.0)) | {"environment": facts}] * lines, folder / "results.jsonl")
     records, source = committed.records_to_draw(check)
     assert records[0]["a"]["name"] == "new"
     assert source == "committed record, an H200"

@@ -12,7 +12,7 @@ import torch
 from hilbert_lib import checks
 from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.lab.pairs import Recorded, time_cases
+from hilbert_lib.lab.pairs import time_cases
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case
 from hilbert_lib.lab.workload import Workload, by_backend
@@ -104,10 +104,11 @@ def measure_attention(point: dict) -> Iterator[dict]:
     cases = attention_cases(point)
     first, first_peak, first_seconds = next(cases)
     if len(point["sides"]) == 1:
-        yield Recorded(time_cases(first, device=device, took=first_seconds), (first_peak,), None).record()
+        alone = time_cases(first, device=device, took=first_seconds)
+        yield alone.record() | {"peak_bytes": (first_peak,), "output_difference": None}
     for other, peak, seconds in cases:
-        measured = time_cases(first, other, device=device, took=first_seconds + seconds)
-        yield Recorded(measured, (first_peak, peak), None).record()
+        pair = time_cases(first, other, device=device, took=first_seconds + seconds)
+        yield pair.record() | {"peak_bytes": (first_peak, peak), "output_difference": None}
 
 
 def attention_refusal(point: dict, side: str) -> str:

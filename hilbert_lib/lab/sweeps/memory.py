@@ -14,7 +14,7 @@ import torch
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Recorded, Results, Side, identity, record_identity, relative_difference
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Results, Side, identity, record_identity, relative_difference
 from hilbert_lib.lab.sustained import wait
 from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
@@ -150,7 +150,8 @@ def pool_comparison(
             how = {"device": works[0].device, "warmup": 2, "min_sample_ms": MIN_SAMPLE_MS}
             pair = compare_paired(base, other, repetitions=repetitions, **how)
         allocated, reserved = zip(base_bytes, other_bytes, strict=True)
-        return Recorded(pair, allocated, difference).record() | {"reserved_bytes": reserved}
+        held = {"peak_bytes": allocated, "reserved_bytes": reserved}
+        return pair.record() | {**held, "output_difference": difference}
 
     def key(point: tuple[Sequence[Workload], str]) -> str:
         parameters = _pool_parameters(point[0], direction)
