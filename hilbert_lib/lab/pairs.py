@@ -10,8 +10,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from hilbert_lib.lab.records import Kept
 from hilbert_lib.lab.sustained import back_to_back, seconds_of_a_call
-from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
 from hilbert_lib.lab.timers import old_objects_apart
 from hilbert_lib.lab.timing import Case, Comparison, Measurement, Sustained, compare_paired, measure
@@ -68,7 +68,7 @@ def run_sides(
     """Check each case, and on a CUDA device time it: alone, or two sides in turn.
 
     On the CPU nothing is timed, unless asked: Triton's kernels are interpreted there, and their times mean nothing.
-    Points and folder are those of `sweep.sweep`. Gives a record a case, in order: of `timing`, with peak_bytes (of each
+    Cases and folder are as in `sweep`. Gives a record a case, in order: of `timing`, with peak_bytes (of each
     side's call, its results included: what it asked for) and output_difference (None where there is nothing to
     compare); where nothing is timed only names, parameters and errors.
 
@@ -90,7 +90,8 @@ def run_sides(
     checked = None if on_cpu or device.type == "cuda" else lru_cache(maxsize=4)(lambda run: run())
     with nullcontext() if device.type == "cpu" else old_objects_apart():
         measure = partial(_check, call=checked) if checked else partial(_time, device=device, timed=singly)
-        return _swept(cases, measure, device, output_dir, write=checked is None)
+        points = ((sides, partial(measure, sides)) for sides in cases)
+        return sweep(points, output_dir, write=checked is None, tells=device.type == "cuda")
 
 
 def run_back_to_back(
@@ -115,12 +116,40 @@ def run_back_to_back(
         sides = [_sustained(*each, device).record() for each in zip(cases, calls, found, strict=True)]
         return {"kind": "back to back", "sides": sides}
 
-    return _swept(map(_apart, cases), partial(_time, device=device, timed=timed), device, output_dir)
+    points = ((sides, partial(_time, sides, device, timed)) for sides in map(_apart, cases))
+    return sweep(points, output_dir, tells=device.type == "cuda")
 
 
-def _swept(cases: Iterable[tuple[Side, ...]], measure: Callable, device: torch.device, output_dir: str, **how) -> list:
-    how |= {"label": _label, "line": _line if device.type == "cuda" else None, "output_dir": output_dir}
-    return sweep(cases, measure, key=lambda sides: identity(*sides), of_record=record_identity, **how)
+def sweep(
+    points: Iterable[tuple[tuple[Side | Case, ...], Callable[[], dict]]],
+    output_dir: str = "",
+    *,
+    write: bool = True,
+    tells: bool = False,
+) -> list[dict]:
+    """Measure each point once, and keep each record as soon as it is known.
+
+    A point that the folder's results.jsonl holds from this code on this hardware is not measured again, so that an
+    interrupted sweep goes on where it was. A point without room in the device's memory is left out and said so.
+
+    points: sides, and what measures them; asked for one at a time, so that a generator keeps one workload in memory.
+    output_dir, write: as of `Kept`. tells: whether a line a point is printed.
+
+    >>> one = Case("one", None, {"n": 1}, 0.0)
+    >>> sweep([((one,), lambda: one.facts | {"ms": 0.5})])[0]["ms"]
+    0.5
+    """
+    kept, records = Kept(output_dir, record_identity, write=write), []
+    for sides, measured in points:
+        record = kept.known.get(identity(*sides))
+        try:
+            records.append(kept.add(measured()) if record is None else record)
+        except torch.OutOfMemoryError as error:
+            print(f"{_label(sides)}: left out, no room: {str(error).splitlines()[0]}", flush=True)
+            continue
+        if tells:
+            print(f"{_label(sides)}: {_line(records[-1])}", flush=True)
+    return records
 
 
 def _apart(sides: tuple[Side, ...]) -> tuple[Side, ...]:
@@ -200,7 +229,7 @@ def _difference(results: list[Results]) -> float | None:
     return relative_difference(results[1], results[0]) if len(results) == 2 and all(results) else None
 
 
-def _label(sides: tuple[Side, ...]) -> str:
+def _label(sides: tuple[Side | Case, ...]) -> str:
     work = ", ".join(
         f"{name} {value}" for name, value in sides[-1].parameters.items() if value not in (None, "", False)
     )

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from string import ascii_uppercase
@@ -116,6 +116,34 @@ def measured_before(output_dir: str | Path, file: str = RESULTS) -> list[dict]:
     here = itemgetter(*MACHINE)(environment())
     known = ((each, each.get("environment") or {}) for each in read_records(path))
     return [each for each, made in known if tuple(map(made.get, MACHINE)) == here]
+
+
+class Kept:
+    """The records of a folder's file from this code on this hardware, by key, and the way to add one.
+
+    An empty output_dir keeps nothing on the disk; write says whether what is added goes there. The key of a record of
+    another sweep is None.
+
+    >>> kept = Kept("", key=lambda record: record.get("length"))
+    >>> kept.add({"length": 8})["environment"] == environment(), 8 in kept.known
+    (True, True)
+    """
+
+    def __init__(
+        self, output_dir: str | Path, key: Callable[[dict], Hashable], *, write: bool = True, file: str = RESULTS
+    ):
+        self._path = Path(output_dir) / file if output_dir and write else None
+        self._key, self._facts = key, environment()
+        self.known = {key(record): record for record in measured_before(output_dir, file)}
+        self.known.pop(None, None)
+
+    def add(self, record: dict) -> dict:
+        """Keeps a record with its environment, and returns both."""
+        record = {**record, "environment": self._facts}
+        if self._path:
+            append_lines([record], self._path)
+        self.known[self._key(record)] = record
+        return record
 
 
 def newest_run(name: str, file: str = RESULTS, machines: Iterable[Path] | None = None) -> Path | None:

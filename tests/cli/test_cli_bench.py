@@ -11,7 +11,7 @@ import pytest
 from command import call
 
 from hilbert_lib.cli.options import numbers
-from hilbert_lib.lab import sweep
+from hilbert_lib.lab import records
 
 SMALL = ["--lengths", "64", "--segment-lengths", "16,32", "--dilation-rates", "1,2", "--heads", "2", "--head-dim", "8"]
 
@@ -94,7 +94,7 @@ def test_a_dry_run_says_what_would_not_be_tried_and_why(bench, tmp_path):
 
 def test_what_was_measured_and_cannot_be_written_is_shown(bench, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
-    monkeypatch.setattr(sweep, "append_lines", Mock(side_effect=full))
+    monkeypatch.setattr(records, "append_lines", Mock(side_effect=full))
     output = bench("attention", *SMALL, "--backends", "eager", "--json", "out.jsonl", status=1)
     assert re.search(r"^ +64 +forward +eager +ok", output, re.MULTILINE)
     assert "Error: [Errno 28] No space left on device: 'out.jsonl'" in output

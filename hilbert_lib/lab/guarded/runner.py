@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from hilbert_lib.lab.guarded.cases import ATTENTION, Benchmark
-from hilbert_lib.lab.records import RESULTS
-from hilbert_lib.lab.sweep import Kept
+from hilbert_lib.lab.records import RESULTS, Kept
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.launch.isolated import OVER_A_LIMIT, run_isolated
 from hilbert_lib.limits.config import LONGEST_SECONDS, SafetyConfig

@@ -19,8 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hilbert_lib.checks import one_of
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.pairs import relative_difference
-from hilbert_lib.lab.records import REPORTS, RESULTS, newest_run, read_records, run_environment
-from hilbert_lib.lab.sweep import Kept
+from hilbert_lib.lab.records import REPORTS, RESULTS, Kept, newest_run, read_records, run_environment
 from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.ordering import Ordering

@@ -26,7 +26,7 @@ from hilbert_lib.lab.cache.cache import SECTOR_BYTES, Storage
 from hilbert_lib.lab.cache.l2 import Gpu
 from hilbert_lib.lab.cache.predicted import Predicted, attention_reads, gather_reads
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.lab.sweep import sweep
+from hilbert_lib.lab.records import Kept
 from hilbert_lib.lab.sweeps.kernels import single_branches
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import get_gpu_info
@@ -200,23 +200,22 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
     What the folder's results.jsonl holds from this code on this hardware is not counted again; an empty name keeps
     nothing. A record a work; what this GPU does not count is None.
     """
-    todo, counted = list(works(kernel, **options)), []
-
-    def measure(point: tuple[int, Work]) -> dict:
-        if not counted:  # all in one run
-            table = count_calls({"kernel": kernel, **options}, kernel=KERNELS[kernel])
-            if len(table) != len(todo):
-                raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(todo)} calls")
-            counted.extend(table.astype(object).where(table.notna(), None).to_dict("records"))
-        info, (n, work) = get_gpu_info(), point
-        gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-        return work.record | {"counted": counted[n], "predicted": vars(work.predicted(gpu)), "model": vars(gpu)}
 
     def key(record: dict) -> tuple | None:
         return (record["name"], *record["parameters"].values()) if record.get("kind") == SWEEP else None
 
-    of_point = {"key": lambda point: key(point[1].record), "of_record": key}
-    return sweep(enumerate(todo), measure, output_dir=output_dir, **of_point)
+    asked, kept = list(works(kernel, **options)), Kept(output_dir, key)
+    if any(key(work.record) not in kept.known for work in asked):
+        table = count_calls({"kernel": kernel, **options}, kernel=KERNELS[kernel])
+        if len(table) != len(asked):
+            raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(asked)} calls")
+        counted, info = table.astype(object).where(table.notna(), None).to_dict("records"), get_gpu_info()
+        gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
+        for work, found in zip(asked, counted, strict=True):
+            if key(work.record) not in kept.known:
+                predicted = vars(work.predicted(gpu))
+                kept.add(work.record | {"counted": found, "predicted": predicted, "model": vars(gpu)})
+    return [kept.known[key(work.record)] for work in asked]
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:

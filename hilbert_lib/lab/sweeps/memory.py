@@ -14,9 +14,8 @@ import torch
 from hilbert_lib.attention.modules import DilatedAttention
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Results, Side, identity, record_identity, relative_difference
+from hilbert_lib.lab.pairs import MIN_SAMPLE_MS, Results, Side, relative_difference, sweep
 from hilbert_lib.lab.sustained import wait
-from hilbert_lib.lab.sweep import sweep
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.timing import Case, compare_paired
 from hilbert_lib.lab.workload import Workload
@@ -141,8 +140,7 @@ def pool_comparison(
     what was allocated, and held by the allocator, beyond the inputs. direction: "forward", or "training" for both.
     """
 
-    def measure(point: tuple[Sequence[Workload], str]) -> dict:
-        works, name = point
+    def measure(works: Sequence[Workload], name: str) -> dict:
         with torch.cuda.device(works[0].device):  # pools and graphs are of the current one
             found = [_watched(each, works, direction) for each in ("caching", name)]
             (base, serve_base, *base_bytes), (other, serve_other, *other_bytes) = found
@@ -153,12 +151,11 @@ def pool_comparison(
         held = {"peak_bytes": allocated, "reserved_bytes": reserved}
         return pair.record() | {**held, "output_difference": difference}
 
-    def key(point: tuple[Sequence[Workload], str]) -> str:
-        parameters = _pool_parameters(point[0], direction)
-        return identity(*(Case(name, None, parameters, 0.0) for name in ("caching", point[1])))
+    def sides(works: Sequence[Workload], name: str) -> tuple[Case, ...]:
+        return tuple(Case(each, None, _pool_parameters(works, direction), 0.0) for each in ("caching", name))
 
     points = product(workloads, [name for name in STRATEGIES if name != "caching"])
-    return sweep(points, measure, key=key, of_record=record_identity, output_dir=output_dir)
+    return sweep(((sides(*point), partial(measure, *point)) for point in points), output_dir)
 
 
 def _pool_parameters(works: Sequence[Workload], direction: str) -> dict:

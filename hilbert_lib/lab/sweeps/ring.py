@@ -19,9 +19,8 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.call import Call
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.exact_rows import sampled_positions
-from hilbert_lib.lab.records import RESULTS, append_lines
+from hilbert_lib.lab.records import RESULTS, Kept, append_lines
 from hilbert_lib.lab.sustained import WARM_WINDOWS, back_to_back, wait
-from hilbert_lib.lab.sweep import Kept
 from hilbert_lib.lab.sweeps.halos import ALONE, OF_ALL_SIDES, GridOverRanks, Spread, spread_errors
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
 from hilbert_lib.lab.sweeps.ring_trace import counted, exchange_of
