@@ -57,14 +57,12 @@ class SampledRows:
         return list(map(torch.cat, zip(*found, strict=True)))
 
 
-def sampled_positions(
-    pattern: DilatedPattern, length: int, *, kv_head: int, kv_heads: int, count: int, seed: int
-) -> Tensor:
+def sampled_positions(pattern: DilatedPattern, length: int, *, kv_head: int, kv_heads: int, count: int) -> Tensor:
     """Random positions, moved inside their segments into the branches of a KV head, taken in turn; sorted, each once.
 
     A position stays where it is if the branch has none in its segment, as in a short last one.
     """
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(kv_head)
     positions = torch.randint(length, (count,), generator=generator, device="cpu")
     used = pattern.head_branches(kv_head, kv_heads)
     for n in range(count):

@@ -139,9 +139,9 @@ def sweep(
     >>> sweep([((one,), lambda: one.facts | {"ms": 0.5})])[0]["ms"]
     0.5
     """
-    kept, records = Kept(output_dir, record_identity, write=write), []
+    kept, records = Kept(output_dir, _key, write=write), []
     for sides, measured in points:
-        record = kept.known.get(identity(*sides))
+        record = kept.known.get(identity_of([vars(side) for side in sides]))
         try:
             records.append(kept.add(measured()) if record is None else record)
         except torch.OutOfMemoryError as error:
@@ -176,13 +176,7 @@ def time_cases(
     return compare_paired(*cases, **how) if len(cases) == 2 else measure(*cases, **how)
 
 
-def identity(*sides: Side | Case) -> str:
-    """What makes a case or a pair the same in another run: names and parameters."""
-    return identity_of([vars(side) for side in sides])
-
-
-def record_identity(record: dict) -> str | None:
-    """`identity` of what a record is of; None for a record that is of no sides."""
+def _key(record: dict) -> str | None:
     return identity_of(sides_of(record)) if {"a", "name", "sides"} & record.keys() else None
 
 

@@ -148,7 +148,7 @@ class Workload:
             rows = [torch.arange(self.queries[0], sum(self.queries))] * self.heads
         else:
             drawn, heads = {"count": SAMPLED_QUERIES, "kv_heads": self.heads}, range(self.heads)
-            rows = [sampled_positions(self.pattern, self.length, kv_head=g, seed=g, **drawn) for g in heads]
+            rows = [sampled_positions(self.pattern, self.length, kv_head=g, **drawn) for g in heads]
         return SampledRows(self.tensors, self.call, rows, keys=SAMPLED_KEYS, first=self.call.first_query)
 
 

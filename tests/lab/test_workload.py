@@ -45,7 +45,7 @@ def test_sampled_rows_of_decoding_equal_the_reference():
 def test_sampled_positions_lie_in_the_branch_where_their_segment_has_it(branch, length):
     pattern, every = DilatedPattern(branch[:1], branch[1:]), torch.arange(length)
     for kv_head in range(4):
-        sampled = sampled_positions(pattern, length, kv_head=kv_head, kv_heads=4, count=1000, seed=0)
+        sampled = sampled_positions(pattern, length, kv_head=kv_head, kv_heads=4, count=1000)
         inside = pattern.contains(0, every, kv_head, 4)
         segment = every // branch[0]
         assert sampled.equal(every[inside | ~torch.isin(segment, segment[inside])])

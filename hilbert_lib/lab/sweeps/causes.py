@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.checks import one_of
-from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.pairs import relative_difference
-from hilbert_lib.lab.records import REPORTS, RESULTS, Kept, newest_run, read_records, run_environment
+from hilbert_lib.lab.records import Kept, records_to_draw
 from hilbert_lib.lab.timing import SEED, interval_of, resampled_medians
 from hilbert_lib.launch.isolated import run_isolated
 from hilbert_lib.ordering import Ordering
@@ -75,10 +74,8 @@ def cause_table(records: Sequence[dict]) -> pd.DataFrame:
 
 def committed_causes() -> tuple[pd.DataFrame, str]:
     """The `cause_table` of the newest folder "causes" that is committed of a GPU, and its source; none without any."""
-    run = newest_run("causes", machines=REPORTS.glob("h*"))
-    if run is None:
-        return cause_table([]), ""
-    return cause_table(read_records(run / RESULTS)), f"committed record, {say_hardware(run_environment(run))}"
+    records, source = records_to_draw([], "causes")
+    return cause_table(records), source
 
 
 def finding(table: pd.DataFrame, source: str) -> str:

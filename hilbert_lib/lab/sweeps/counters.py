@@ -118,14 +118,8 @@ def works(kernel: str, *, lengths: list[int], keys: int, device: str = "cpu", **
                 yield Work(kernel, ordering, inputs, {"kind": SWEEP, "name": kernel, "parameters": parameters})
 
 
-def calls(**options) -> Iterator[Callable[[], Tensor]]:
-    """The calls of `works`, one at a time: what `count` watches."""
-    for work in works(**options, device="cuda"):
-        yield work.call()
-
-
 def count_calls(arguments: Mapping, *, kernel: str, timeout: float = 600.0) -> pd.DataFrame:
-    """Hardware counters of the `calls` of these arguments: each is made once to warm up, and once under `ncu`.
+    """Hardware counters of the calls of `works` of these arguments: each made once to warm up, and once under `ncu`.
 
     A row a launch of `kernel`, a name or "regex:" and an expression, in order; NaN, and a warning, for what `ncu` does
     not know. RuntimeError: if `ncu` may not count, the program fails or outlasts `timeout` [s], or launches no such
@@ -185,8 +179,9 @@ def found_percent(table: pd.DataFrame) -> pd.Series:
 
 
 def make_calls() -> None:
-    """What `ncu` watches: makes the `calls` of the arguments that the command line has."""
-    for call in calls(**json.loads(sys.argv[1])):
+    """What `ncu` watches: makes the calls of `works` of the arguments that the command line has."""
+    for work in works(**json.loads(sys.argv[1]), device="cuda"):
+        call = work.call()
         call()  # compiles and fills tables
         torch.cuda.synchronize()
         with torch.cuda.profiler.profile():

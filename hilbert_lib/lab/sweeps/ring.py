@@ -160,7 +160,7 @@ class Work:
 
         drawn = {"kv_heads": self.kv_heads, "count": SAMPLED_QUERIES}
         heads = range(self.kv_heads)
-        queries = [sampled_positions(call.pattern, self.tokens, kv_head=g, seed=g, **drawn) for g in heads]
+        queries = [sampled_positions(call.pattern, self.tokens, kv_head=g, **drawn) for g in heads]
         spread = partial(Spread, length=self.tokens, heads=self.kv_heads, row_of=row_of)
         return spread_errors(spread, call, queries, inputs, out, grads, keys=0)
 

@@ -5,6 +5,7 @@ import statistics
 import sys
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import pandas as pd
 import psutil
@@ -102,7 +103,8 @@ def test_a_metric_without_a_number_is_named_and_the_others_are_read(ncu, value):
 
 def test_each_call_is_made_once_before_the_one_that_is_counted(monkeypatch):
     said = []
-    monkeypatch.setattr(benchmarks, "calls", lambda n: (partial(said.append, i) for i in range(n)))
+    calls = [partial(said.append, i) for i in range(2)]
+    monkeypatch.setattr(benchmarks, "works", lambda n, device: [Mock(call=lambda each=each: each) for each in calls])
     monkeypatch.setattr(sys, "argv", ["-c", '{"n": 2}'])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: said.append("start"))
@@ -210,7 +212,8 @@ def test_on_a_gpu_each_call_is_one_launch_of_its_kernel(kernel):
     from hilbert_lib.attention.triton import arguments
 
     assert not arguments.is_interpreted()
-    call = next(benchmarks.calls(kernel=kernel, **SIZES | {"lengths": [4096], "keys": 1024, "dilations": [4]}))
+    sizes = SIZES | {"lengths": [4096], "keys": 1024, "dilations": [4], "device": "cuda"}
+    call = next(benchmarks.works(kernel, **sizes)).call()
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
