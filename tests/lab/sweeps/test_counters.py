@@ -180,8 +180,9 @@ def test_every_work_is_recorded_once_with_what_was_counted_and_predicted(countin
     assert len(counting) == 1
     assert without_moment(again) == without_moment(records)
     benchmarks.count("gather", output_dir=str(tmp_path), **SIZES)
-    benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES | {"heads": 4})
+    benchmarks.count("decoding", output_dir=str(tmp_path), **SIZES | {"lengths": [32, 64]})
     assert len(counting) == 3
+    assert len(read_records(tmp_path / "results.jsonl")) == 3 * 28, "what is known is not added again"
 
 
 def test_launches_that_are_not_one_a_call_are_refused(counting, monkeypatch):
