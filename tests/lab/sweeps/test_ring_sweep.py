@@ -46,7 +46,7 @@ def test_records_hold_samples_and_small_errors_of_every_side(measured):
         assert (record["dq_error"] is None) == (record["side"] == DENSE_RING or not work.backward)
         assert max(record["out_error"] or 0.0, record["dq_error"] or 0.0) < 1e-2  # bfloat16
         assert len(record["forward_by_rank_ms"]) == work.ranks
-        assert record["forward_ms"] >= max(record["forward_by_rank_ms"]), "a sample is the slowest rank's"
+        assert record["forward_ms"] * (1 + 1e-6) >= max(record["forward_by_rank_ms"]), "a sample is the slowest rank's"
         assert len(record["sustained_samples_ms"]) == WINDOWS * (record["sweep"] == "weak")
     sent = {record["side"]: record["sent_forward"] for record in records if record["ranks"] == 2}
     assert sent[ALONE] == 0 < sent["auto"] < sent[GATHERED]
