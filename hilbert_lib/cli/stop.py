@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,10 +22,17 @@ class Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones would break the writing of a manifest."""
 
-    def stop(signal_number: int, _frame) -> None:
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        if any(each.f_code is swallowed.__code__ for each, _ in traceback.walk_stack(frame)):
+            return  # raised there it would be dropped once more; it is sent until it is not
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
+        is_told.set()
         raise Interrupted(signal_number)
+
+    def send(signal_number: int) -> None:
+        while not is_told.wait(0.01):
+            os.kill(os.getpid(), signal_number)
 
     def swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
         # Raised in a finalizer or a callback of the garbage collector, where Python drops it: sent again, out of there.
@@ -32,14 +41,16 @@ def interruptible() -> Iterator[None]:
             return
         for number in handlers:
             signal.signal(number, stop)
-        again = unraisable.exc_value.exit_status - 128
-        threading.Timer(0.01, os.kill, (os.getpid(), again)).start()
+        is_told.clear()
+        threading.Thread(target=send, args=(unraisable.exc_value.exit_status - 128,), daemon=True).start()
 
+    is_told = threading.Event()
     hook, sys.unraisablehook = sys.unraisablehook, swallowed
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        is_told.set()
         sys.unraisablehook = hook
         for number, handler in handlers.items():
             signal.signal(number, handler)

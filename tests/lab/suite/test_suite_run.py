@@ -267,7 +267,15 @@ def test_the_run_id_follows_from_code_versions_and_hardware_alone(facts):
     assert runs.run_id(gpu).startswith("nvidia-h200-torch2.11.0-")
 
 
-def test_an_interrupt_that_a_finalizer_swallows_comes_again():
+@pytest.mark.parametrize("seconds", [0, 0.05])  # how long a busy machine stays where what is raised is dropped
+def test_an_interrupt_that_a_finalizer_swallows_comes_again(seconds, monkeypatch):
+    class Slow(threading.Thread):
+        def start(self):
+            super().start()
+            time.sleep(seconds)
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+
     class Dying:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
