@@ -5,7 +5,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, SHAPES, attended, check, drawn, in_pairs
+from cases import BRANCHES, SHAPES, assert_close, attended, check, drawn, in_pairs
 
 from hilbert_lib import DilatedPattern, dilated_attention, estimate_memory
 from hilbert_lib.attention import operators, zero_keys
@@ -41,6 +41,12 @@ def test_flex_differentiates_its_results_as_a_part(monkeypatch):
     given = [x.detach() for x in (dout, q, k, v, out, lse)]
     got = operators.backward(*given, Call(PADDED, scale=0.5), "flex")
     torch.testing.assert_close(got, torch.autograd.grad(out, leaves, dout))
+
+
+def test_whole_segments_that_a_rate_does_not_divide_are_filled():
+    q, k, v, _ = drawn(18, 2, 2, 4, dtype=torch.float64)
+    pattern = DilatedPattern((9,), (4,), padding="zeros")
+    assert_close(dilated_attention(q, k, v, pattern, return_lse=True), oracle.attention(q, k, v, pattern), 1e-12)
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
