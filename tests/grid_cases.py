@@ -157,9 +157,15 @@ def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=No
     return weighted(q, keys, values, mask.double(), scale)
 
 
+def exactly(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> tuple[Tensor, Tensor]:
+    """out and lse in float64, differentiable, of tokens row by row, without more."""
+    q, k, v = q.double(), k.double(), v.double()
+    return dense(q, k, v, k[:, :0], v[:, :0], near, q.shape[3] ** -0.5)
+
+
 def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
-    """Output in float64, differentiable, of tokens row by row, without more."""
-    return dense(q.double(), k.double(), v.double(), k[:, :0].double(), v[:, :0].double(), near, q.shape[3] ** -0.5)[0]
+    """The output alone."""
+    return exactly(q, k, v, near)[0]
 
 
 @lru_cache(maxsize=32)
