@@ -65,10 +65,7 @@ def test_blocks_far_apart_on_a_grid_of_many_are_found(monkeypatch, window, order
     rules = {name: 1 if name == "stride" and window == 1 else value for name, value in rules.items()}
     near = Neighbourhood((40, 50), window, **rules)  # of 500 blocks of keys, 64 are looked at together
     sizes = {"q_block": 6, "kv_block": 4}
-    blocks, pairs = (
-        mask_blocks(near, ordering(near, order), **sizes),
-        counting.block_pairs(near, ordering(near, order), **sizes),
-    )
+    blocks, pairs = (count(near, ordering(near, order), **sizes) for count in (mask_blocks, counting.block_pairs))
     assert (blocks.partial | blocks.full).equal(pairs > 0)
 
 
@@ -145,10 +142,7 @@ NEAR = Neighbourhood((4, 4), 3)
 WRONG = [
     (lambda: mask_blocks(NEAR, Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
     (lambda: mask_blocks(NEAR, Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
-    (
-        lambda: counting.count_exchange(NEAR, ranks=[3], row_bytes=1),
-        "ranks must divide the 16 cells",
-    ),
+    (lambda: counting.count_exchange(NEAR, ranks=[3], row_bytes=1), "ranks must divide the 16 cells"),
     (lambda: counting.count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
     (lambda: counting.count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
     (lambda: counting.count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
