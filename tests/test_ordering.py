@@ -215,15 +215,11 @@ def test_tables_are_made_while_others_are_found():
 
 WRONG = {
     TypeError: [
-        (lambda: Ordering.from_curve("hilbert", 4.0), "length must be an integer.*, got 4.0"),
-        (lambda: Ordering(["hilbert"], 4), "kind must be a string, one of"),
         (lambda: Ordering("residue", 4), "rate must be an integer.*, got None"),
         (lambda: Ordering("random", 4), "seed must be an integer.*, got None"),
         (lambda: Ordering.linear(4).apply([0, 1, 2, 3], 0), "x must be a tensor, got list"),
-        (lambda: Ordering.linear(4).undo(torch.zeros(4), 0.0), "dim must be an integer.*, got 0.0"),
     ],
     ValueError: [
-        (lambda: Ordering.from_curve("peano", 4), "kind must be one of hilbert.*'peano'"),
         (lambda: Ordering.from_curve("hilbert", 4, chunk=0), "chunk must be .* at least 1, got 0"),
         (lambda: Ordering.from_curve("hilbert", 10, grid=(3, 3)), "hold 10 positions.* 9 cells"),
         (lambda: Ordering.from_curve("hilbert", 9, grid=(3, 0)), r"grid\[1\] must be .* at least 1, got 0"),
@@ -240,7 +236,6 @@ WRONG = {
         (lambda: Ordering("linear", 4, device="gpu"), "device must be .*, got 'gpu'"),
         (lambda: Ordering.linear(4).apply(torch.zeros(4), 1), "dim must be .* from -1 to 0, got 1"),
         (lambda: Ordering.linear(4).apply(torch.zeros(2, 5), 1), r"size 4 along dim 1.*\(2, 5\)"),
-        (lambda: Ordering.linear(4).undo(torch.zeros(5), 0), r"size 4 along dim 0.*\(5,\)"),
     ],
 }
 test_bad_arguments_are_named = refusals(WRONG)
