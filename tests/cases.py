@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 import oracle
@@ -84,17 +84,11 @@ def expected(
 ):
     """Inputs of the dtype, and what the oracle makes of them in float64."""
     batch, length, heads, kv_heads, head_dim = SHAPES[shape]
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> torch.Tensor:
-        return torch.randn(batch, length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
-
-    q, k, v, dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    tensors = drawn(length, heads, kv_heads, head_dim, batch=batch, dtype=dtype)
     pattern = DilatedPattern(*BRANCHES[branches], offsets=offsets, mixing=mixing, padding=padding)
-    out, lse = oracle.attention(*leaves, pattern, is_causal=is_causal)
-    grads = torch.autograd.grad(out, leaves, dout.double())
-    return pattern, (q, k, v, dout), out.detach(), lse.detach(), grads
+    attend = partial(oracle.attention, pattern=pattern, is_causal=is_causal)
+    out, lse, *grads = differentiated(attend, [x.double() for x in tensors])
+    return pattern, tensors, out, lse, grads
 
 
 def drawn(
@@ -104,16 +98,22 @@ def drawn(
     generator = torch.Generator(device).manual_seed(0)
     keys = queries if keys is None else keys
     rows = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
-    return [torch.randn(batch, *each, head_dim, generator=generator, device=device).to(dtype) for each in rows]
+    drawing = {"generator": generator, "device": device, "dtype": torch.promote_types(dtype, torch.float32)}
+    return [torch.randn(batch, *each, head_dim, **drawing).to(dtype) for each in rows]
+
+
+def differentiated(attend: Callable, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """out and lse of an attention, and the gradients of what it takes; tensors: this and the gradient of out."""
+    *inputs, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = attend(*leaves)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def attended(tensors: Sequence[torch.Tensor], pattern, backend: str, **options) -> tuple[torch.Tensor, ...]:
     """out, lse and the gradients of q, k and v; tensors: these and the gradient of out."""
-    *inputs, dout = tensors
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = dilated_attention(*leaves, pattern, backend=backend, return_lse=True, **options)
-    assert not lse.requires_grad
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+    attend = partial(dilated_attention, pattern=pattern, backend=backend, return_lse=True, **options)
+    return differentiated(attend, tensors)
 
 
 def exactly(tensors: Sequence[torch.Tensor], pattern, **options) -> tuple[torch.Tensor, ...]:
@@ -138,12 +138,13 @@ def ends_of(lengths: Sequence[int], device: object = "cpu") -> torch.Tensor:
 
 def documents_alone(tensors: Sequence[torch.Tensor], lengths: Sequence[int], pattern, **options) -> tuple:
     """out, lse and gradients of packed documents, each by the oracle alone; tensors as `attended` takes them."""
-    *inputs, dout = (x.double() for x in tensors)
-    leaves = [x.requires_grad_() for x in inputs]
-    documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
-    alone = [oracle.attention(*each, pattern, **options) for each in documents]
-    out, lse = (torch.cat(parts, dim) for parts, dim in zip(zip(*alone, strict=True), (1, 2), strict=True))
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    def attend(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        documents = [each for each in zip(*(x.split(lengths, 1) for x in leaves), strict=True) if each[0].numel()]
+        found = zip(*(oracle.attention(*each, pattern, **options) for each in documents), strict=True)
+        return [torch.cat(parts, dim) for parts, dim in zip(found, (1, 2), strict=True)]
+
+    return differentiated(attend, [x.double() for x in tensors])
 
 
 def norms(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> list[float]:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from itertools import product
 from math import prod
 
 import pytest
 import torch
 from allpairspy import AllPairs
-from cases import assert_close
+from cases import assert_close, differentiated
 from hypothesis import strategies as st
+from oracle import weighted
 from torch import Tensor
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
@@ -153,14 +154,18 @@ def dense(q, k, v, extra_k, extra_v, near, scale, padding=None, extra_padding=No
         if hidden is not None:
             mask[..., at : at + hidden.shape[1]] &= ~hidden[:, None, None]
     keys, values = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in ((k, extra_k), (v, extra_v)))
-    scores = (torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale).masked_fill(~mask, -torch.inf)
-    weights = torch.nan_to_num(scores.softmax(-1), nan=0.0).masked_fill(~mask, 0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
+    return weighted(q, keys, values, mask.double(), scale)
+
+
+def exactly(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> tuple[Tensor, Tensor]:
+    """out and lse in float64, differentiable, of tokens row by row, without more."""
+    q, k, v = q.double(), k.double(), v.double()
+    return dense(q, k, v, k[:, :0], v[:, :0], near, q.shape[3] ** -0.5)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, near: Neighbourhood) -> Tensor:
-    """Output in float64, differentiable, of tokens row by row, without more."""
-    return dense(q.double(), k.double(), v.double(), k[:, :0].double(), v[:, :0].double(), near, q.shape[3] ** -0.5)[0]
+    """The output alone."""
+    return exactly(q, k, v, near)[0]
 
 
 @lru_cache(maxsize=32)
@@ -179,10 +184,9 @@ def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head
     dout = draw(seq, count)
     padding = torch.rand(batch, seq, generator=generator) < 0.4 if "padding" in more else None
     extra_padding = torch.rand(batch, extra, generator=generator) < 0.4 if more == "extra and padding" else None
-    leaves = [x.detach().double().requires_grad_() for x in given]
-    out, lse = dense(*leaves, near, SCALE * head_dim**-0.5, padding, extra_padding)
-    grads = torch.autograd.grad(out, leaves, dout.double())
-    return near, given, dout, (padding, extra_padding), out.detach(), lse.detach(), grads
+    options = {"near": near, "scale": SCALE * head_dim**-0.5, "padding": padding, "extra_padding": extra_padding}
+    out, lse, *grads = differentiated(partial(dense, **options), [x.double() for x in (*given, dout)])
+    return near, given, dout, (padding, extra_padding), out, lse, grads
 
 
 def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", gradients=True) -> None:
@@ -215,11 +219,12 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
 
 def attended(given: Sequence[Tensor], near, backend: str, **options) -> tuple[Tensor, ...]:
     """out, lse and the gradients of q, k, v and extra keys; given: these, and the gradient of out."""
-    *inputs, dout = given
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    extra = dict(zip(("extra_k", "extra_v"), leaves[3:], strict=False))
-    out, lse = neighbourhood_attention(*leaves[:3], near, backend=backend, return_lse=True, **extra, **options)
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
+        more = dict(zip(("extra_k", "extra_v"), extra, strict=False))
+        return neighbourhood_attention(q, k, v, near, backend=backend, return_lse=True, **more, **options)
+
+    return differentiated(attend, given)
 
 
 def check_nan(near: Neighbourhood | tuple, given: list[Tensor], at: int, token: int, attend: Callable) -> Tensor:
@@ -316,9 +321,8 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
     hidden = torch.rand(1, near.length, generator=generator) < 0.2
     queries = rows[computed]
     dout[:, [n for n in range(near.length) if n not in set(queries.tolist())]] = 0
-    leaves = [x.double().requires_grad_() for x in whole]
-    out, lse = dense(*leaves, near, scale, hidden)
-    expected = torch.autograd.grad(out, leaves, dout.double())
+    exact = partial(dense, near=near, scale=scale, padding=hidden)
+    out, lse, *expected = differentiated(exact, [x.double() for x in (*whole, dout)])
     slots = None
     if gathered:
         slots = torch.full((near.length,), -1, dtype=torch.int32)

@@ -1,5 +1,7 @@
 """The oracle of dilated attention, which shares no code with the library: its definition, query by query."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -18,34 +20,51 @@ def uses(mixing: str, branch: int, branches: int, kv_head: int, kv_heads: int) -
     return kv_head in groups[branch].tolist()
 
 
-def keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> list[tuple[int, int]]:
-    """Every (branch, key position) that a query sees."""
-    seen = []
+def branches_of(pattern, query: int, kv_head: int, kv_heads: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of every branch that a query is in: where its segment starts, segment length, rate and offset."""
     for i, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         o = offset_of(pattern.offsets, i, r, kv_head, kv_heads)
-        if not uses(pattern.mixing, i, len(pattern.segment_lengths), kv_head, kv_heads) or (query % w) % r != o:
-            continue
-        start = (query // w) * w
-        seen += [
-            (i, j)
-            for j in range(start, min(start + w, length))
-            if (j - start) % r == o and not (is_causal and j > query)
-        ]
-    return seen
+        if uses(pattern.mixing, i, len(pattern.segment_lengths), kv_head, kv_heads) and query % w % r == o:
+            yield query - query % w, w, r, o
+
+
+def keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> list[range]:
+    """The positions of the keys that a query sees, of every branch that it is in."""
+    last = query + 1 if is_causal else length
+    return [
+        range(start + o, min(start + w, length, last), r)
+        for start, w, r, o in branches_of(pattern, query, kv_head, kv_heads)
+    ]
 
 
 def zero_keys_of(pattern, query: int, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> int:
     """How many keys of zeros a query sees: rows of its segments, filled up to whole ones, at no position of theirs."""
     found = 0
-    for i, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        o = offset_of(pattern.offsets, i, r, kv_head, kv_heads)
-        if not uses(pattern.mixing, i, len(pattern.segment_lengths), kv_head, kv_heads) or (query % w) % r != o:
-            continue
-        size, start = min(w, length), query - query % w
+    for start, w, r, o in branches_of(pattern, query, kv_head, kv_heads):
+        size = min(w, length)
         filled = size if size % r == 0 else size + r - size % r
-        rows = [j for j in range(filled) if j % r == o and not (is_causal and start + j > query)]
+        rows = [j for j in range(o, filled, r) if not (is_causal and start + j > query)]
         found += sum(not (j < size and start + j < length) for j in rows)
     return found
+
+
+def times_seen(pattern, queries: range, length: int, kv_head: int, kv_heads: int, is_causal: bool) -> Tensor:
+    """How many times each query sees each key and, in a last column, keys of zeros: (queries, length + 1) float64."""
+    times = torch.zeros(len(queries), length + 1, dtype=torch.float64)
+    for row, query in zip(times, queries, strict=True):
+        for keys in keys_of(pattern, query, length, kv_head, kv_heads, is_causal):
+            row[keys.start : keys.stop : keys.step] += 1
+        if pattern.padding == "zeros":
+            row[length] = zero_keys_of(pattern, query, length, kv_head, kv_heads, is_causal)
+    return times
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, times: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out and lse of queries that see each key so many times: (batch, heads, queries, keys)."""
+    is_empty = (times == 0).all(-1, keepdim=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + (times + is_empty).log()
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1) * ~is_empty, v)
+    return out, scores.logsumexp(-1).masked_fill(is_empty[..., 0], -torch.inf)
 
 
 def attention(
@@ -61,27 +80,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out (batch, queries, heads, head_dim) and lse (batch, heads, queries), float64, differentiable."""
     q, k, v = q.double(), k.double(), v.double()
-    batch, queries, heads, head_dim = q.shape
-    keys, kv_heads = k.shape[1], k.shape[2]
-    scale = head_dim**-0.5 if scale is None else scale
-    outs, lses = [], []
-    for b in range(batch):
-        for h in range(heads):
-            g = h // (heads // kv_heads)
-            for t in range(queries):
-                seen = [j for _, j in keys_of(pattern, query_start + t, keys, g, kv_heads, is_causal)]
-                if key_padding_mask is not None:
-                    seen = [j for j in seen if not key_padding_mask[b, j]]
-                zeros = 0
-                if pattern.padding == "zeros":
-                    zeros = zero_keys_of(pattern, query_start + t, keys, g, kv_heads, is_causal)
-                if not seen and not zeros:
-                    outs.append(q.new_zeros(head_dim))
-                    lses.append(q.new_full((), -torch.inf))
-                    continue
-                all_k, all_v = (torch.cat([x[b, seen, g], x.new_zeros(zeros, head_dim)]) for x in (k, v))
-                scores = all_k @ q[b, t, h] * scale
-                outs.append(scores.softmax(0) @ all_v)
-                lses.append(scores.logsumexp(0))
-    out = torch.stack(outs).view(batch, heads, queries, head_dim).transpose(1, 2)
-    return out, torch.stack(lses).view(batch, heads, queries)
+    (_, queries, heads, head_dim), (batch, length, kv_heads, _) = q.shape, k.shape
+    rows = range(query_start, query_start + queries)
+    each = [times_seen(pattern, rows, length, g, kv_heads, is_causal) for g in range(kv_heads)]
+    times = torch.stack(each).repeat_interleave(heads // kv_heads, 0).repeat(batch, 1, 1, 1).to(q.device)
+    if key_padding_mask is not None:
+        times[..., :length] *= ~key_padding_mask[:, None, None]
+    zero = k.new_zeros(batch, 1, kv_heads, head_dim)
+    k, v = (torch.cat([x, zero], 1).repeat_interleave(heads // kv_heads, 2) for x in (k, v))
+    return weighted(q, k, v, times, head_dim**-0.5 if scale is None else scale)

@@ -1,9 +1,11 @@
 """What a grid's orders are worth is counted: blocks, pairs and bytes; FlexAttention computes the predicted blocks."""
 
+from functools import partial
+
 import pytest
 import torch
-from cases import drawn, norms, refusals
-from grid_cases import exact, mask_of
+from cases import assert_close, differentiated, drawn, norms, refusals
+from grid_cases import exactly, mask_of
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -33,9 +35,9 @@ def ordering(near, order):
 
 
 def attend(q, k, v, near, own, block_size):
-    """FlexAttention's output, of tokens that are stored in an order."""
+    """FlexAttention's output and lse, of tokens that are stored in an order."""
     request = Request((near,) * k.shape[2], q.shape[3] ** -0.5, own)
-    return flex.attend(Tensors(q, k, v, k[:, :0], v[:, :0]), request, block_size)[0]
+    return flex.attend(Tensors(q, k, v, k[:, :0], v[:, :0]), request, block_size)
 
 
 def block_mask(near, own, block_size):
@@ -63,10 +65,7 @@ def test_blocks_far_apart_on_a_grid_of_many_are_found(monkeypatch, window, order
     rules = {name: 1 if name == "stride" and window == 1 else value for name, value in rules.items()}
     near = Neighbourhood((40, 50), window, **rules)  # of 500 blocks of keys, 64 are looked at together
     sizes = {"q_block": 6, "kv_block": 4}
-    blocks, pairs = (
-        mask_blocks(near, ordering(near, order), **sizes),
-        counting.block_pairs(near, ordering(near, order), **sizes),
-    )
+    blocks, pairs = (count(near, ordering(near, order), **sizes) for count in (mask_blocks, counting.block_pairs))
     assert (blocks.partial | blocks.full).equal(pairs > 0)
 
 
@@ -109,14 +108,12 @@ def test_bytes_exchanged_are_of_the_rows_that_windows_reach_on_other_ranks():
 
 
 def test_sampled_rows_equal_the_oracle_and_its_gradients(near):
-    q, k, v, dout = tensors(near, 4)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = exact(*leaves, near)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    q, k, v, dout = given = tensors(near, 4)
+    out, _, dq, dk, dv = differentiated(partial(exactly, near=near), given)
     close = {"atol": 1e-12, "rtol": 0}
     rows = torch.tensor([near.length - 1, 0, near.length // 2])
     found = exact_rows(q, k, v, dout, near, head=1, queries=rows)
-    torch.testing.assert_close(found, (out[0, rows, 1].detach(), dq[0, rows, 1]), **close)
+    torch.testing.assert_close(found, (out[0, rows, 1], dq[0, rows, 1]), **close)
     found = exact_keys(q, k, v, dout, near, head=1, keys=rows)
     torch.testing.assert_close(found, (dk[0, rows, 1], dv[0, rows, 1]), **close)
 
@@ -145,10 +142,7 @@ NEAR = Neighbourhood((4, 4), 3)
 WRONG = [
     (lambda: mask_blocks(NEAR, Ordering.linear(15), q_block=4, kv_block=4), "ordering"),
     (lambda: mask_blocks(NEAR, Ordering.linear(16), q_block=0, kv_block=4), "q_block"),
-    (
-        lambda: counting.count_exchange(NEAR, ranks=[3], row_bytes=1),
-        "ranks must divide the 16 cells",
-    ),
+    (lambda: counting.count_exchange(NEAR, ranks=[3], row_bytes=1), "ranks must divide the 16 cells"),
     (lambda: counting.count_blocks([(4, 9)], windows=[5], block_sizes=[4]), r"windows .* at most 4, .* got \[5\]"),
     (lambda: counting.count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
     (lambda: counting.count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
@@ -177,26 +171,21 @@ def test_one_compilation_serves_every_order_and_window_of_a_grid():
 def test_on_the_gpu_output_and_gradients_equal_the_oracle(order, block_size):
     near = Neighbourhood((32, 24), 9)
     own = ordering(near, order).to("cuda")
-    q, k, v, dout = drawn(near.length, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
-    leaves = [own.apply(x, dim=1).requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, near, own, block_size)
-    found = out, *torch.autograd.grad(out, leaves, own.apply(dout, dim=1))
-    exact_leaves = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    right = exact(*exact_leaves, near)
-    expected = (right, *torch.autograd.grad(right, exact_leaves, dout.double().cpu()))
+    given = drawn(near.length, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    found = differentiated(partial(attend, near=near, own=own, block_size=block_size), [own.apply(x, 1) for x in given])
+    expected = differentiated(partial(exactly, near=near), [x.double().cpu() for x in given])
+    found, expected = (each[:1] + each[2:] for each in (found, expected))
     assert max(norms([own.undo(x, dim=1).cpu() for x in found], expected)) < 0.01
 
 
 def test_a_mask_first_made_in_inference_mode_serves_a_backward_pass(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
     near, own = Neighbourhood((6, 7), 3), Ordering.linear(42)  # of no other test: masks are cached
-    q, k, v, dout = tensors(near, 4)
+    given = tensors(near, 4)
     with torch.inference_mode():
-        attend(q, k, v, near, own, 128)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    got = torch.autograd.grad(attend(*leaves, near, own, 128), leaves, dout)
-    expected = torch.autograd.grad(exact(*leaves, near), leaves, dout)
-    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+        attend(*given[:3], near, own, 128)
+    got = differentiated(partial(attend, near=near, own=own, block_size=128), given)
+    assert_close(got, differentiated(partial(exactly, near=near), given), 1e-12)
 
 
 def test_nothing_depends_on_the_default_device():

@@ -155,13 +155,9 @@ def test_a_measurement_speaks_for_sizes_up_to_the_next_power_of_two():
 
 BROKEN = {
     "half a file": lambda text: text[: len(text) // 2],
-    "not JSON": lambda text: "\x00",
     "another thing": lambda text: "[1, 2]",
     "no digest": lambda text: "{}",
     "another machine": lambda text: text.replace('"hardware": "', '"hardware": "no '),
-    "an unknown backend": lambda text: text.replace('"eager"', '"fast"'),
-    "an unknown field": lambda text: text.replace('"order"', '"orders"'),
-    "a bound that is no number": lambda text: text.replace("64", '"64"'),
     "no end of brackets": lambda text: "[" * 100_000,
 }
 

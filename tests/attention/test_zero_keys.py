@@ -1,11 +1,13 @@
 """Keys of zeros that fill segments: output, lse and gradients by every backend, and what else keeps its meaning."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import oracle
 import pytest
 import torch
-from cases import BRANCHES, SHAPES, assert_close, attended, check, drawn, in_pairs
+from cases import BRANCHES, SHAPES, assert_close, attended, check, differentiated, drawn, in_pairs
 
 from hilbert_lib import DilatedPattern, dilated_attention, estimate_memory
 from hilbert_lib.attention import operators, zero_keys
@@ -35,12 +37,10 @@ def test_flex_differentiates_its_results_as_a_part(monkeypatch):
         return oracle.attention(q, k, v, replace(call.pattern, padding="none"), scale=call.scale)
 
     monkeypatch.setattr(flex, "attend", attend)
-    q, k, v, dout = drawn(31, 2, 1, 4, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = oracle.attention(*leaves, PADDED)
-    given = [x.detach() for x in (dout, q, k, v, out, lse)]
-    got = operators.backward(*given, Call(PADDED, scale=0.5), "flex")
-    torch.testing.assert_close(got, torch.autograd.grad(out, leaves, dout))
+    *tensors, dout = drawn(31, 2, 1, 4, dtype=torch.float64)
+    out, lse, *grads = differentiated(partial(oracle.attention, pattern=PADDED), [*tensors, dout])
+    got = operators.backward(dout, *tensors, out, lse, Call(PADDED, scale=0.5), "flex")
+    torch.testing.assert_close(got, tuple(grads))
 
 
 def test_whole_segments_that_a_rate_does_not_divide_are_filled():
@@ -108,15 +108,10 @@ def test_on_a_gpu_a_slide_of_any_length_is_exact(length, padding):
     out, _, dq, _, _ = attended(tensors, pattern, "auto")
     found, expected = [], []
     for n, t in enumerate(torch.linspace(0, length - 1, 256, dtype=torch.int64).tolist()):
-        h, seen, zeros = n % 16, [], 0
-        for w, r in pattern.branches:
-            start, size, offset = t - t % w, min(w, length), h // -(-16 // r)
-            if t % w % r == offset:
-                rows = start + offset + r * torch.arange(-(-size // r), device="cuda")
-                seen.append(rows[rows < min(start + size, length)])
-                zeros += (len(rows) - len(seen[-1])) * (padding == "zeros")
+        h = n % 16
+        rows = torch.tensor(list(chain(*oracle.keys_of(pattern, t, length, h, 16, False))), device="cuda")
+        zeros = (padding == "zeros") * oracle.zero_keys_of(pattern, t, length, h, 16, False)
         own_q, own_dout = (x[0, t, h].double() for x in (tensors[0], tensors[3]))
-        rows = torch.cat(seen)
         own_k, own_v = (torch.cat([x[0, rows, h].double(), own_q.new_zeros(zeros, 48)]) for x in tensors[1:3])
         weights = (own_k @ own_q * 48**-0.5).softmax(0)
         exact = weights @ own_v

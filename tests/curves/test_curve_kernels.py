@@ -91,11 +91,13 @@ def test_places_are_found_in_a_grid_that_no_memory_holds(kernels):
         curve_index("hilbert", last, (2**32, 2**32))
 
 
-def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels):
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_cells_may_come_in_any_shape_stride_and_integer_type(kernels, monkeypatch, by_kernel):
+    monkeypatch.setattr(curves, "_has_kernel", lambda device: by_kernel)
     cells = curve_coordinates("hilbert", (6, 10), device=DEVICE)
     places = torch.arange(60, device=DEVICE)
     assert torch.equal(curve_index("hilbert", cells.view(3, 20, 2).mT.contiguous().mT, (6, 10)), places.view(3, 20))
-    assert torch.equal(curve_index("hilbert", cells.flip(0)[::2].to(torch.uint8), (6, 10)), places.flip(0)[::2])
+    assert torch.equal(curve_index("hilbert", cells.flip(0)[::2].to(torch.uint16), (6, 10)), places.flip(0)[::2])
     assert curve_index("hilbert", cells[7], (6, 10)).shape == ()
     assert curve_index("hilbert", cells[:0], (6, 10)).shape == (0,)
 

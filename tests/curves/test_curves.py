@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cases import refusals
-from hilbertcurve.hilbertcurve import HilbertCurve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,13 +75,8 @@ def symmetries(cells, side):
 @pytest.mark.parametrize("order", range(1, 7))
 def test_hilbert_square_is_the_published_curve_up_to_symmetry(order):
     ours = curve_coordinates("hilbert", (2**order, 2**order)).numpy()
-    places = np.arange(4**order)
-    by_packages = (
-        hilbert.decode(places, 2, order).astype(np.int64),
-        HilbertCurve(order, 2).points_from_distances(places),
-    )
-    for published in by_packages:
-        assert any(np.array_equal(turned, published) for turned in symmetries(ours, 2**order))
+    published = hilbert.decode(np.arange(4**order), 2, order)
+    assert any(np.array_equal(turned, published) for turned in symmetries(ours, 2**order))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +152,6 @@ WRONG = {
     TypeError: [
         (lambda: curve_coordinates("morton", (True, 2)), r"shape\[0\] must be an integer.*, got True"),
         (lambda: curve_coordinates("morton", {4, 2}), "shape must be a sequence of integers"),
-        (lambda: curve_coordinates("raster", 4), "integers.*4"),
         (lambda: curve_index("hilbert", torch.tensor([[0.0, 1.0]]), (4, 4)), "integers, got torch.float32"),
         (lambda: curve_index("hilbert", [[0, 1]], (4, 4)), "coordinates must be a tensor of integers, got list"),
     ],
@@ -173,13 +166,6 @@ WRONG = {
     ],
 }
 test_bad_arguments_are_named = refusals(WRONG)
-
-
-def test_index_takes_coordinates_of_any_leading_shape_and_integer_type():
-    coordinates = torch.tensor([[[0, 0], [1, 0]], [[0, 1], [1, 1]]])
-    for dtype in (torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
-        assert curve_index("hilbert", coordinates.to(dtype), (2, 2)).tolist() == [[0, 3], [1, 2]]
-    assert curve_index("hilbert", torch.zeros(0, 2, dtype=torch.int64), (2, 2)).shape == (0,)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+from functools import partial
 
 import oracle
 import pytest
 import torch
-from cases import assert_close, drawn, expected, norms
+from cases import assert_close, differentiated, drawn, expected, norms
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_mask
 
@@ -42,15 +43,14 @@ def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_backward_below_autograd_takes_masks_first_made_in_inference_mode(monkeypatch, is_causal):
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
-    q, k, v, dout = torch.randn(4, 1, 50, 2, 16, dtype=torch.float64).unbind()
+    *tensors, dout = drawn(50, 2, 2, 16, dtype=torch.float64)
     call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
-        out, lse = flex.attend(q, k, v, call)
+        out, lse = flex.attend(*tensors, call)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as the operator calls it
-        got = flex.backward(dout, q, k, v, out.clone(), lse.clone(), call)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    wanted = oracle.attention(*leaves, call.pattern, is_causal=is_causal, scale=0.3)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(wanted, leaves, dout))
+        got = flex.backward(dout, *tensors, out.clone(), lse.clone(), call)
+    attend = partial(oracle.attention, pattern=call.pattern, is_causal=is_causal, scale=0.3)
+    assert_close(got, differentiated(attend, [*tensors, dout])[2:], 1e-7)
 
 
 def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -59,11 +59,9 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
     The second part is a square of its own: rows 150 to 219 see keys 150 to 219, beside the 150 that all of them see.
     """
     q, k, v, dout = drawn(220, 4, 2, 16, batch=2, dtype=dtype, device=device)
-    leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    whole = DilatedPattern((220,), (1,))
-    out, lse = oracle.attention(*leaves, whole, is_causal=True)
-    wanted = torch.autograd.grad(out, leaves, dout.double())
-    got = [torch.zeros_like(x) for x in leaves]
+    whole = partial(oracle.attention, pattern=DilatedPattern((220,), (1,)), is_causal=True)
+    out, lse, *wanted = differentiated(whole, [x.double() for x in (q, k, v, dout)])
+    got = [torch.zeros_like(x) for x in wanted]
     first, second = slice(0, 150), slice(150, 220)
     for queries, keys, is_causal in ((first, first, True), (second, first, False), (second, second, True)):
         call = Call(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
@@ -72,7 +70,7 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
         some = flex.backward(*rows, k[:, keys].contiguous(), v[:, keys].contiguous(), *merged, call)
         for total, part, at in zip(got, some, (queries, keys, keys), strict=True):
             total[:, at] += part
-    return got, list(wanted)
+    return got, wanted
 
 
 def test_parts_of_flex_have_the_gradient_of_the_whole(monkeypatch):

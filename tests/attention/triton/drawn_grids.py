@@ -1,12 +1,12 @@
 """Random calls of neighbourhood attention that the warp-specialised kernels serve, and what is right, in float64."""
 
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import NamedTuple
 
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS
+from cases import LAYOUTS, differentiated
 from grid_cases import MORE, boxed, dense, ranges
 
 from hilbert_lib import Neighbourhood
@@ -95,10 +95,8 @@ def expected(case: Case) -> tuple:
     given, dout = Tensors(*(draw(*each) for each in own)), draw(seq, case.heads)
     masks = [torch.rand(case.batch, n, generator=generator) < 0.4 for n in (seq, case.extra)]
     masks = [mask if used else None for mask, used in zip(masks, (case.is_padded, case.is_extra_padded), strict=True)]
-    leaves = [x.double().requires_grad_() for x in given]
-    out, lse = dense(*leaves, case.windows, case.head_dim**-0.5, *masks)
-    grads = torch.autograd.grad(out, leaves, dout.double())
-    return given, dout, masks, (out.detach(), lse.detach(), *grads)
+    options = {"near": case.windows, "scale": case.head_dim**-0.5, "padding": masks[0], "extra_padding": masks[1]}
+    return given, dout, masks, differentiated(partial(dense, **options), [x.double() for x in (*given, dout)])
 
 
 def boxed_part(name: str) -> tuple:

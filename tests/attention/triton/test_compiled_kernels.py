@@ -83,39 +83,30 @@ def test_those_of_attention_compile_and_their_shared_memory_is_there(run, some):
 
 
 def test_the_warp_specialised_ones_use_the_copy_engine(on_hopper, some):
-    for direction, sampled, every in (("forward", 1, 8), ("backward", 1, 16)):
-        for name, facts in some(f"hopper {direction}", sampled, every).items():
+    for start, sampled, every in (("forward", 1, 8), ("backward", 1, 16), ("grid", 2, 12)):
+        for name, facts in some(f"hopper {start}", sampled, every).items():
             assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
-            adds_dq = direction == "backward" and name.endswith("True")
-            assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
+            if start != "grid":
+                adds_dq = start == "backward" and name.endswith("True")
+                assert ("cp.reduce.async.bulk.tensor" in facts["instructions"]) == adds_dq, name
 
 
-def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some):
-    """ptxas would move it before them, in one of the two groups."""
-    for facts in some("hopper forward 128 False False", 0, 1).values():
-        assert len(facts["exponentials"]) == 2
-        assert min(facts["exponentials"]) >= 64  # one for each of 64 scores
+@pytest.mark.parametrize(
+    ("start", "sampled", "every", "least"), [("forward 128 False False", 0, 1, 64), ("grid forward 128", 1, 2, 32)]
+)
+def test_the_wait_for_the_product_with_v_stays_behind_exponentials(on_hopper, some, start, sampled, every, least):
+    """ptxas would move it before them, in one of the two groups, which have one for each of so many scores."""
+    for name, facts in some(f"hopper {start}", sampled, every).items():
+        assert len(facts["exponentials"]) == 2, name
+        assert min(facts["exponentials"]) >= least, name
 
 
 def test_two_narrow_forwards_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
     """ptxas puts a wait behind every product where registers are short, which an edit nearby may bring about."""
-    for start, programs, every in (("forward 64", 2, 4), ("backward 64 True True True", 1, 1)):
-        for name, facts in some(f"hopper {start}", 1, every).items():
-            assert (facts["programs"], facts["serialized"]) == (programs, 0), name
-
-
-def test_boxes_fit_a_multiprocessor_and_no_product_waits(on_hopper, some):
-    for start, sampled, every in (("forward", 2, 4), ("dq", 0, 4), ("dkv", 0, 4)):
-        for name, facts in some(f"hopper grid {start}", sampled, every).items():
-            programs = 2 if "forward 64" in name else 1
-            assert (facts["programs"], facts["serialized"]) == (programs, 0), name
-            assert {"wgmma.mma_async", "cp.async.bulk.tensor"} <= set(facts["instructions"]), name
-
-
-def test_the_product_with_v_of_a_box_runs_beside_the_softmax_of_the_next(on_hopper, some):
-    for name, facts in some("hopper grid forward 128", 1, 2).items():
-        assert len(facts["exponentials"]) == 2, name
-        assert min(facts["exponentials"]) >= 32, name  # one for each of 32 scores
+    alone = [("backward 64 True True True", 1, 1), ("grid forward 128", 1, 2), ("grid dq", 0, 4), ("grid dkv", 0, 4)]
+    for start, sampled, every in [("forward 64", 1, 4), ("grid forward 64", 1, 2), *alone]:
+        for name, facts in some(f"hopper {start}", sampled, every).items():
+            assert (facts["programs"], facts["serialized"]) == (2 if "forward 64" in name else 1, 0), name
 
 
 @pytest.mark.parametrize(("start", "sampled", "held"), [("forward 64", 1, 0), ("forward 128", 1, 24), ("dkv", 0, 0)])

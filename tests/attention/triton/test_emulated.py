@@ -3,7 +3,7 @@
 The library's own launches find branches, grids and arguments, as on a Hopper GPU.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, determinism, stored
+from cases import LAYOUTS, determinism, differentiated, stored
+from cases import drawn as tokens
 from mutations import MUTATIONS
 
 from hilbert_lib import DilatedPattern
@@ -71,43 +72,15 @@ def drawn(seed: int) -> Case:
     )  # fmt: skip
 
 
-def times_seen(pattern: DilatedPattern, length: int, g: int, kv_heads: int, is_causal: bool) -> torch.Tensor:
-    """How many times a query sees a key: (queries, keys), float64."""
-    position = torch.arange(length)
-    seen = torch.zeros(length, length, dtype=torch.float64)
-    for i, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        if oracle.uses(pattern.mixing, i, len(pattern.segment_lengths), g, kv_heads):
-            inside = position % w % r == oracle.offset_of(pattern.offsets, i, r, g, kv_heads)
-            together = position[:, None] // w == position // w
-            seen += inside[:, None] & inside & together & ((position[:, None] >= position) | (not is_causal))
-    return seen
-
-
-def attention(q, k, v, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `oracle.attention` computes query by query, at once."""
-    group = case.heads // case.kv_heads
-    heads = (times_seen(case.pattern, case.length, g, case.kv_heads, case.is_causal) for g in range(case.kv_heads))
-    seen = torch.stack(list(heads)).repeat_interleave(group, 0)[:, case.query_start or 0 :]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    is_empty = seen.sum(-1) == 0
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.scale + (seen + is_empty[..., None]).log()
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v) * ~is_empty.T[..., None]
-    return out, scores.logsumexp(-1).masked_fill(is_empty, -torch.inf)
-
-
 @cache
 def expected(case: Case) -> tuple:
     """Inputs, and what is right: out, lse and the gradients of q, k and v."""
-    generator = torch.Generator().manual_seed(0)
-    queries = case.length - (case.query_start or 0)
-    sizes = [(queries, case.heads), (case.length, case.kv_heads), (case.length, case.kv_heads), (queries, case.heads)]
-    q, k, v, dout = (
-        torch.randn(case.batch, *size, case.head_dim, generator=generator).to(case.dtype) for size in sizes
-    )
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = attention(*leaves, case)
-    grads = torch.autograd.grad(out, leaves, dout.double())
-    return (q, k, v, dout), (out.detach(), lse.detach(), *grads)
+    start = case.query_start or 0
+    sizes = case.length - start, case.heads, case.kv_heads, case.head_dim
+    tensors = tokens(*sizes, keys=case.length, batch=case.batch, dtype=case.dtype)
+    options = {"is_causal": case.is_causal, "scale": case.scale, "query_start": start}
+    attend = partial(oracle.attention, pattern=case.pattern, **options)
+    return tensors, differentiated(attend, [x.double() for x in tensors])
 
 
 def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
@@ -173,7 +146,7 @@ def test_a_nan_reaches_the_rows_that_attend_to_it(sources, case, place):
     q, k, v, _ = (x.clone() for x in expected(case)[0])
     v[0, place, 0] = torch.nan
     found, _ = sources.launch.forward(q, k, v, Call(case.pattern, is_causal=True, scale=case.scale))
-    sees = times_seen(case.pattern, case.length, 0, case.kv_heads, True)[:, place] > 0
+    sees = oracle.times_seen(case.pattern, range(case.length), case.length, 0, case.kv_heads, True)[:, place] > 0
     assert sees.any()
     assert torch.equal(found[0, :, 0].isnan().all(-1), sees)
     assert torch.equal(found[0, :, 0].isnan().any(-1), sees)
