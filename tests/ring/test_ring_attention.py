@@ -146,11 +146,6 @@ DISAGREEMENTS = {
     "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
-MEASURED = {
-    **{"sweep": "one", "ranks": 2, "tokens": 128, "heads": 4, "kv_heads": 4, "head_dim": 8},
-    **{"segment_lengths": [32, 128], "dilation_rates": [1, 4], "repetitions": 2, "dtype": "float32"},
-    **{"sides": ["ring", "all_gather", "all_to_all", "gathered", "dense ring", "hilbert order"]},
-}
 SHARDS = [8, 9, 4]
 EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
@@ -217,7 +212,6 @@ CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_f
 CALLS[2] += [["ring_costs:made_by_two_calls", {"what": what, **options}] for what, (options, _) in MADE.items()]
 for ranks, *call in (*(each[:3] for each in EXACTLY.values()), *UNCHANGED.values()):
     CALLS[ranks] += [call]
-CALLS[2] += [["ring_costs:measured", MEASURED]]
 for ranks, cases in COUNTED.items():
     CALLS[ranks] += [["ring_costs:count_bytes", case] for case in cases]
 for ranks, *call in ALLOCATED:
@@ -547,19 +541,3 @@ def test_ring_cannot_deadlock_where_every_send_waits_for_its_receive(ranks, monk
                 own[0] = [one for one in own[0] if (rank, *one) not in met]
                 if not own[0]:
                     own.popleft()
-
-
-def test_benchmark_reports_times_errors_and_the_bytes_of_the_plan():
-    for sides in answers(2, "ring_costs:measured", MEASURED):
-        sent = {side["side"]: side["sent_forward"] for side in sides}
-        slab = 4 * 8 * 4 * 2  # bytes of k and v of one position
-        assert sent == {"ring": 16 * slab, "all_gather": 16 * slab} | {
-            "all_to_all": sent["all_to_all"],
-            "gathered": 64 * slab,
-            "dense ring": 64 * slab,
-            "hilbert order": 16 * slab,
-        }
-        for side in sides:
-            assert side["forward_ms"] > 0
-            assert side["backward_ms"] > 0
-            assert side["side"] == "dense ring" or max(side["out_error"], side["dq_error"]) < 1e-6
