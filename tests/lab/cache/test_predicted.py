@@ -156,7 +156,7 @@ def test_a_second_sector_misses_where_one_quarter_asks_for_both(layout, rate, l2
 
 
 @pytest.mark.evidence
-def test_sectors_are_within_a_tenth_but_where_the_notebook_says():
+def test_counts_are_near_the_predicted_ones_but_where_the_notebook_says():
     table = benchmarks.counter_table(committed_records("06_kernel_benchmarks"))
     off = table[(table.predicted_l1_sectors / table.l1_sectors - 1).abs() > 0.1]
     works = off.groupby(["kernel", "length", "dilation", "row_bytes"])[["predicted_l1_sectors", "l1_sectors"]].sum()
@@ -165,6 +165,9 @@ def test_sectors_are_within_a_tenth_but_where_the_notebook_says():
     short = off[off.length == 1024]
     assert (short.l1_spill_sectors > short.l1_sectors).all()  # spilled registers are read back
     assert (off[off.length == 65536].l1_hit_percent > 13).all()  # what the model takes past L1
+    long = table[table.length > 1024]
+    points = (long.predicted_l2_found_percent - long.l2_found_percent).abs().groupby(long.kernel).max()
+    assert (points < pd.Series({"decoding": 4.5, "forward": 10.0, "gather": 11.0})).all()
 
 
 def test_errors_are_relative_and_for_a_share_in_points():
