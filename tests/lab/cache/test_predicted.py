@@ -167,7 +167,7 @@ def test_counts_are_near_the_predicted_ones_but_where_the_notebook_says():
     assert (off[off.length == 65536].l1_hit_percent > 13).all()  # what the model takes past L1
     long = table[table.length > 1024]
     points = (long.predicted_l2_found_percent - long.l2_found_percent).abs().groupby(long.kernel).max()
-    assert (points < pd.Series({"decoding": 4.5, "forward": 10.0, "gather": 11.0})).all()
+    assert (points < pd.Series({"decoding": 4.5, "forward": 10.0, "gather": 14.0})).all()
 
 
 def test_errors_are_relative_and_for_a_share_in_points():
