@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import accumulate
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -90,30 +90,19 @@ def peak_memory(
     mask = torch.zeros(1, length, dtype=torch.bool, device=device()) if padded else None
     call = partial(ring_dilated_attention, pattern=DilatedPattern(*branches), key_padding_mask=mask, **asked)
     call.keywords["kv_ordering"] = SPECS[ordering]
-    with nullcontext() if device().type == "cuda" else _stand_ins(), _layouts() as layouts:
+    layout_of = Mock(side_effect=attention._layout)
+    with nullcontext() if device().type == "cuda" else _stand_ins(), patch.object(attention, "_layout", layout_of):
         torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
         out, forward = with_peak(partial(call, *leaves))
         _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    held = sum(x.nbytes for x in leaves) + _bytes_of(layouts[0])
+    layout = attention._layout(*layout_of.call_args.args)
+    held = sum(x.nbytes for x in leaves) + _bytes_of(layout)
     if ordering != "none":  # perm and inverse, and the slots of touched rows, int64; slots, int32
-        held += length * (8 + 8 + 4) + 8 * layouts[0].touched.shape[1]
+        held += length * (8 + 8 + 4) + 8 * layout.touched.shape[1]
     forward, backward = forward + held, backward + held + 2 * dout.nbytes + 4 * length * 8  # dout, out and lse
     how = asked | sizes | {"batch": 1, "dtype": torch.bfloat16, "ordered": ordering != "none", "padded": padded}
     cost = plan_ring(call.keywords["pattern"], (length,) * dist.get_world_size(), **how).ranks[dist.get_rank()]
     return [[forward, cost.memory_forward], [backward, cost.memory_backward]]
-
-
-@contextmanager
-def _layouts():
-    """The layouts of the calls inside, in the list that it gives."""
-    found, layout_of = [], attention._layout
-
-    def noted(*asked):
-        found.append(layout_of(*asked))
-        return found[-1]
-
-    with patch.object(attention, "_layout", noted):
-        yield found
 
 
 def _bytes_of(layout: object) -> int:
