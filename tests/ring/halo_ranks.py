@@ -98,7 +98,7 @@ def inputs(rows: int | None = None, **options) -> list[torch.Tensor]:
     return [torch.randn(1, rows, 2, 4, generator=generator).to(device()).requires_grad_(**options) for _ in range(3)]
 
 
-def disagree(asked: dict) -> str:
+def disagree(**asked) -> list[str]:
     """What a rank says where the last one asks for something else."""
     q, k, v = inputs(requires_grad=False)
     options = {}
@@ -114,7 +114,7 @@ def disagree(asked: dict) -> str:
     near = options.pop("neighbourhood", NEAR)
     said = said_by(ring_neighbourhood_attention, q, k, v, near, **options)
     ring_neighbourhood_attention(*inputs(), NEAR)  # and all agree again
-    return said
+    return [said]
 
 
 def promises() -> dict:

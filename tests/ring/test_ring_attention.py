@@ -146,6 +146,7 @@ DISAGREEMENTS = {
     "backend": ({"backend": "flex"}, ("backend='flex'", "needs a CUDA device")),
     "dropout": ({"backend": "sdpa", "dropout_p": 0.1}, ("backend='sdpa'", "no dropout", "not keyed by position")),
 }
+DISAGREE = {"ring_headers:disagree": DISAGREEMENTS, "halo_ranks:disagree": ON_GRIDS}
 SHARDS = [8, 9, 4]
 EMPTY = [[[2, 0, 2, 4], [2, 2, 0], 0.0], [[0, 8, 2, 4], [0, 2, 8], 0.0]]
 ONE_MERGE = [["forward", "merge_rows"], ["backward", *["add_rows"] * 3]]
@@ -206,7 +207,7 @@ def memory_of(kind: str, transport: str, options: dict, tokens: int = 4096) -> d
 ALLOCATED = [(n, "ring_costs:peak_memory", memory_of(*case)) for n, cases in MEMORY.items() for case in cases]
 ALLOCATED += [(4, "halo_ranks:peak_memory", {"shards": shards}) for shards in HELD_HALOS]
 CALLS = {ranks: [["compare", case] for case in cases] for ranks, cases in COMPARED.items()}
-CALLS[2] += [["ring_headers:disagree", arguments] for arguments, _ in DISAGREEMENTS.values()]
+CALLS[2] += [[call, asked] for call, table in DISAGREE.items() for asked, _ in table.values()]
 CALLS[2] += [["ring_headers:without_validation", {"lengths": [4, 9]}]]
 CALLS[2] += [["ring_headers:others_are_not_as_before", {}], ["ring_headers:one_fails_by_itself", {}]]
 CALLS[2] += [["ring_costs:made_by_two_calls", {"what": what, **options}] for what, (options, _) in MADE.items()]
@@ -221,7 +222,6 @@ for ranks, cases in HALOS.items():
     CALLS[ranks] += [["halo_ranks:compare", case] for case in cases]
 for ranks, cases in COUNTED_HALOS.items():
     CALLS[ranks] += [["halo_ranks:count_bytes", case] for case in cases]
-CALLS[2] += [["halo_ranks:disagree", {"asked": asked}] for asked, _ in ON_GRIDS.values()]
 CALLS[2] += [["halo_ranks:promises", {}]]
 CAPTURED = [
     *({"what": transport} for transport in ("auto", *TRANSPORTS)),
@@ -240,7 +240,7 @@ def calls_of(ranks: int, backend: str) -> list[list]:
     groups = [call for number, *call, _ in GROUPS.values() if backend == "gloo" and ranks == number]
     documents = [["calls_of_the_documents", DOCUMENTED]] if backend == "gloo" and ranks == 2 else []  # on a CPU
     large = [["halo_ranks:compare", case] for case in LARGE_HALOS.get(ranks, ()) if backend == "nccl"]
-    fault = [["halo_ranks:disagree", {"asked": ON_GRIDS["window"][0]}]] if backend == "nccl" and ranks == 4 else []
+    fault = [["halo_ranks:disagree", ON_GRIDS["window"][0]]] if backend == "nccl" and ranks == 4 else []
     return CALLS[ranks] + [["compare", case] for case in flex] + groups + documents + large + fault
 
 
@@ -300,16 +300,6 @@ def test_on_a_grid_too(ranks, backend):
             assert (counted, called) == (planned, calls), case
 
 
-@pytest.mark.parametrize(("what", "ranks"), [(what, 2) for what in ON_GRIDS])
-def test_ranks_that_disagree_on_a_grid_all_raise(what, ranks, backend):
-    asked, said = ON_GRIDS[what]
-    said, last = [words.replace("rank 1", f"rank {ranks - 1}") for words in said], f"rank {ranks - 1} {REFUSED} "
-    is_refused = not any("on rank" in words for words in said)
-    for rank, one in enumerate(answers(ranks, "halo_ranks:disagree", {"asked": asked}, backend)):
-        assert all(words in one for words in said), one
-        assert (f"ValueError: {last}" in one) == (is_refused and rank < ranks - 1)
-
-
 def test_promises_on_a_grid_are_kept(backend):
     for found in answers(2, "halo_ranks:promises", {}, backend):
         assert [promise for promise, kept in found.items() if not kept] == []
@@ -359,13 +349,14 @@ def test_nccl_computes_and_sends_the_same(ranks):
         test_bytes_sent_are_those_of_the_plan(ranks, case, "nccl")
     test_on_a_grid_too(ranks, "nccl")
     # In one test, as each process that runs one calls them all.
-    for what in ON_GRIDS if ranks == 2 else ["window"] if ranks == 4 else ():
-        test_ranks_that_disagree_on_a_grid_all_raise(what, ranks, "nccl")
     if ranks == 2:
         test_promises_on_a_grid_are_kept("nccl")
-    for what in DISAGREEMENTS if ranks == 2 else ():
-        if what != "backend":  # which serves on a GPU
-            test_ranks_that_disagree_all_raise_and_name_both_sides(what, "nccl")
+    for call, asked in DISAGREE.items() if ranks == 2 else ():
+        for what in asked:
+            if (call, what) != ("ring_headers:disagree", "backend"):  # which serves on a GPU
+                test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, call, what, "nccl")
+    if ranks == 4:
+        test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, "halo_ranks:disagree", "window", "nccl")
 
 
 @pytest.mark.multigpu
@@ -441,14 +432,18 @@ def test_a_second_call_of_a_kind_makes_no_plan_and_no_table(what):
         assert second == ["message"] * messages
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_all_raise_and_name_both_sides(what, backend):
-    arguments, said = DISAGREEMENTS[what]
+@pytest.mark.parametrize(
+    ("ranks", "call", "what"), [(2, call, what) for call, asked in DISAGREE.items() for what in asked]
+)
+def test_ranks_that_disagree_all_raise_and_name_both_sides(ranks, call, what, backend):
+    asked, said = DISAGREE[call][what]
+    last = f"rank {ranks - 1}"
+    said = [words.replace("rank 1", last) for words in said]
     is_refused = not any("on rank" in words for words in said)  # what the last rank asks for, whatever the others do
-    for rank, answer in enumerate(answers(2, "ring_headers:disagree", arguments, backend)):
-        for one in answer:  # where nothing is known of the others, and where they are expected to agree
+    for rank, answer in enumerate(answers(ranks, call, asked, backend)):
+        for one in answer:  # of a ring where nothing is known of the others, and where they are expected to agree
             assert all(words in one for words in said), one
-            assert (f"ValueError: rank 1 {REFUSED} " in one) == (is_refused and rank == 0)
+            assert (f"ValueError: {last} {REFUSED} " in one) == (is_refused and rank < ranks - 1)
 
 
 @pytest.mark.parametrize("promise", EXACTLY | GROUPS)

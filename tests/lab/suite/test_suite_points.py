@@ -97,12 +97,6 @@ def file_of(folder, text):
     return folder / "sizes.yaml"
 
 
-def test_the_command_line_goes_before_the_file(notebook, tmp_path):
-    (point,) = points.make_points(notebook, {"seq_len": "32"}, file_of(tmp_path, "{seq_len: 64, rates: [4], scale: 1}"))
-    assert point.changes == {"seq_len": 32, "rates": [4], "scale": 1.0}
-    assert point.parameters["order"] == "hilbert"
-
-
 @pytest.mark.parametrize("text", ["010", "1e1", "1:30", "0x10", "yes", "on", "true", "~", "2026-01-01", "'#'", "1_0"])
 @pytest.mark.parametrize("name", ["seq_len", "scale", "causal", "order", "rates"])
 def test_a_text_means_in_a_file_what_it_means_on_the_command_line(notebook, tmp_path, name, text):
