@@ -14,11 +14,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from io import StringIO
-from multiprocessing import get_context
 
 import pandas as pd
 import torch
@@ -37,7 +34,6 @@ from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
 
 SWEEP = "counters"
-MANY = 32  # works
 # The launch of a call that is counted. A gather has torch's name for it, which differs between versions.
 KERNELS = {"forward": "regex:^forward_kernel", "decoding": "regex:^decode_kernel", "gather": "regex:gather|[iI]ndex"}
 # Sectors that each program reads to know its work. Forward: branches, offsets, a tile and its class, one each.
@@ -210,20 +206,11 @@ def count(kernel: str, *, output_dir: str = "", **options) -> list[dict]:
             raise RuntimeError(f"each call must be one launch, got {len(table)} launches of {len(asked)} calls")
         counted, info = table.astype(object).where(table.notna(), None).to_dict("records"), get_gpu_info()
         gpu = Gpu(info.name, info.l2_bytes, info.multiprocessors)
-        todo = [each for each in zip(asked, counted, strict=True) if key(each[0].record) not in kept.known]
-        for (work, found), predicted in zip(todo, _predict([work for work, _ in todo], gpu), strict=True):
-            kept.add(work.record | {"counted": found, "predicted": vars(predicted), "model": vars(gpu)})
+        for work, found in zip(asked, counted, strict=True):
+            if key(work.record) not in kept.known:
+                predicted = vars(work.predicted(gpu))
+                kept.add(work.record | {"counted": found, "predicted": predicted, "model": vars(gpu)})
     return [kept.known[key(work.record)] for work in asked]
-
-
-def _predict(works: Sequence[Work], gpu: Gpu) -> Iterator[Predicted]:
-    # Each takes seconds of a core: many are made in processes, which start in a few.
-    ask = partial(Work.predicted, gpu=gpu)
-    if len(works) < MANY:
-        yield from map(ask, works)
-        return
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 24), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        yield from pool.map(ask, works)
 
 
 def counter_table(records: Sequence[dict]) -> pd.DataFrame:
