@@ -8,8 +8,8 @@ import torch
 from cases import determinism
 from torch import nn
 
-from hilbert_lib import DilatedPattern, Ordering
-from hilbert_lib.attention.modules import MultiheadDilatedAttention
+from hilbert_lib import DilatedPattern, Ordering, dilated_attention
+from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from hilbert_lib.lab.sweeps.memory import captured
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +55,25 @@ def test_a_replayed_graph_has_the_bits_of_eager_calls_forward_and_backward(optio
         assert all(map(torch.equal, replayed, call()))
     graph.replay()
     assert torch.equal(replayed[0], results[0]) == (option != "dropout"), "every replay draws new dropout"
+
+
+def test_attention_without_projections_is_captured():
+    module = DilatedAttention(WIDE["pattern"])
+    q, k, v = torch.randn(3, 1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
+    graph, (out,) = captured(lambda: (module(q, k, v, is_causal=True),))
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, module(q, k, v, is_causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tables_first_used_in_a_capture_are_refused_by_a_clear_error():
+    q = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with (
+        pytest.raises(RuntimeError, match="must have run once before a CUDA graph captures it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        dilated_attention(q, q, q, DilatedPattern((224, 448), (1, 7)), backend="triton")
 
 
 FRESH = {  # backend: a pattern and an ordering that no other test in the process has made tables for

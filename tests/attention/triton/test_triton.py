@@ -193,6 +193,13 @@ def test_a_token_that_is_not_finite_stays_in_its_rows(backend, is_causal, rates,
             assert torch.equal(out[0, query], clean[0, query])
 
 
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits():
+    tensors = drawn(40, 2, 2, 8, device=DEVICE)
+    runs = (attended(tensors, DilatedPattern((8, 40), (1, 3)), "triton", is_causal=True) for _ in range(2))
+    assert all(map(torch.equal, *runs))
+
+
 BACKENDS = ("triton", "reference", "eager", "sdpa")
 
 
