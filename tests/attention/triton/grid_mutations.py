@@ -34,9 +34,9 @@ hopper.masks, 2: a window does not go round
 hopper.masks, 14: windows are a key too long
 -bitcast=True) < length.to
 +bitcast=True) <= length.to
-hopper.boxes, 8: a row of boxes in the middle is left out
--return gl.where(done, 1, s)
-+return gl.where(done, 2, s)
+hopper.boxes, 8: every other column of boxes is left out
+-b = b + gl.where(s == stacked, 1, 0)
++b = b + gl.where(s == stacked, 2, 0)
 hopper.box_descriptors, 14: every residue reads the first one's keys
 -*(step // unit if d > 1 else 0 for
 +*(0 for
@@ -75,27 +75,21 @@ hopper.boxes, 14: every residue's output is that of the first one
 hopper.places, 17: a digit is not carried
 -gl.where(total >= count, total - count, total), gl.where(total >= count, 1, 0)
 +gl.where(total >= count, total - count, total), 0
-hopper.masks, 14: queries whose windows end among a group's keys go without a mask
--(low > own) | (end < gl.minimum(own + SIDE, m))
-+(low > own)
-hopper.masks, 14: queries whose windows begin among a group's keys go without a mask
--(low > own) | (end < gl.minimum(own + SIDE, m))
-+(end < gl.minimum(own + SIDE, m))
-hopper.masks, 2: a key after the end is not seen by a query before it
--gl.where(ahead < m, ahead, ahead - m)
-+ahead
-hopper.masks, 11: a group passes over queries that see it round the axis
--seen = seen | reach.is_round
-+seen = seen
-hopper.masks, 14: queries that see a group in part are passed over
--(rank < end + reach.moved)
-+(rank + SIDE < end + reach.moved)
+hopper.masks, 14: the last axis goes without a mask
+-gl.where(seen, away, float("inf"))
++gl.where(seen, away, away)
+hopper.masks, 1: a group of a stride in the round before sees nothing
+-low = gl.where(low - reach.begin >= m, low - m, low)
++low = low
+hopper.masks, 14: queries that see a group's last keys alone are passed over
+-last = gl.minimum(own + boxes.side(RULES, AXIS), m) - 1
++last = own
+hopper.masks, 2: keys at the end are seen by whole groups of a stride alone
+-groups = gl.where(end >= m, m, groups)
++groups = groups
 hopper.boxes, 25: queries more than a round before the keys are looked for there
 - + gl.where(start < -m, m, 0)
 +
-hopper.grid_backward, 2: queries that two boxes of a round axis hold count twice
--here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
-+here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
 hopper.grid_backward, 14: rows of lse are not waited for
 -count=2 if OF_KEYS else 1
 +count=1
@@ -109,8 +103,8 @@ hopper.grid_backward, 2: a key without weight has a gradient
 -gl.where(weighs, dk_acc, 0.0)
 +dk_acc
 hopper.grid_backward, 14: slopes are multiplied with the k of the next box
--gl.where(last < 0, block, last))
-+block)
+-gl.where(last < 0, stage, last_stage))
++stage)
 hopper.grid_backward, 14: dq lacks its scale
 -boxes.send(acc * scale
 +boxes.send(acc
@@ -123,9 +117,6 @@ hopper.boxes, a border: queries lie where their keys do
 hopper.boxes, inside: queries before the first that is computed have gradients
 -begin = gl.maximum(start, own.begin[AXIS])
 +begin = gl.maximum(start, 0)
-hopper.boxes, inside: queries behind the last that is computed have gradients
--count = gl.maximum(gl.minimum(end, stop) - begin, 0)
-+count = gl.maximum(gl.minimum(end, m) - begin, 0)
 hopper.grid_backward, a border: dk and dv are made of other queries
 -a_first = own.first if OF_KEYS else (0, 0, 0)
 +a_first = (0, 0, 0)

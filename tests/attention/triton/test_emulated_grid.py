@@ -106,6 +106,16 @@ def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     assert (out - exact)[kept].norm() <= 4e-3 * exact[kept].norm()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_of_thousands_count_for_those_alone_who_see_the_key(sources, head_dim):
+    near = Neighbourhood((16, 24), (5, 9))
+    given = Tensors(*(torch.randn(1, rows, 1, head_dim).bfloat16() for rows in (384, 384, 384, 0, 0)))
+    given.k[:, 200] *= 1e4
+    exact, _ = dense(*(x.double() for x in given), near, 1.0)
+    out, _ = sources.grids.forward(given, Request((near,)))
+    assert (out - exact).norm(dim=-1).max() <= 1e-2 * exact.norm(dim=-1).max()
+
+
 @pytest.mark.parametrize("at", [(-1, 4, 0), (4, -3, 0), (5, 0, 0)])
 def test_a_box_is_zero_outside_of_the_tensor(at):
     x, block = torch.randn(5, 6, 64), (2, 4, 64)

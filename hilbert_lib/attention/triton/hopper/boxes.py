@@ -262,7 +262,7 @@ def count_of(reaches):
 
 @gluon.jit
 def box_of(step, reaches, axes, RULES: gl.constexpr):
-    """The box of a step: numbers along the axis of the groups and along the others, and whether the ends are done."""
+    """The box of a step: its numbers along the axis of the groups and along the two others."""
     if stack(RULES) == 1:
         j0, j1, j2 = step[1], step[0], step[2]
     else:
@@ -289,24 +289,20 @@ def _along(number, reach, m, SIDE: gl.constexpr, EDGE: gl.constexpr):
 
 @gluon.jit
 def following(step, reaches, RULES: gl.constexpr):
-    """The next step; (0, 0, 0, 0) is the first.
+    """The next step; (0, 0, 0) is the first.
 
-    First come the first and the last row of boxes in turn, each of which one group may not see, then those between.
+    The axis of the groups comes first: of each of its rows of boxes one group may not see the first, the other not the
+    last, so that one group is a box ahead and its softmax runs beside the other's products.
     """
-    s, a, b, middle = step
+    s, a, b = step
     if stack(RULES) == 1:
-        stacked, outer, inner = reaches[1].boxes, reaches[0].boxes, reaches[2].boxes
+        stacked, inner = reaches[1].boxes, reaches[2].boxes
     else:
-        stacked, outer, inner = reaches[2].boxes, reaches[0].boxes, reaches[1].boxes
-    is_last = s == stacked - 1 - middle
-    s = gl.where(is_last, middle, s + gl.where(middle == 1, 1, stacked - 1))
-    b = b + gl.where(is_last, 1, 0)
-    turned = b == inner
-    b = gl.where(turned, 0, b)
-    a = a + gl.where(turned, 1, 0)
-    done = a == outer
-    a = gl.where(done, 0, a)
-    return gl.where(done, 1, s), a, b, gl.where(done, 1, middle)
+        stacked, inner = reaches[2].boxes, reaches[1].boxes
+    s = s + 1
+    b = b + gl.where(s == stacked, 1, 0)
+    a = a + gl.where(b == inner, 1, 0)
+    return gl.where(s == stacked, 0, s), a, gl.where(b == inner, 0, b)
 
 
 @gluon.jit

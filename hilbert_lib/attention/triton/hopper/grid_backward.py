@@ -103,16 +103,23 @@ def backward_kernel(
 
 
 @gluon.jit
-def _free(shared, block):
+def _free(stage):
     """Number of the barrier at which the groups say that they are done with a box."""
-    return tiles.FIRST_BARRIER + block % shared.a_tiles.shape[0]
+    return tiles.FIRST_BARRIER + stage
 
 
 @gluon.jit
-def _pass_over(shared, block):
+def _pass_over(shared, stage, phase):
     """Skips a box that this group does not need."""
-    tiles.wait_full(shared.full, block)
-    tiles.arrive(_free(shared, block))
+    mbarrier.wait(shared.full.index(stage), phase)
+    tiles.arrive(_free(stage))
+
+
+@gluon.jit
+def _next(shared, stage, phase):
+    """The stage after one, and the phase of its barrier: a division by three would take as long as a product."""
+    is_last = stage == shared.a_tiles.shape[0] - 1
+    return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -149,7 +156,7 @@ def _copy(
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
             a_at, b_at = boxes.moved(head, place, a_moves), boxes.moved(head, place, b_moves)
-            step = (0, 0, 0, 0)
+            step = (0, 0, 0)
             for _j in range(boxes.count_of(reaches)):
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
@@ -171,7 +178,7 @@ def _fetch(a, b, a_at, b_at, shared, block):
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
     stage = block % STAGES
     if block >= STAGES:
-        tiles.meet(_free(shared, block))
+        tiles.meet(_free(stage))
     mbarrier.expect(shared.full.index(stage), a.block_type.nbytes + b.block_type.nbytes)
     boxes.fetch(a, a_at, shared.full.index(stage), shared.a_tiles.index(stage))
     boxes.fetch(b, b_at, shared.full.index(stage), shared.b_tiles.index(stage))
@@ -179,12 +186,11 @@ def _fetch(a, b, a_at, b_at, shared, block):
 
 @gluon.jit
 def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
-    """lse (to base 2) and delta of a box of queries; those outside of the box's part of the grid weigh nothing."""
+    """lse (to base 2) and delta of a box of queries; those outside of what is computed weigh nothing."""
     stage = block % shared.a_tiles.shape[0]
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
-    r0, r1, r2 = boxes.ranks_of(number, (0, 0, 0), RULES)
     ranks = boxes.ranks_of(number, box.at, RULES)
-    here = (r0 < box.left[0]) & (r1 < box.left[1]) & (r2 < box.left[2])
+    here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)
     shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
     shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
@@ -212,6 +218,7 @@ def _differentiate_queries(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     asked = boxes.asked(axes, RULES)
     block = 0
+    stage, phase = 0, 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
     first_tile, stop_tile = places.tiles_of(total, programs)
@@ -235,47 +242,59 @@ def _differentiate_queries(
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
         slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)
         last = -1  # the box whose slopes are still to be multiplied with its k
-        step = (0, 0, 0, 0)
+        last_stage = 0
+        step = (0, 0, 0)
         of_grid = boxes.count_of(reaches)
         every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
+        box = boxes.box_of(step, reaches, axes, RULES)
+        seen = masks.sees_or_extra(sights, box, own, asked.stop, 0 - of_grid, RULES, EXTRA)
         for j in range(every):
-            box = boxes.box_of(step, reaches, axes, RULES)
-            step = boxes.following(step, reaches, RULES)
-            seen = masks.sees(sights, box, RULES)
-            if EXTRA:
-                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, asked.stop))
+            now = box
             if seen:
-                tiles.wait_full(shared.full, block)
-                k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
+                mbarrier.wait(shared.full.index(stage), phase)
+                k_tile, v_tile = boxes.rows_of(shared.a_tiles, stage), boxes.rows_of(shared.b_tiles, stage)
                 score_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 weight_token = warpgroup_mma(d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                before = tiles.tile_of_stage(shared.a_tiles, gl.where(last < 0, block, last))
+                before = boxes.rows_of(shared.a_tiles, gl.where(last < 0, stage, last_stage))
                 token = warpgroup_mma(slopes, before, acc, is_async=True)
+                # While these products are computed: where the next box is, and whether it is seen.
+                step = boxes.following(step, reaches, RULES)
+                box = boxes.box_of(step, reaches, axes, RULES)
+                seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
                 scores, dweights = warpgroup_mma_wait(1, deps=[score_token, weight_token])
                 scores = masks.allowed(
-                    scores, sights, box, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
+                    scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
                     EXTRA_PADDING,
                 )  # fmt: skip
-                weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[:, None])
+                if masks.is_apart(RULES):
+                    shaped = masks.apart(scores, RULES)
+                    sight = masks.seen_last(shaped, sights, now, axes, j >= of_grid, RULES, EXTRA)
+                    weights = masks.weights_of(scores, lse_row, sight, scale, RULES)
+                else:
+                    weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[:, None])
                 new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)
                 acc = warpgroup_mma_wait(0, deps=[token])
                 # Only now: ptxas would have the products wait for one another if it found their operands before.
                 slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)
                 if last >= 0:
-                    tiles.arrive(_free(shared, last))
-                last = block
+                    tiles.arrive(_free(last_stage))
+                last, last_stage = block, stage
             else:
                 if (last >= 0) & (block - last >= STAGES - 1):
                     # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
-                    acc = _late(slopes, acc, shared, last)
-                    tiles.wait_full(shared.full, block)
+                    acc = _late(slopes, acc, shared, last_stage)
+                    mbarrier.wait(shared.full.index(stage), phase)
                     slopes = gl.zeros_like(slopes)
-                    last = block
+                    last, last_stage = block, stage
                 else:
-                    _pass_over(shared, block)
+                    _pass_over(shared, stage, phase)
+                step = boxes.following(step, reaches, RULES)
+                box = boxes.box_of(step, reaches, axes, RULES)
+                seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
             block += 1
+            stage, phase = _next(shared, stage, phase)
         if last >= 0:
-            acc = _late(slopes, acc, shared, last)
+            acc = _late(slopes, acc, shared, last_stage)
         to = boxes.within(own, asked.first)
         boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
         tma.store_wait(0)
@@ -283,11 +302,11 @@ def _differentiate_queries(
 
 
 @gluon.jit
-def _late(slopes, acc, shared, last):
+def _late(slopes, acc, shared, stage):
     """The product for dq of a box, waited for."""
-    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, last), acc, is_async=True)
+    token = warpgroup_mma(slopes, boxes.rows_of(shared.a_tiles, stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[token])
-    tiles.arrive(_free(shared, last))
+    tiles.arrive(_free(stage))
     return acc
 
 
@@ -303,7 +322,7 @@ def _differentiate_keys(
     GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
-    block = 0
+    stage, phase = 0, 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, True)
     first_tile, stop_tile = places.tiles_of(total, programs)
@@ -313,6 +332,7 @@ def _differentiate_keys(
         digits = places.added(digits, ahead, counts)
         reaches = boxes.reaches_of(place, windows, axes, RULES, True)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
+        seers = masks.seers_of(own, number, reaches, axes, RULES)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -321,19 +341,21 @@ def _differentiate_keys(
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
         dv_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
         for _member in range(group):
-            step = (0, 0, 0, 0)
+            step = (0, 0, 0)
+            box = boxes.box_of(step, reaches, axes, RULES)
+            seen = masks.sees(seers, box, RULES)
             for _j in range(boxes.count_of(reaches)):
-                box = boxes.box_of(step, reaches, axes, RULES)
-                step = boxes.following(step, reaches, RULES)
-                if masks.is_seen_by(own, box, reaches, axes, RULES):
-                    stage = block % shared.a_tiles.shape[0]
-                    tiles.wait_full(shared.full, block)
-                    q_tile = tiles.tile_of_stage(shared.a_tiles, block)
-                    d_tile = tiles.tile_of_stage(shared.b_tiles, block)
+                now = box
+                if seen:
+                    mbarrier.wait(shared.full.index(stage), phase)
+                    q_tile, d_tile = boxes.rows_of(shared.a_tiles, stage), boxes.rows_of(shared.b_tiles, stage)
                     score_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                     weight_token = warpgroup_mma(v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    step = boxes.following(step, reaches, RULES)
+                    box = boxes.box_of(step, reaches, axes, RULES)
+                    seen = masks.sees(seers, box, RULES)
                     scores = warpgroup_mma_wait(1, deps=[score_token])
-                    scores = masks.cut_off_by(scores, own, number, box, reaches, axes, RULES)
+                    scores = masks.hidden(scores, seers, now, axes, RULES)
                     lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
                     weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
                     dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
@@ -343,10 +365,13 @@ def _differentiate_keys(
                     slopes = steps.as_operand(weights * (dweights - delta_row[None, :]), k_tile.dtype, BLOCK_D)
                     dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
                     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-                    tiles.arrive(_free(shared, block))
+                    tiles.arrive(_free(stage))
                 else:
-                    _pass_over(shared, block)
-                block += 1
+                    _pass_over(shared, stage, phase)
+                    step = boxes.following(step, reaches, RULES)
+                    box = boxes.box_of(step, reaches, axes, RULES)
+                    seen = masks.sees(seers, box, RULES)
+                stage, phase = _next(shared, stage, phase)
         if PADDING:
             ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
             cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])

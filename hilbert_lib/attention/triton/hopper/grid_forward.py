@@ -58,17 +58,16 @@ def forward_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], q.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], v.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
     for buffer in gl.static_range(boxes.BUFFERS):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_free.index(buffer), count=2)
-    ring, shared = tiles.Ring(k_tiles, v_tiles, k_full, v_full), Shared(out_tiles, q_tiles, q_full, q_free)
+    # One barrier for a box's k and v: where its scores are computed, its v is there too.
+    ring, shared = tiles.Ring(k_tiles, v_tiles, full, full), Shared(out_tiles, q_tiles, q_full, q_free)
     axes = boxes.axes_of((n0, n1, n2), (d0, d1, d2), part, RULES)
     moves = (qb, q0, q1, q2), (kb, k0, k1, k2), (vb, v0, v1, v2), (eb, fb)
     out_moves = (ob, o0, o1, o2)
@@ -112,7 +111,7 @@ def _copy(
         boxes.fetch_tile(q, at, place, first, shared.q_full.index(buffer), shared.q_tiles, buffer, RULES)
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         k_at, v_at = boxes.moved(place.g, place, k_moves), boxes.moved(place.g, place, v_moves)
-        step = (0, 0, 0, 0)
+        step = (0, 0, 0)
         for _j in range(boxes.count_of(reaches)):
             at0, at1, at2 = boxes.box_of(step, reaches, axes, RULES).at
             step = boxes.following(step, reaches, RULES)
@@ -131,11 +130,10 @@ def _fetch(k, v, k_at, v_at, ring, block):
     stage = block % ring.k_tiles.shape[0]
     if block >= ring.k_tiles.shape[0]:
         tiles.meet(steps.k_free(ring, block))
-    mbarrier.expect(ring.k_full.index(stage), k.block_type.nbytes)
+    mbarrier.expect(ring.k_full.index(stage), k.block_type.nbytes + v.block_type.nbytes)
     boxes.fetch(k, k_at, ring.k_full.index(stage), ring.k_tiles.index(stage))
     if block >= ring.k_tiles.shape[0]:
         tiles.meet(steps.v_free(ring, block))
-    mbarrier.expect(ring.v_full.index(stage), v.block_type.nbytes)
     boxes.fetch(v, v_at, ring.v_full.index(stage), ring.v_tiles.index(stage))
 
 
@@ -177,21 +175,20 @@ def _attend(
         is_first = True
         of_grid = boxes.count_of(reaches)
         every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
-        step = (0, 0, 0, 0)
+        step = (0, 0, 0)
         box = boxes.box_of(step, reaches, axes, RULES)
+        seen = masks.sees_or_extra(sights, box, own, stop, 0 - of_grid, RULES, EXTRA)
         for j in range(every):
-            seen = masks.sees(sights, box, RULES)
-            if EXTRA:
-                seen = (seen & (j < of_grid)) | ((j >= of_grid) & boxes.is_there(own, stop))
             now = box
             if seen:
                 score_token = steps.start_scores(q_tile, ring, block)
                 token = score_token
                 if LATE:
-                    token = _start_late(weights, acc, ring, last)
-                # While these products are computed: where the next box is.
+                    token = _values(weights, acc, ring, last)
+                # While these products are computed: where the next box is, and whether it is seen.
                 step = boxes.following(step, reaches, RULES)
                 box = boxes.box_of(step, reaches, axes, RULES)
+                seen = masks.sees_or_extra(sights, box, own, stop, j + 1 - of_grid, RULES, EXTRA)
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])
                 tiles.arrive(steps.k_free(ring, block))
                 scores = masks.allowed(
@@ -203,7 +200,9 @@ def _attend(
                     # The last tile's product with v runs beside the first scores of this one.
                     largest = gl.where(is_first, float("-inf"), largest)
                     sums = gl.where(is_first, 0.0, sums)
-                new_weights, decay, largest, sums = steps.softmax(scores, largest, sums, scale, True)
+                new_weights, decay, largest, sums = _softmax(
+                    scores, sights, now, axes, j >= of_grid, largest, sums, scale, RULES, EXTRA
+                )
                 if LATE:
                     sums = tiles.held(sums, heads)
                     acc = warpgroup_mma_wait(0, deps=[token])
@@ -221,22 +220,23 @@ def _attend(
                 else:
                     acc = steps.scaled_if_any(acc, decay)
                     weights = steps.as_operand(new_weights, shared.q_tiles.dtype, BLOCK_D)
-                    acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, block)])
+                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, block)])
                     tiles.arrive(steps.v_free(ring, block))
             else:
                 if LATE & (last >= 0) & (block - last >= ring.k_tiles.shape[0] - 1):
                     # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
-                    acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, last)])
+                    acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])
                     tiles.arrive(steps.v_free(ring, last))
                     tiles.wait_full(ring.k_full, block)
                     tiles.arrive(steps.k_free(ring, block))
                     weights = gl.zeros_like(weights)
                     last = block
                 else:
-                    steps.pass_over(ring, block)
+                    _pass_over(ring, block)
                 step = boxes.following(step, reaches, RULES)
                 box = boxes.box_of(step, reaches, axes, RULES)
-            block += 1
+                seen = masks.sees_or_extra(sights, box, own, stop, j + 1 - of_grid, RULES, EXTRA)
+            block = (block + 1) & 0x3FFFFFFF  # never negative: its stage is then found without regard to a sign
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))
             goal = _goal_of(place, own, moves, axes, heads, RULES)
@@ -244,18 +244,40 @@ def _attend(
             acc, sums, largest = steps.nothing(BLOCK_D, ROWS)
     if LATE:
         if last >= 0:
-            acc = warpgroup_mma_wait(0, deps=[steps.values(weights, acc, ring, last)])
+            acc = warpgroup_mma_wait(0, deps=[_values(weights, acc, ring, last)])
             tiles.arrive(steps.v_free(ring, last))
         _write(NUMBER, acc, sums, largest, goal, out, shared, lse, flag, axes, RULES)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _start_late(weights, acc, ring, last):
+def _values(weights, acc, ring, block):
     """Starts the product of a box's weights with its v; before the first box, of zeros with anything."""
-    if last >= 0:
-        tiles.wait_full(ring.v_full, last)
-    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, last & 0x3FFFFFFF), acc, is_async=True)
+    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, block & 0x3FFFFFFF), acc, is_async=True)
+
+
+@gluon.jit
+def _pass_over(ring, block):
+    """Skips a box that this group does not see."""
+    tiles.wait_full(ring.k_full, block)
+    tiles.arrive(steps.k_free(ring, block))
+    tiles.arrive(steps.v_free(ring, block))
+
+
+@gluon.jit
+def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """`steps.softmax`, which masks the last axis where that is left to it (`masks.is_apart`)."""
+    if masks.is_apart(RULES):
+        shaped = masks.apart(scores, RULES)
+        seen = masks.seen_last(shaped, sights, box, axes, is_extra, RULES, EXTRA)
+        largest = gl.convert_layout(gl.max(shaped, 1), seen.type.layout)
+        largest = gl.convert_layout(gl.max(gl.where(seen, largest, float("-inf")), 1), m.type.layout)
+        largest, finite = steps.subtracted(largest, m, scale, True)
+        weights = masks.weights_of(scores, finite, seen, scale, RULES)
+        decay, total = steps.joined(weights, finite, m, total)
+    else:
+        weights, decay, largest, total = steps.softmax(scores, m, total, scale, True)
+    return weights, decay, largest, total
 
 
 @gluon.jit

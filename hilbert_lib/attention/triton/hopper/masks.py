@@ -1,6 +1,8 @@
 """What a group of warps sees of a box, and its scores without what a query does not see.
 
 A box is masked along the axes on which it is cut, and only there: masking every box would take more time than exp.
+Along the last axis a thread has two cells alone, in all its scores: there the mask is in what exp subtracts, and nearly
+free.
 """
 
 from typing import NamedTuple
@@ -8,6 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from hilbert_lib.attention.triton.geometry import LOG2_E
 from hilbert_lib.attention.triton.grid import WRAP, queries_of, window
 from hilbert_lib.attention.triton.hopper import boxes
 
@@ -15,13 +18,13 @@ FAR = gl.constexpr(2**30)  # beyond every rank
 
 
 class Sight(NamedTuple):
-    """What a group sees along an axis, in ranks that go on past the end: cells that some row sees, and that all do."""
+    """What a group sees along an axis, or what sees it; in ranks that go on past the end: by some row, and by all."""
 
     begin: gl.tensor
     end: gl.tensor
     full_begin: gl.tensor
     full_end: gl.tensor
-    low: gl.tensor  # of each row the window's first rank, and how many it has
+    low: gl.tensor  # of each row the first rank, and how many there are
     length: gl.tensor
 
 
@@ -43,25 +46,41 @@ def _sight(own, ranks, reach, m, stop, AXIS: gl.constexpr, RULES: gl.constexpr):
     STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
     CAUSAL: gl.constexpr = boxes.causal(RULES, AXIS)
     EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
-    low, high = window(ranks, m, reach.w, STRIDE, CAUSAL, EDGE)
-    begin, full_end = window(own, m, reach.w, STRIDE, CAUSAL, EDGE)
-    full_begin, end = window(gl.minimum(own + boxes.side(RULES, AXIS), stop) - 1, m, reach.w, STRIDE, CAUSAL, EDGE)
-    none = own >= stop
-    begin, end = gl.where(none, FAR, begin + reach.moved), gl.where(none, -FAR, end + reach.moved)
-    full_begin = full_begin + reach.moved
-    if EDGE == WRAP:
-        everywhere = reach.is_round & (own < stop)
+    last = gl.minimum(own + boxes.side(RULES, AXIS), stop) - 1
+    rows, first = window(ranks, m, reach.w, STRIDE, CAUSAL, EDGE), window(own, m, reach.w, STRIDE, CAUSAL, EDGE)
+    return _sight_of(rows, first, window(last, m, reach.w, STRIDE, CAUSAL, EDGE), reach, own < stop, m, EDGE == WRAP)
+
+
+@gluon.jit
+def _sight_of(rows, first, last, reach, exists, m, WRAPS: gl.constexpr):
+    """`Sight` of what each row, the first and the last that exists see, from where to where."""
+    begin = gl.where(exists, first[0] + reach.moved, FAR)
+    end = gl.where(exists, last[1] + reach.moved, -FAR)
+    full_begin, full_end = last[0] + reach.moved, first[1] + reach.moved
+    low = rows[0] + reach.moved
+    if WRAPS:
+        everywhere = reach.is_round & exists
         begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)
         full_begin = gl.where(everywhere, FAR, full_begin)
-    return Sight(begin, end, full_begin, full_end + reach.moved, low + reach.moved, high - low)
+        low = gl.where(low - reach.begin >= m, low - m, low)  # boxes may begin a group of a stride before what is seen
+    return Sight(begin, end, full_begin, full_end, low, rows[1] - rows[0])
 
 
 @gluon.jit
 def sees(sights, box, RULES: gl.constexpr):
-    """Whether a group of queries sees a box. Along all axes but that of the groups it sees what its tile does."""
+    """Whether a group sees a box, or is seen by it. Along all axes but that of the groups its tile does if it does."""
     if boxes.stack(RULES) == 1:
         return _overlaps(sights[1], box.rank[1], box.left[1], boxes.side(RULES, 1))
     return _overlaps(sights[2], box.rank[2], box.left[2], boxes.side(RULES, 2))
+
+
+@gluon.jit
+def sees_or_extra(sights, box, own, stop, j, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """Whether a group of queries sees a box of the grid, or box j, from 0 on, of the extra keys."""
+    seen = sees(sights, box, RULES)
+    if EXTRA:
+        seen = (seen & (j < 0)) | ((j >= 0) & boxes.is_there(own, stop))
+    return seen
 
 
 @gluon.jit
@@ -74,7 +93,10 @@ def allowed(
     scores, sights, box, place, axes, padding, extra_padding, j, extra, RULES: gl.constexpr, EXTRA: gl.constexpr,
     PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a group of queries and a box of keys, -inf where they do not attend. Extra keys are box j from 0 on."""
+    """Scores of a group of queries and a box of keys, -inf where they do not attend. Extra keys are box j from 0 on.
+
+    Where `is_apart` the last axis is left to `seen_last`.
+    """
     if EXTRA:
         if j >= 0:
             scores = _of_extra(scores, extra_padding, place.b, j * scores.shape[1], extra, EXTRA_PADDING)
@@ -89,7 +111,8 @@ def allowed(
 def _of_grid(scores, sights, box, place, axes, padding, RULES: gl.constexpr, PADDING: gl.constexpr):
     scores = _cut_off(scores, sights[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)
     scores = _cut_off(scores, sights[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)
-    scores = _cut_off(scores, sights[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)
+    if not is_apart(RULES):
+        scores = _cut_off(scores, sights[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)
     if PADDING:
         scores = _without_padding(scores, padding, place, box, axes, RULES)
     return scores
@@ -106,15 +129,55 @@ def _cut_off(scores, sight, rank, left, m, AXIS: gl.constexpr, RULES: gl.constex
         if is_cut:
             shaped = _shaped(scores, boxes.before(RULES, AXIS), SIDE)
             ALONG: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, shaped.type.layout))
-            cell = gl.arange(0, SIDE, gl.SliceLayout(0, ALONG))[None, :]
-            ahead = cell - (gl.convert_layout(sight.low, gl.SliceLayout(1, ALONG)) - rank)[:, None]
-            if WRAPS:
-                ahead = gl.where(ahead < 0, ahead + m, ahead)
-            seen = _is_below(ahead, gl.convert_layout(sight.length, gl.SliceLayout(1, ALONG))[:, None])
-            if WRAPS:
-                seen = seen & (cell < left)
+            seen = _seen(gl.arange(0, SIDE, gl.SliceLayout(0, ALONG)), sight, rank, left, m, WRAPS)
             scores = _without(scores, shaped, seen)
     return scores
+
+
+@gluon.jit
+def _seen(cell, sight, rank, left, m, WRAPS: gl.constexpr):
+    """[rows, cells]: which cells of a box along an axis each row sees."""
+    cell = cell[None, :]
+    ROWS: gl.constexpr = gl.SliceLayout(1, cell.type.layout)
+    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]
+    if WRAPS:
+        ahead = gl.where(ahead < 0, ahead + m, ahead)
+    seen = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])
+    if WRAPS:
+        seen = seen & (cell < left)
+    return seen
+
+
+@gluon.constexpr_function
+def is_apart(rules):
+    """Whether the last axis is masked by what is subtracted from scores."""
+    return rules.box[2] <= 8
+
+
+@gluon.jit
+def apart(scores, RULES: gl.constexpr):
+    """Scores with the cells of a box along the last axis apart."""
+    SIDE: gl.constexpr = boxes.side(RULES, 2)
+    return scores.reshape([scores.shape[0], scores.shape[1] // SIDE, SIDE])
+
+
+@gluon.jit
+def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """[rows, cells]: which cells of a box along the last axis each query sees; all extra keys."""
+    cell = gl.arange(0, boxes.side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout)))
+    seen = _seen(cell, sights[2], box.rank[2], box.left[2], axes.m[2], boxes.edge(RULES, 2) == WRAP)
+    if EXTRA:
+        seen = seen | is_extra
+    return seen
+
+
+@gluon.jit
+def weights_of(scores, away, seen, scale, RULES: gl.constexpr):
+    """exp2 of scores less a value for each row, and 0 where a row does not see a cell along the last axis."""
+    shaped = apart(scores, RULES)
+    away = gl.convert_layout(away, gl.SliceLayout(1, seen.type.layout))[:, None]
+    shaped = gl.exp2(shaped * (scale * LOG2_E) - gl.where(seen, away, float("inf")).expand_dims(1))
+    return gl.convert_layout(shaped.reshape(scores.shape), scores.type.layout)
 
 
 @gluon.jit
@@ -136,52 +199,50 @@ def _without(scores, shaped, seen):
 
 
 @gluon.jit
-def is_seen_by(own, box, reaches, axes, RULES: gl.constexpr):
-    """Whether some query of a box may see a group's keys; only the axis of the groups tells them apart."""
-    if boxes.stack(RULES) == 1:
-        return _is_seen_by(own[1], box.rank[1], box.left[1], reaches[1], axes.m[1], 1, RULES)
-    return _is_seen_by(own[2], box.rank[2], box.left[2], reaches[2], axes.m[2], 2, RULES)
-
-
-@gluon.jit
-def _is_seen_by(own, rank, left, reach, m, AXIS: gl.constexpr, RULES: gl.constexpr):
-    SIDE: gl.constexpr = boxes.side(RULES, AXIS)
-    EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
-    start, end = queries_of(own, m, m, reach.w, boxes.stride(RULES, AXIS), SIDE, boxes.causal(RULES, AXIS), EDGE)
-    seen = (rank < end + reach.moved) & (rank + gl.minimum(left, SIDE) > start + reach.moved)
-    if EDGE == WRAP:
-        seen = seen | reach.is_round
-    return seen & (own < m)
-
-
-@gluon.jit
-def cut_off_by(scores, own, number, box, reaches, axes, RULES: gl.constexpr):
-    """-inf where a query of a box, a column, does not see a key, a row of the group; queries outside do no harm."""
+def seers_of(own, number, reaches, axes, RULES: gl.constexpr):
+    """What sees a group of keys along each axis; `number` are those of its rows."""
     ranks = boxes.ranks_of(number, own, RULES)
-    scores = _cut_off_by(scores, own[0], ranks[0], box.at[0], reaches[0].w, axes.m[0], 0, RULES)
-    scores = _cut_off_by(scores, own[1], ranks[1], box.at[1], reaches[1].w, axes.m[1], 1, RULES)
-    return _cut_off_by(scores, own[2], ranks[2], box.at[2], reaches[2].w, axes.m[2], 2, RULES)
+    seers0 = _seers(own[0], ranks[0], reaches[0], axes.m[0], 0, RULES)
+    seers1 = _seers(own[1], ranks[1], reaches[1], axes.m[1], 1, RULES)
+    seers2 = _seers(own[2], ranks[2], reaches[2], axes.m[2], 2, RULES)
+    return seers0, seers1, seers2
 
 
 @gluon.jit
-def _cut_off_by(scores, own, ranks, at, w, m, AXIS: gl.constexpr, RULES: gl.constexpr):
-    if boxes.exists(RULES, AXIS):
-        SIDE: gl.constexpr = boxes.side(RULES, AXIS)
-        STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
-        CAUSAL: gl.constexpr = boxes.causal(RULES, AXIS)
-        EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
-        low, _ = window(gl.minimum(at + SIDE, m) - 1, m, w, STRIDE, CAUSAL, EDGE)
-        _, end = window(at, m, w, STRIDE, CAUSAL, EDGE)
-        if (EDGE == WRAP) | (low > own) | (end < gl.minimum(own + SIDE, m)):
-            shaped = _shaped(scores, boxes.before(RULES, AXIS), SIDE)
-            ALONG: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, shaped.type.layout))
-            queries = at + gl.arange(0, SIDE, gl.SliceLayout(0, ALONG))
-            lows, ends = window(queries, m, w, STRIDE, CAUSAL, EDGE)
-            ahead = gl.convert_layout(ranks, gl.SliceLayout(1, ALONG))[:, None] - lows[None, :]
-            if EDGE == WRAP:
-                ahead = gl.where(ahead < 0, ahead + m, gl.where(ahead < m, ahead, ahead - m))
-            scores = _without(scores, shaped, _is_below(ahead, (ends - lows)[None, :]))
-    return scores
+def _seers(own, ranks, reach, m, AXIS: gl.constexpr, RULES: gl.constexpr):
+    if not boxes.exists(RULES, AXIS):
+        return Sight(0, 1, 0, 1, ranks, ranks)
+    last = gl.minimum(own + boxes.side(RULES, AXIS), m) - 1
+    rows, first = _queries_of(ranks, m, reach.w, AXIS, RULES), _queries_of(own, m, reach.w, AXIS, RULES)
+    WRAPS: gl.constexpr = boxes.edge(RULES, AXIS) == WRAP
+    return _sight_of(rows, first, _queries_of(last, m, reach.w, AXIS, RULES), reach, own < m, m, WRAPS)
+
+
+@gluon.jit
+def _queries_of(key, m, w, AXIS: gl.constexpr, RULES: gl.constexpr):
+    """From where to where queries see a key, exactly: whole groups of a stride, by their leaders."""
+    STRIDE: gl.constexpr = boxes.stride(RULES, AXIS)
+    CAUSAL: gl.constexpr = boxes.causal(RULES, AXIS)
+    EDGE: gl.constexpr = boxes.edge(RULES, AXIS)
+    start, end = queries_of(key, m, m, w, 1, 1, CAUSAL, EDGE)
+    if STRIDE > 1:
+        # The leader of group g is g * STRIDE + LEAD or, in the last, m - 1; every key is seen by one (w >= STRIDE).
+        LEAD: gl.constexpr = STRIDE - 1 if CAUSAL else STRIDE // 2
+        if not CAUSAL:
+            start = ((start - LEAD + STRIDE * m + STRIDE - 1) // STRIDE - m) * STRIDE
+        groups = ((end - LEAD + STRIDE * m + STRIDE - 1) // STRIDE - m) * STRIDE
+        if EDGE != WRAP:
+            groups = gl.where(end >= m, m, groups)
+        end = groups
+    return start, end
+
+
+@gluon.jit
+def hidden(scores, seers, box, axes, RULES: gl.constexpr):
+    """-inf where a query of a box, a column, does not see a key, a row of the group; queries outside do no harm."""
+    scores = _cut_off(scores, seers[0], box.rank[0], box.left[0], axes.m[0], 0, RULES)
+    scores = _cut_off(scores, seers[1], box.rank[1], box.left[1], axes.m[1], 1, RULES)
+    return _cut_off(scores, seers[2], box.rank[2], box.left[2], axes.m[2], 2, RULES)
 
 
 @gluon.jit

@@ -174,15 +174,28 @@ def softmax(scores, m, total, scale, LAZY: gl.constexpr):
 
     LAZY keeps the maximum of a row that grows by no more than SLACK, so that its earlier sums stay as well.
     """
-    largest = gl.maximum(m, gl.max(scores, 1) * (scale * LOG2_E))
+    largest, finite = subtracted(gl.max(scores, 1), m, scale, LAZY)
+    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
+    decay, total = joined(weights, finite, m, total)
+    return weights, decay, largest, total
+
+
+@gluon.jit
+def subtracted(largest, m, scale, LAZY: gl.constexpr):
+    """The new maximum, from that of new scores, and what is subtracted from scores: 0 where there was no key yet."""
+    largest = gl.maximum(m, largest * (scale * LOG2_E))
     if LAZY:
         largest = gl.where(largest - m > SLACK, largest, m)  # m + SLACK would round where m is large
-    finite = gl.where(largest == float("-inf"), 0.0, largest)
-    weights = gl.exp2(scores * (scale * LOG2_E) - finite[:, None])
+    return largest, gl.where(largest == float("-inf"), 0.0, largest)
+
+
+@gluon.jit
+def joined(weights, finite, m, total):
+    """Decay of earlier sums, and the partial sums."""
     # Both are rounded already: exactly 1 where they are equal. Rounding here would add up over the blocks.
     decay = gl.exp2(m - finite)
     own = gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout))
-    return weights, decay, largest, total * own[:, None] + _partial_sums(weights)
+    return decay, total * own[:, None] + _partial_sums(weights)
 
 
 @gluon.jit
