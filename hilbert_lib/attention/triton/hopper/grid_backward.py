@@ -24,8 +24,10 @@ class Shared(NamedTuple):
     x_tiles: gl.shared_memory_descriptor  # [buffers * groups, *box, 1, columns]
     y_tiles: gl.shared_memory_descriptor
     a_tiles: gl.shared_memory_descriptor  # [stages, *box, 1, columns]
-    b_tiles: gl.shared_memory_descriptor
-    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
+    b_tiles: gl.shared_memory_descriptor  # [stages of their own, *box, 1, columns]
+    lse_rows: (
+        gl.shared_memory_descriptor
+    )  # [stages, 64] where boxes are of queries, [buffers * groups, 64] where tiles are
     delta_rows: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
     tile_free: gl.shared_memory_descriptor
@@ -37,8 +39,8 @@ def backward_kernel(
     lse, delta, x, y, a, b, extra_a, extra_b, u, w, windows, part, padding, extra_padding, scale,
     xb, x0, x1, x2, yb, y0, y1, y2, ab, a0, a1, a2, bb, b0, b1, b2, ub, u0, u1, u2, wb, w0, w1, w2, eb, fb,
     heads, group, extra, n0, n1, n2, d0, d1, d2, total, programs,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr,
-    PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr, OF_KEYS: gl.constexpr, RULES: gl.constexpr,
+    EXTRA: gl.constexpr, PADDING: gl.constexpr, EXTRA_PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
 ):  # fmt: skip
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
@@ -53,16 +55,16 @@ def backward_kernel(
     x_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], x.layout)
     y_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], y.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], a.layout)
-    b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], b.layout)
-    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_rows = gl.allocate_shared_memory(
-        gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    b_tiles = gl.allocate_shared_memory(dtype, [B_STAGES, B0, B1, B2, 1, BLOCK_D], b.layout)
+    BOXES: gl.constexpr = STAGES if OF_KEYS else 2 * boxes.BUFFERS  # of queries
+    BY_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_rows = gl.allocate_shared_memory(gl.float32, [BOXES, tiles.GROUP_ROWS], BY_ROW)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [BOXES, tiles.GROUP_ROWS], BY_ROW)
     tile_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(boxes.BUFFERS):
-        mbarrier.init(tile_full.index(buffer), count=1)
+        mbarrier.init(tile_full.index(buffer), count=1 if OF_KEYS else 2)
         mbarrier.init(tile_free.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
@@ -71,6 +73,9 @@ def backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
+    # Registers of the second group and of the copying warp; the first group has as many as the second.
+    GROUP: gl.constexpr = 240 if OF_KEYS and BLOCK_D == 128 else 232
+    COPY: gl.constexpr = 504 - 2 * GROUP
     # Written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
@@ -85,41 +90,39 @@ def backward_kernel(
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
             )),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [GROUP, COPY])  # fmt: skip
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
-                0, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                0, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_differentiate_queries, (
-                1, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                1, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, EXTRA, False,
             )),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [GROUP, COPY])  # fmt: skip
 
 
 @gluon.jit
-def _free(stage):
-    """Number of the barrier at which the groups say that they are done with a box."""
-    return tiles.FIRST_BARRIER + stage
+def _free(shared, block):
+    """Number of the barrier at which the groups say that they are done with a box, or with all of it but b."""
+    return tiles.FIRST_BARRIER + block % shared.a_tiles.shape[0]
 
 
 @gluon.jit
-def _pass_over(shared, stage, phase):
-    """Skips a box that this group does not need."""
-    mbarrier.wait(shared.full.index(stage), phase)
-    tiles.arrive(_free(stage))
+def _b_free(shared, block):
+    """The same for a box of b where that is needed for a shorter time, as v is for dq."""
+    return tiles.FIRST_BARRIER + shared.a_tiles.shape[0] + block % shared.b_tiles.shape[0]
 
 
 @gluon.jit
-def _next(shared, stage, phase):
-    """The stage after one, and the phase of its barrier: a division by three would take as long as a product."""
-    is_last = stage == shared.a_tiles.shape[0] - 1
-    return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
+def _next(block):
+    """The number after a box's: never negative, so that its stage is found without regard to a sign."""
+    return (block + 1) & 0x3FFFFFFF
 
 
 @gluon.jit
@@ -143,6 +146,11 @@ def _copy(
         place = places.place_of(digits, axes, group, RULES, OF_KEYS)
         digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
+        # Rows of lse and delta are asked for before a wait and stored behind it, when memory has given them.
+        if not OF_KEYS:
+            sequence = place.b * heads + place.h
+            one = _rows(lse, delta, sequence, boxes.own_ranks(0, place.first, RULES), place, axes, RULES)
+            other = _rows(lse, delta, sequence, boxes.own_ranks(1, place.first, RULES), place, axes, RULES)
         if turn >= boxes.BUFFERS:
             mbarrier.wait(shared.tile_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -152,6 +160,10 @@ def _copy(
         x_at, y_at = boxes.moved(head, place, x_moves), boxes.moved(head, place, y_moves)
         boxes.fetch_tile(x, x_at, place, x_first, full, shared.x_tiles, buffer, RULES)
         boxes.fetch_tile(y, y_at, place, x_first, full, shared.y_tiles, buffer, RULES)
+        if not OF_KEYS:
+            _store_rows(one, shared, 2 * buffer)
+            _store_rows(other, shared, 2 * buffer + 1)
+            mbarrier.arrive(full)
         reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
@@ -161,40 +173,51 @@ def _copy(
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
                 at0, at1, at2 = boxes.within(box.at, a_first)
-                _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block)
                 if OF_KEYS:
-                    _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
-                block += 1
+                    one = _rows(lse, delta, place.b * heads + head, box.at, place, axes, RULES)
+                _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block, OF_KEYS)
+                if OF_KEYS:
+                    stage = block % shared.a_tiles.shape[0]
+                    _store_rows(one, shared, stage)
+                    mbarrier.arrive(shared.full.index(stage))
+                block = _next(block)
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
-                _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block)
-                block += 1
+                _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block, OF_KEYS)
+                block = _next(block)
 
 
 @gluon.jit
-def _fetch(a, b, a_at, b_at, shared, block):
+def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
     """Copies a box of each tensor to the ring, once both groups are done with what is there."""
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
-    stage = block % STAGES
+    B_STAGES: gl.constexpr = shared.b_tiles.shape[0]
+    full = shared.full.index(block % STAGES)
     if block >= STAGES:
-        tiles.meet(_free(stage))
-    mbarrier.expect(shared.full.index(stage), a.block_type.nbytes + b.block_type.nbytes)
-    boxes.fetch(a, a_at, shared.full.index(stage), shared.a_tiles.index(stage))
-    boxes.fetch(b, b_at, shared.full.index(stage), shared.b_tiles.index(stage))
+        tiles.meet(_free(shared, block))
+    mbarrier.expect(full, a.block_type.nbytes + b.block_type.nbytes)
+    boxes.fetch(a, a_at, full, shared.a_tiles.index(block % STAGES))
+    if (not TOGETHER) & (block >= B_STAGES):
+        tiles.meet(_b_free(shared, block))
+    boxes.fetch(b, b_at, full, shared.b_tiles.index(block % B_STAGES))
 
 
 @gluon.jit
-def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
-    """lse (to base 2) and delta of a box of queries; those outside of what is computed weigh nothing."""
-    stage = block % shared.a_tiles.shape[0]
+def _rows(lse, delta, sequence, own, place, axes, RULES: gl.constexpr):
+    """lse and delta of a box of queries; those outside of what is computed weigh nothing."""
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
-    ranks = boxes.ranks_of(number, box.at, RULES)
+    ranks = boxes.ranks_of(number, own, RULES)
     here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)
-    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
-    shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
-    mbarrier.arrive(shared.full.index(stage))
+    return gl.load(lse + row, mask=here, other=float("inf")), gl.load(delta + row, mask=here, other=0.0)
+
+
+@gluon.jit
+def _store_rows(rows, shared, number):
+    """Stores what `_rows` gave, lse to base 2."""
+    shared.lse_rows.index(number).store(_as_exponent(rows[0]))
+    shared.delta_rows.index(number).store(rows[1])
 
 
 @gluon.jit
@@ -205,7 +228,7 @@ def _as_exponent(lse):
 
 @gluon.jit
 def _differentiate_queries(
-    NUMBER: gl.constexpr, lse, delta, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
+    NUMBER: gl.constexpr, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
     EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +241,6 @@ def _differentiate_queries(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     asked = boxes.asked(axes, RULES)
     block = 0
-    stage, phase = 0, 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, False)
     first_tile, stop_tile = places.tiles_of(total, programs)
@@ -229,20 +251,17 @@ def _differentiate_queries(
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
-        ranks = boxes.ranks_of(number, own, RULES)
-        here = boxes.is_there(ranks, asked.stop)
-        row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)
-        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))
-        delta_row = gl.load(delta + row, mask=here, other=0.0)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
+        _let_go(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
         d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
+        lse_row = shared.lse_rows.index(2 * buffer + NUMBER).load(gl.SliceLayout(1, SCORES))
+        delta_row = shared.delta_rows.index(2 * buffer + NUMBER).load(gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
         slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)
         last = -1  # the box whose slopes are still to be multiplied with its k
-        last_stage = 0
         step = (0, 0, 0)
         of_grid = boxes.count_of(reaches)
         every = of_grid + (gl.cdiv(extra, ROWS) if EXTRA else 0)
@@ -251,17 +270,18 @@ def _differentiate_queries(
         for j in range(every):
             now = box
             if seen:
-                mbarrier.wait(shared.full.index(stage), phase)
-                k_tile, v_tile = boxes.rows_of(shared.a_tiles, stage), boxes.rows_of(shared.b_tiles, stage)
+                tiles.wait_full(shared.full, block)
+                k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
                 score_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 weight_token = warpgroup_mma(d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                before = boxes.rows_of(shared.a_tiles, gl.where(last < 0, stage, last_stage))
-                token = warpgroup_mma(slopes, before, acc, is_async=True)
+                before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+                token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True)
                 # While these products are computed: where the next box is, and whether it is seen.
                 step = boxes.following(step, reaches, RULES)
                 box = boxes.box_of(step, reaches, axes, RULES)
                 seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
                 scores, dweights = warpgroup_mma_wait(1, deps=[score_token, weight_token])
+                tiles.arrive(_b_free(shared, block))
                 scores = masks.allowed(
                     scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
                     EXTRA_PADDING,
@@ -277,36 +297,44 @@ def _differentiate_queries(
                 # Only now: ptxas would have the products wait for one another if it found their operands before.
                 slopes = steps.as_operand(new_slopes, q_tile.dtype, BLOCK_D)
                 if last >= 0:
-                    tiles.arrive(_free(last_stage))
-                last, last_stage = block, stage
+                    tiles.arrive(_free(shared, last))
+                last = block
             else:
                 if (last >= 0) & (block - last >= STAGES - 1):
                     # The copying warp would wait for the stage of `last`: this box takes its place, unweighed.
-                    acc = _late(slopes, acc, shared, last_stage)
-                    mbarrier.wait(shared.full.index(stage), phase)
+                    acc = _late(slopes, acc, shared, last)
+                    tiles.wait_full(shared.full, block)
                     slopes = gl.zeros_like(slopes)
-                    last, last_stage = block, stage
+                    last = block
                 else:
-                    _pass_over(shared, stage, phase)
+                    tiles.wait_full(shared.full, block)
+                    tiles.arrive(_free(shared, block))
+                tiles.arrive(_b_free(shared, block))
                 step = boxes.following(step, reaches, RULES)
                 box = boxes.box_of(step, reaches, axes, RULES)
                 seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
-            block += 1
-            stage, phase = _next(shared, stage, phase)
+            block = _next(block)
         if last >= 0:
-            acc = _late(slopes, acc, shared, last_stage)
+            acc = _late(slopes, acc, shared, last)
         to = boxes.within(own, asked.first)
         boxes.send(acc * scale, shared.x_tiles, 2 * buffer + NUMBER, dq, to, boxes.moved(place.h, place, moves))
-        tma.store_wait(0)
-        mbarrier.arrive(shared.tile_free.index(buffer))
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _late(slopes, acc, shared, stage):
+def _let_go(shared, turn):
+    """Gives the last tile's buffer back. Its results lie in it: they have left by now, or nearly."""
+    if turn > 0:
+        tma.store_wait(0)
+        mbarrier.arrive(shared.tile_free.index((turn - 1) % boxes.BUFFERS))
+
+
+@gluon.jit
+def _late(slopes, acc, shared, last):
     """The product for dq of a box, waited for."""
-    token = warpgroup_mma(slopes, boxes.rows_of(shared.a_tiles, stage), acc, is_async=True)
+    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, last & 0x3FFFFFFF), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[token])
-    tiles.arrive(_free(stage))
+    tiles.arrive(_free(shared, last))
     return acc
 
 
@@ -315,14 +343,19 @@ def _differentiate_keys(
     NUMBER: gl.constexpr, dk, dv, windows, padding, scale, k_moves, v_moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, PADDING: gl.constexpr, IN_FLOAT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries."""
+    """One group of warps: dk and dv of 64 keys of each tile. Scores are computed transposed, keys by queries.
+
+    At 64 columns registers let the products for dk and dv come one box late, beside the next one's softmax.
+    """
     heads, group, _extra, total, programs = sizes
     ROWS: gl.constexpr = tiles.GROUP_ROWS
     SCORES: gl.constexpr = tiles.product_layout(ROWS)
     GRADIENTS: gl.constexpr = tiles.product_layout(BLOCK_D)
+    STAGES: gl.constexpr = shared.a_tiles.shape[0]
+    LATE: gl.constexpr = BLOCK_D == 64
     number = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
-    stage, phase = 0, 0
+    block = 0
     turn = 0
     counts = places.counts_of(axes, heads, group, RULES, True)
     first_tile, stop_tile = places.tiles_of(total, programs)
@@ -335,11 +368,15 @@ def _differentiate_keys(
         seers = masks.seers_of(own, number, reaches, axes, RULES)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
+        _let_go(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         k_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
         v_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
         dk_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
         dv_acc = gl.zeros([ROWS, BLOCK_D], gl.float32, GRADIENTS)
+        late_weights = steps.as_operand(zeros, k_tile.dtype, BLOCK_D)
+        late_slopes = late_weights
+        last = -1  # the box whose products for dk and dv are still to come
         for _member in range(group):
             step = (0, 0, 0)
             box = boxes.box_of(step, reaches, axes, RULES)
@@ -347,31 +384,57 @@ def _differentiate_keys(
             for _j in range(boxes.count_of(reaches)):
                 now = box
                 if seen:
-                    mbarrier.wait(shared.full.index(stage), phase)
-                    q_tile, d_tile = boxes.rows_of(shared.a_tiles, stage), boxes.rows_of(shared.b_tiles, stage)
+                    tiles.wait_full(shared.full, block)
+                    q_tile = tiles.tile_of_stage(shared.a_tiles, block)
+                    d_tile = tiles.tile_of_stage(shared.b_tiles, block)
                     score_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                     weight_token = warpgroup_mma(v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    if LATE:
+                        before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+                        dv_token, dk_token = _start_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, before)
                     step = boxes.following(step, reaches, RULES)
                     box = boxes.box_of(step, reaches, axes, RULES)
                     seen = masks.sees(seers, box, RULES)
-                    scores = warpgroup_mma_wait(1, deps=[score_token])
+                    stage = block % STAGES
+                    scores = warpgroup_mma_wait(3 if LATE else 1, deps=[score_token])
                     scores = masks.hidden(scores, seers, now, axes, RULES)
                     lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
                     weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
-                    dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
-                    dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
-                    dweights = warpgroup_mma_wait(1, deps=[weight_token])
-                    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-                    slopes = steps.as_operand(weights * (dweights - delta_row[None, :]), k_tile.dtype, BLOCK_D)
-                    dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
-                    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-                    tiles.arrive(_free(stage))
+                    if LATE:
+                        dweights = warpgroup_mma_wait(2, deps=[weight_token])
+                        delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+                        new_slopes = tiles.held(weights * (dweights - delta_row[None, :]), heads)
+                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+                        late_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
+                        late_slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)
+                        if last >= 0:
+                            tiles.arrive(_free(shared, last))
+                        last = block
+                    else:
+                        dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
+                        dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
+                        dweights = warpgroup_mma_wait(1, deps=[weight_token])
+                        delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+                        slopes = steps.as_operand(weights * (dweights - delta_row[None, :]), k_tile.dtype, BLOCK_D)
+                        dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
+                        dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+                        tiles.arrive(_free(shared, block))
                 else:
-                    _pass_over(shared, stage, phase)
+                    if LATE & (last >= 0) & (block - last >= STAGES - 1):
+                        # As in `_differentiate_queries`.
+                        dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)
+                        tiles.wait_full(shared.full, block)
+                        late_weights, late_slopes = gl.zeros_like(late_weights), gl.zeros_like(late_slopes)
+                        last = block
+                    else:
+                        tiles.wait_full(shared.full, block)
+                        tiles.arrive(_free(shared, block))
                     step = boxes.following(step, reaches, RULES)
                     box = boxes.box_of(step, reaches, axes, RULES)
                     seen = masks.sees(seers, box, RULES)
-                stage, phase = _next(shared, stage, phase)
+                block = _next(block)
+        if LATE & (last >= 0):
+            dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)
         if PADDING:
             ranks = boxes.ranks_of(gl.arange(0, ROWS, gl.SliceLayout(1, GRADIENTS)), own, RULES)
             cell = place.b.to(gl.int64) * (axes.n[0] * axes.n[1] * axes.n[2])
@@ -385,8 +448,23 @@ def _differentiate_keys(
             own_tile = 2 * buffer + NUMBER
             boxes.send(dk_acc * scale, shared.x_tiles, own_tile, dk, own, boxes.moved(place.g, place, k_moves))
             boxes.send(dv_acc, shared.y_tiles, own_tile, dv, own, boxes.moved(place.g, place, v_moves))
-            tma.store_wait(0)
-        mbarrier.arrive(shared.tile_free.index(buffer))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, block):
+    """Starts the products of a box for dv and dk."""
+    dv_token = warpgroup_mma(dv_weights, tiles.tile_of_stage(shared.b_tiles, block), dv_acc, is_async=True)
+    return dv_token, warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, block), dk_acc, is_async=True)
+
+
+@gluon.jit
+def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
+    """The products for dv and dk of a box, waited for."""
+    dv_token, dk_token = _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last & 0x3FFFFFFF)
+    dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+    tiles.arrive(_free(shared, last))
+    return dv_acc, dk_acc
 
 
 @gluon.jit

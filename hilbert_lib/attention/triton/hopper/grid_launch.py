@@ -84,7 +84,9 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     def starts() -> list[Start]:
         made = [plain.delta_of(dout, out, delta)]
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
-            more = {"STAGES": 3, "OF_KEYS": tensors is of_keys}
+            more = {"STAGES": 4, "B_STAGES": 4, "OF_KEYS": tensors is of_keys}
+            if columns_of(q) == 128:  # what shared memory has room for: dq needs a box of v for a shorter time than k
+                more |= {"STAGES": 3, "B_STAGES": 3} if more["OF_KEYS"] else {"B_STAGES": 2}
             more["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             by_query = q, dout, grads.q
             made.append(_start(backward_kernel, MOVES, (lse, delta), tensors, by_query, given, request, heads, **more))
