@@ -97,8 +97,8 @@ hopper.grid_backward, 17: of the query heads of a KV head one counts
 -members = group if OF_KEYS else 1
 +members = 1
 hopper.grid_backward, 17: sequences share their lse
--_rows(lse, delta, place.b * heads + head, box
-+_rows(lse, delta, head, box
+-_store_rows(lse, delta, place.b * heads + head, box,
++_store_rows(lse, delta, head, box,
 hopper.grid_backward, 2: a key without weight has a gradient
 -gl.where(weighs, dk_acc, 0.0)
 +dk_acc
@@ -118,9 +118,6 @@ hopper.grid_backward, 2: the last box of queries is left out
 hopper.grid_backward, 14: a box of v is copied over before its product
 -if (not TOGETHER) & (block >= B_STAGES):
 +if False:
-hopper.grid_backward, 14: a tile's rows of lse are not waited for
--count=1 if OF_KEYS else 2
-+count=1
 hopper.grid_backward, 14: dq lacks its scale
 -boxes.send(acc * scale
 +boxes.send(acc

@@ -25,9 +25,7 @@ class Shared(NamedTuple):
     y_tiles: gl.shared_memory_descriptor
     a_tiles: gl.shared_memory_descriptor  # [stages, *box, 1, columns]
     b_tiles: gl.shared_memory_descriptor  # [stages of their own, *box, 1, columns]
-    lse_rows: (
-        gl.shared_memory_descriptor
-    )  # [stages, 64] where boxes are of queries, [buffers * groups, 64] where tiles are
+    lse_rows: gl.shared_memory_descriptor  # [stages, 64], where boxes are of queries
     delta_rows: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
     tile_free: gl.shared_memory_descriptor
@@ -56,15 +54,15 @@ def backward_kernel(
     y_tiles = gl.allocate_shared_memory(dtype, [2 * boxes.BUFFERS, B0, B1, B2, 1, BLOCK_D], y.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1, B2, 1, BLOCK_D], a.layout)
     b_tiles = gl.allocate_shared_memory(dtype, [B_STAGES, B0, B1, B2, 1, BLOCK_D], b.layout)
-    BOXES: gl.constexpr = STAGES if OF_KEYS else 2 * boxes.BUFFERS  # of queries
-    BY_ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_rows = gl.allocate_shared_memory(gl.float32, [BOXES, tiles.GROUP_ROWS], BY_ROW)
-    delta_rows = gl.allocate_shared_memory(gl.float32, [BOXES, tiles.GROUP_ROWS], BY_ROW)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_rows = gl.allocate_shared_memory(
+        gl.float32, [STAGES, tiles.GROUP_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     tile_full = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [boxes.BUFFERS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(boxes.BUFFERS):
-        mbarrier.init(tile_full.index(buffer), count=1 if OF_KEYS else 2)
+        mbarrier.init(tile_full.index(buffer), count=1)
         mbarrier.init(tile_free.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2 if OF_KEYS else 1)
@@ -73,9 +71,6 @@ def backward_kernel(
     moves = (xb, x0, x1, x2), (yb, y0, y1, y2), (ab, a0, a1, a2), (bb, b0, b1, b2), (eb, fb)
     u_moves, w_moves = (ub, u0, u1, u2), (wb, w0, w1, w2)
     sizes = (heads, group, extra, total, programs)
-    # Registers of the second group and of the copying warp; the first group has as many as the second.
-    GROUP: gl.constexpr = 240 if OF_KEYS and BLOCK_D == 128 else 232
-    COPY: gl.constexpr = 504 - 2 * GROUP
     # Written out: a tuple that is assigned to a name loses its constants.
     if OF_KEYS:
         gl.warp_specialize([
@@ -90,21 +85,21 @@ def backward_kernel(
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, False, True,
             )),
-        ], [4, 1], [GROUP, COPY])  # fmt: skip
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_differentiate_queries, (
-                0, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                0, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_differentiate_queries, (
-                1, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
+                1, lse, delta, u, windows, padding, extra_padding, scale, u_moves, shared, axes, sizes,
                 BLOCK_D, RULES, EXTRA, PADDING, EXTRA_PADDING,
             )),
             (_copy, (
                 lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES, EXTRA, False,
             )),
-        ], [4, 1], [GROUP, COPY])  # fmt: skip
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -146,11 +141,6 @@ def _copy(
         place = places.place_of(digits, axes, group, RULES, OF_KEYS)
         digits = places.added(digits, ahead, counts)
         buffer = turn % boxes.BUFFERS
-        # Rows of lse and delta are asked for before a wait and stored behind it, when memory has given them.
-        if not OF_KEYS:
-            sequence = place.b * heads + place.h
-            one = _rows(lse, delta, sequence, boxes.own_ranks(0, place.first, RULES), place, axes, RULES)
-            other = _rows(lse, delta, sequence, boxes.own_ranks(1, place.first, RULES), place, axes, RULES)
         if turn >= boxes.BUFFERS:
             mbarrier.wait(shared.tile_free.index(buffer), (turn // boxes.BUFFERS & 1) ^ 1)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
@@ -160,10 +150,6 @@ def _copy(
         x_at, y_at = boxes.moved(head, place, x_moves), boxes.moved(head, place, y_moves)
         boxes.fetch_tile(x, x_at, place, x_first, full, shared.x_tiles, buffer, RULES)
         boxes.fetch_tile(y, y_at, place, x_first, full, shared.y_tiles, buffer, RULES)
-        if not OF_KEYS:
-            _store_rows(one, shared, 2 * buffer)
-            _store_rows(other, shared, 2 * buffer + 1)
-            mbarrier.arrive(full)
         reaches = boxes.reaches_of(place, windows, axes, RULES, OF_KEYS)
         for member in range(members):
             head = place.h + member if OF_KEYS else place.g
@@ -173,13 +159,9 @@ def _copy(
                 box = boxes.box_of(step, reaches, axes, RULES)
                 step = boxes.following(step, reaches, RULES)
                 at0, at1, at2 = boxes.within(box.at, a_first)
-                if OF_KEYS:
-                    one = _rows(lse, delta, place.b * heads + head, box.at, place, axes, RULES)
                 _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block, OF_KEYS)
                 if OF_KEYS:
-                    stage = block % shared.a_tiles.shape[0]
-                    _store_rows(one, shared, stage)
-                    mbarrier.arrive(shared.full.index(stage))
+                    _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
                 block = _next(block)
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
@@ -204,20 +186,16 @@ def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _rows(lse, delta, sequence, own, place, axes, RULES: gl.constexpr):
-    """lse and delta of a box of queries; those outside of what is computed weigh nothing."""
+def _store_rows(lse, delta, sequence, box, place, axes, shared, block, RULES: gl.constexpr):
+    """lse (to base 2) and delta of a box of queries; those outside of what is computed weigh nothing."""
+    stage = block % shared.a_tiles.shape[0]
     number = gl.arange(0, tiles.GROUP_ROWS, gl.BlockedLayout([tiles.GROUP_ROWS // 32], [32], [1], [0]))
-    ranks = boxes.ranks_of(number, own, RULES)
+    ranks = boxes.ranks_of(number, box.at, RULES)
     here = boxes.is_there(ranks, boxes.asked(axes, RULES).stop)
     row = boxes.row_of(sequence, ranks, place.residue, axes, RULES)
-    return gl.load(lse + row, mask=here, other=float("inf")), gl.load(delta + row, mask=here, other=0.0)
-
-
-@gluon.jit
-def _store_rows(rows, shared, number):
-    """Stores what `_rows` gave, lse to base 2."""
-    shared.lse_rows.index(number).store(_as_exponent(rows[0]))
-    shared.delta_rows.index(number).store(rows[1])
+    shared.lse_rows.index(stage).store(_as_exponent(gl.load(lse + row, mask=here, other=float("inf"))))
+    shared.delta_rows.index(stage).store(gl.load(delta + row, mask=here, other=0.0))
+    mbarrier.arrive(shared.full.index(stage))
 
 
 @gluon.jit
@@ -228,7 +206,7 @@ def _as_exponent(lse):
 
 @gluon.jit
 def _differentiate_queries(
-    NUMBER: gl.constexpr, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
+    NUMBER: gl.constexpr, lse, delta, dq, windows, padding, extra_padding, scale, moves, shared, axes, sizes,
     BLOCK_D: gl.constexpr, RULES: gl.constexpr, EXTRA: gl.constexpr, PADDING: gl.constexpr,
     EXTRA_PADDING: gl.constexpr,
 ):  # fmt: skip
@@ -251,14 +229,17 @@ def _differentiate_queries(
         reaches = boxes.reaches_of(place, windows, axes, RULES, False)
         own = boxes.own_ranks(NUMBER, place.first, RULES)
         sights = masks.sights_of(own, number, reaches, axes, RULES)
+        ranks = boxes.ranks_of(number, own, RULES)
+        here = boxes.is_there(ranks, asked.stop)
+        row = boxes.row_of(place.b * heads + place.h, ranks, place.residue, axes, RULES)
+        lse_row = _as_exponent(gl.load(lse + row, mask=here, other=float("inf")))
+        delta_row = gl.load(delta + row, mask=here, other=0.0)
         buffer = turn % boxes.BUFFERS
         mbarrier.wait(shared.tile_full.index(buffer), turn // boxes.BUFFERS & 1)
         _let_go(shared, turn)
         turn += 1  # noqa: SIM113 - a kernel has no enumerate
         q_tile = boxes.rows_of(shared.x_tiles, 2 * buffer + NUMBER)
         d_tile = boxes.rows_of(shared.y_tiles, 2 * buffer + NUMBER)
-        lse_row = shared.lse_rows.index(2 * buffer + NUMBER).load(gl.SliceLayout(1, SCORES))
-        delta_row = shared.delta_rows.index(2 * buffer + NUMBER).load(gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, tiles.product_layout(BLOCK_D))
         slopes = steps.as_operand(zeros, q_tile.dtype, BLOCK_D)
         last = -1  # the box whose slopes are still to be multiplied with its k

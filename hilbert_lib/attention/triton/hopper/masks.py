@@ -129,19 +129,17 @@ def _cut_off(scores, sight, rank, left, m, AXIS: gl.constexpr, RULES: gl.constex
         if is_cut:
             shaped = _shaped(scores, boxes.before(RULES, AXIS), SIDE)
             ALONG: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, shaped.type.layout))
-            seen = _seen(gl.arange(0, SIDE, gl.SliceLayout(0, ALONG)), sight, rank, left, m, AXIS, WRAPS)
+            seen = _seen(gl.arange(0, SIDE, gl.SliceLayout(0, ALONG)), sight, rank, left, m, WRAPS)
             scores = _without(scores, shaped, seen)
     return scores
 
 
 @gluon.jit
-def _seen(cell, sight, rank, left, m, AXIS: gl.constexpr, WRAPS: gl.constexpr):
+def _seen(cell, sight, rank, left, m, WRAPS: gl.constexpr):
     """[rows, cells]: which cells of a box along an axis each row sees."""
     cell = cell[None, :]
     ROWS: gl.constexpr = gl.SliceLayout(1, cell.type.layout)
-    low = gl.convert_layout(sight.low, ROWS)[:, None]
-    # Along the last axis a thread has few cells: their difference is found once, before the boxes.
-    ahead = cell - low + rank if AXIS == 2 else cell - (low - rank)
+    ahead = cell - (gl.convert_layout(sight.low, ROWS) - rank)[:, None]
     if WRAPS:
         ahead = gl.where(ahead < 0, ahead + m, ahead)
     seen = _is_below(ahead, gl.convert_layout(sight.length, ROWS)[:, None])
@@ -167,7 +165,7 @@ def apart(scores, RULES: gl.constexpr):
 def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: gl.constexpr):
     """[rows, cells]: which cells of a box along the last axis each query sees; all extra keys."""
     cell = gl.arange(0, boxes.side(RULES, 2), gl.SliceLayout(0, gl.SliceLayout(1, shaped.type.layout)))
-    seen = _seen(cell, sights[2], box.rank[2], box.left[2], axes.m[2], 2, boxes.edge(RULES, 2) == WRAP)
+    seen = _seen(cell, sights[2], box.rank[2], box.left[2], axes.m[2], boxes.edge(RULES, 2) == WRAP)
     if EXTRA:
         seen = seen | is_extra
     return seen
