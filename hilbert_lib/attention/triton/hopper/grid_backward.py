@@ -258,9 +258,9 @@ def _differentiate_queries(
                 before = gl.where(last < 0, block, last) & 0x3FFFFFFF
                 token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True)
                 # While these products are computed: where the next box is, and whether it is seen.
-                step = boxes.following(step, reaches, RULES)
-                box = boxes.box_of(step, reaches, axes, RULES)
-                seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
+                step, box, seen = masks.following(
+                    step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
+                )
                 scores, dweights = warpgroup_mma_wait(1, deps=[score_token, weight_token])
                 tiles.arrive(_b_free(shared, block))
                 scores = masks.allowed(
@@ -291,9 +291,9 @@ def _differentiate_queries(
                     tiles.wait_full(shared.full, block)
                     tiles.arrive(_free(shared, block))
                 tiles.arrive(_b_free(shared, block))
-                step = boxes.following(step, reaches, RULES)
-                box = boxes.box_of(step, reaches, axes, RULES)
-                seen = masks.sees_or_extra(sights, box, own, asked.stop, j + 1 - of_grid, RULES, EXTRA)
+                step, box, seen = masks.following(
+                    step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
+                )
             block = _next(block)
         if last >= 0:
             acc = _late(slopes, acc, shared, last)
@@ -373,9 +373,7 @@ def _differentiate_keys(
                     if LATE:
                         before = gl.where(last < 0, block, last) & 0x3FFFFFFF
                         dv_token, dk_token = _start_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, before)
-                    step = boxes.following(step, reaches, RULES)
-                    box = boxes.box_of(step, reaches, axes, RULES)
-                    seen = masks.sees(seers, box, RULES)
+                    step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
                     stage = block % STAGES
                     scores = warpgroup_mma_wait(3 if LATE else 1, deps=[score_token])
                     scores = masks.hidden(scores, seers, now, axes, RULES)
@@ -410,9 +408,7 @@ def _differentiate_keys(
                     else:
                         tiles.wait_full(shared.full, block)
                         tiles.arrive(_free(shared, block))
-                    step = boxes.following(step, reaches, RULES)
-                    box = boxes.box_of(step, reaches, axes, RULES)
-                    seen = masks.sees(seers, box, RULES)
+                    step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
                 block = _next(block)
         if LATE & (last >= 0):
             dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)

@@ -186,9 +186,7 @@ def _attend(
                 if LATE:
                     token = _values(weights, acc, ring, last)
                 # While these products are computed: where the next box is, and whether it is seen.
-                step = boxes.following(step, reaches, RULES)
-                box = boxes.box_of(step, reaches, axes, RULES)
-                seen = masks.sees_or_extra(sights, box, own, stop, j + 1 - of_grid, RULES, EXTRA)
+                step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
                 scores = warpgroup_mma_wait(1 if LATE else 0, deps=[score_token])
                 tiles.arrive(steps.k_free(ring, block))
                 scores = masks.allowed(
@@ -233,9 +231,7 @@ def _attend(
                     last = block
                 else:
                     _pass_over(ring, block)
-                step = boxes.following(step, reaches, RULES)
-                box = boxes.box_of(step, reaches, axes, RULES)
-                seen = masks.sees_or_extra(sights, box, own, stop, j + 1 - of_grid, RULES, EXTRA)
+                step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
             block = (block + 1) & 0x3FFFFFFF  # never negative: its stage is then found without regard to a sign
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))

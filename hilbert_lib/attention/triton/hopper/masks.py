@@ -84,6 +84,14 @@ def sees_or_extra(sights, box, own, stop, j, RULES: gl.constexpr, EXTRA: gl.cons
 
 
 @gluon.jit
+def following(step, sights, reaches, own, stop, j, axes, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """The next step, its box, and whether a group sees that or, with EXTRA, box j of the extra keys."""
+    step = boxes.following(step, reaches, RULES)
+    box = boxes.box_of(step, reaches, axes, RULES)
+    return step, box, sees_or_extra(sights, box, own, stop, j, RULES, EXTRA)
+
+
+@gluon.jit
 def _overlaps(sight, rank, left, SIDE: gl.constexpr):
     return (rank < sight.end) & (rank + gl.minimum(left, SIDE) > sight.begin)
 
