@@ -57,7 +57,7 @@ class ShapeClass(NamedTuple):
 
 
 def _fields(pattern: DilatedPattern) -> tuple:
-    return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing
+    return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing, pattern.padding
 
 
 def device_name(device: torch.device) -> str:

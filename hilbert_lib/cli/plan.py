@@ -1,7 +1,7 @@
 """`hilbert plan`: what ranks would send, hold and compute, without a GPU or a process group."""
 
 from itertools import product
-from math import prod
+from math import isnan, prod
 
 import click
 from click.core import ParameterSource
@@ -83,6 +83,8 @@ def plan(
         with usage_errors():
             click.echo(_compared(grid, window, causal, ranks, how))
         return
+    if memory_gb is not None and isnan(memory_gb):
+        raise click.BadParameter("nan is not above 0", param_hint="--memory-gb")
     with usage_errors():
         pattern = DilatedPattern(segment_lengths, dilation_rates)
         how["is_causal"] = causal

@@ -139,6 +139,7 @@ def test_a_nan_that_spreads_is_told_of_the_backends_that_let_it():
 
 OTHERS = [{"length": 65}, {"length": 32}, {"heads": 3}, {"head_dim": 16}, {"dtype": "float64"}, {"is_causal": True}]
 OTHERS += [{"gradient": True}, {"pattern": DilatedPattern((8, 32), (1, 2))}, {"device": "cuda"}]
+OTHERS += [{"pattern": DilatedPattern((8, 32), (1, 4), padding="zeros")}]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)

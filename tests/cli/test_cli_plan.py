@@ -40,7 +40,7 @@ def test_the_command_gives_unequal_ranks_shards_by_their_work():
         ("--tokens 64k --transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),
         ("--tokens 64k --memory-gb 0.001", "memory_limit must be at least 270532608 bytes (0.271 GB)"),
         ("--tokens 64k --memory-gb inf", "inf is not in the range"),
-        ("--tokens 64k --memory-gb nan", "cannot convert float NaN"),
+        ("--tokens 64k --memory-gb nan", "Invalid value for --memory-gb: nan is not above 0"),
         ("--tokens 64k --kv-heads 3", "kv_heads must divide heads (16), got 3"),
         ("", "give --tokens, or --grid and --window; got none of them"),
         ("--grid 8x8", "give --tokens, or --grid and --window; got --grid"),
