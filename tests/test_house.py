@@ -199,7 +199,10 @@ def test_public_names_are_importable_from_the_top_and_from_their_folder(folder):
 
 def test_no_file_of_the_library_is_long_but_kernels():
     lengths = {name: len(text.splitlines()) for name, text in sources().items() if not name.startswith("lab")}
-    assert {name for name, length in lengths.items() if length > 400} <= {"attention.triton.hopper.backward"}
+    assert {name for name, length in lengths.items() if length > 400} <= {
+        "attention.triton.hopper.backward",
+        "attention.triton.hopper.grid_backward",
+    }
 
 
 def test_type_checkers_read_the_names_that_are_there():

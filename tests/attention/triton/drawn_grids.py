@@ -39,6 +39,10 @@ BOXED = {
 }  # fmt: skip
 
 
+# Grids that show what none of the drawn ones does.
+SPECIAL = {"four boxes passed over": Neighbourhood((48, 16), (24, 16), stride=(24, 1))}
+
+
 class Case(NamedTuple):
     windows: tuple[Neighbourhood, ...]  # one a KV head
     batch: int
@@ -80,6 +84,11 @@ def drawn(number: int) -> Case:
         windows, batch, count, head_dim, random.choice((1, 64, 70, 130)) if "extra" in more else 0,
         "padding" in more, more == "extra and padding", layout, random.choice((torch.bfloat16, torch.float16)),
     )  # fmt: skip
+
+
+def special(name: str) -> list[Case]:
+    """The calls of one of `SPECIAL`."""
+    return [Case((SPECIAL[name],), 1, 1, head_dim, 0, False, False, "bshd", torch.bfloat16) for head_dim in (64, 128)]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from mutations import parsed
 
-# The last seven are of parts of grids; the cases that show them are named.
+# Cases with a name are special grids, and parts of grids.
 MUTATIONS = parsed("""\
 hopper.places, 14: residue 0 is all there is
 -begin + tile % per * SIZE, tile // per
@@ -103,12 +103,12 @@ hopper.grid_backward, 2: a key without weight has a gradient
 -gl.where(weighs, dk_acc, 0.0)
 +dk_acc
 hopper.grid_backward, 14: slopes are multiplied with the k of the next box
--before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+-before = tiles.counted(gl.where(last < 0, block, last))
 -                token
 +before = block
 +                token
 hopper.grid_backward, 2: dk and dv are made of the queries of the next box
--before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+-before = tiles.counted(gl.where(last < 0, block, last))
 -                        dv_token
 +before = block
 +                        dv_token
@@ -118,6 +118,15 @@ hopper.grid_backward, 2: the last box of queries is left out
 hopper.grid_backward, 14: a box of v is copied over before its product
 -if (not TOGETHER) & (block >= B_STAGES):
 +if False:
+hopper.grid_backward, four boxes passed over: a box waits for slopes that wait for it, for dq
+-if (last >= 0) & (block - last >= STAGES - 1):
++if False:
+hopper.grid_backward, four boxes passed over: a box waits for slopes that wait for it, for dk and dv
+-if LATE & (last >= 0) & (block - last >= STAGES - 1):
++if False:
+hopper.grid_backward, 14: a tile at work is copied over
+-tile_free.index((turn - 1) % boxes.BUFFERS)
++tile_free.index(turn % boxes.BUFFERS)
 hopper.grid_backward, 14: dq lacks its scale
 -boxes.send(acc * scale
 +boxes.send(acc

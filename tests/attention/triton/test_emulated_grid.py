@@ -6,10 +6,11 @@ The library's own launches find boxes, descriptors and arguments, as on a Hopper
 from collections.abc import Iterator
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from cases import stored
-from drawn_grids import BOXED, CASES, EDGES, Case, boxed_part, drawn, expected
+from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, expected, special
 from grid_cases import check_nan, check_part, dense
 
 from hilbert_lib import Neighbourhood
@@ -59,6 +60,30 @@ def test_output_of_the_kernels_source_equals_the_oracle(sources, number):
     assert fault_of(sources, drawn(number)) is None
     modules = [each.kernel.__module__ for each in sources.starts]
     assert [name for name in modules if ".hopper." in name] == KERNELS
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_output_on_special_grids_equals_the_oracle(sources, name):
+    assert [fault_of(sources, case) for case in special(name)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("side", "window", "stride", "kind"),
+    [
+        (524_288, 4096, 4096, "shift"), (524_288, 8192, 4096, "wrap"), (100_000, 30_000, 25_000, "clip"),
+        (1_048_576, 2048, 2048, "causal"),
+    ],
+)  # fmt: skip
+def test_who_sees_a_key_of_a_long_axis_is_found_in_32_bits(sources, side, window, stride, kind):
+    edge = "clip" if kind == "causal" else kind
+    near = Neighbourhood((side,), window, stride=stride, is_causal=kind == "causal", edge=edge)
+    keys = np.array([0, 1, side // 2, side - 2, side - 1])
+    find = sources.module(f"{emulator.PACKAGE}.hopper.masks")._queries_of
+    numbers = (emulator.Value(np.array(x, np.int32)) for x in (keys, side, window))
+    found = [x.array for x in find(*numbers, 2, sources.grids._form(near, None).rules)]
+    for key, start, end in zip(keys.tolist(), *found, strict=True):
+        right = near.axes[0].attends(torch.arange(side), torch.tensor(key)).nonzero().squeeze(1)
+        assert torch.equal(right, torch.arange(max(start, -side), min(end, 2 * side)).remainder(side).sort().values)
 
 
 def run_part(sources, part: str) -> None:
@@ -131,6 +156,8 @@ def is_seen(mutation, case: int | str) -> bool:
     """Whether a call, or a part of a grid, shows that a source was edited."""
     if isinstance(case, int):
         return bool(fault_of(emulator.edited(mutation), drawn(case)))
+    if case in SPECIAL:
+        return any(fault_of(emulator.edited(mutation), each) for each in special(case))
     try:
         run_part(emulator.edited(mutation), case)
     except (AssertionError, emulator.Fault):

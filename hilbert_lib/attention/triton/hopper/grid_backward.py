@@ -43,8 +43,8 @@ def backward_kernel(
     """dq (u) of tiles of queries (x) and dout (y), from boxes of k (a) and v (b).
 
     With OF_KEYS dk (u) and dv (w) of tiles of k (x) and v (y), from boxes of queries (a) and dout (b). All but lse,
-    delta and masks are descriptors; with IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. A key
-    or a value that is not finite may reach the gradients of those near it.
+    delta and masks are descriptors; with IN_FLOAT, which is then the head_dim, dk and dv are dense and float32. What is
+    not finite, or a score that is not, may reach the gradients of those near it.
     """
     dtype: gl.constexpr = x.dtype
     B0: gl.constexpr = boxes.side(RULES, 0)
@@ -115,12 +115,6 @@ def _b_free(shared, block):
 
 
 @gluon.jit
-def _next(block):
-    """The number after a box's: never negative, so that its stage is found without regard to a sign."""
-    return (block + 1) & 0x3FFFFFFF
-
-
-@gluon.jit
 def _copy(
     lse, delta, x, y, a, b, extra_a, extra_b, windows, moves, shared, axes, sizes, RULES: gl.constexpr,
     EXTRA: gl.constexpr, OF_KEYS: gl.constexpr,
@@ -162,17 +156,17 @@ def _copy(
                 _fetch(a, b, [at0, at1, at2, a_at, 0], [at0, at1, at2, b_at, 0], shared, block, OF_KEYS)
                 if OF_KEYS:
                     _store_rows(lse, delta, place.b * heads + head, box, place, axes, shared, block, RULES)
-                block = _next(block)
+                block = tiles.counted(block + 1)
         if EXTRA:
             a_at, b_at = place.g + place.b * extra_moves[0], place.g + place.b * extra_moves[1]
             for j in range(0, extra, tiles.GROUP_ROWS):
                 _fetch(extra_a, extra_b, [0, 0, j, a_at, 0], [0, 0, j, b_at, 0], shared, block, OF_KEYS)
-                block = _next(block)
+                block = tiles.counted(block + 1)
 
 
 @gluon.jit
 def _fetch(a, b, a_at, b_at, shared, block, TOGETHER: gl.constexpr):
-    """Copies a box of each tensor to the ring, once both groups are done with what is there."""
+    """Copies a box of each tensor to its ring, once both groups are done with what is there; TOGETHER with both."""
     STAGES: gl.constexpr = shared.a_tiles.shape[0]
     B_STAGES: gl.constexpr = shared.b_tiles.shape[0]
     full = shared.full.index(block % STAGES)
@@ -255,7 +249,7 @@ def _differentiate_queries(
                 k_tile, v_tile = tiles.tile_of_stage(shared.a_tiles, block), tiles.tile_of_stage(shared.b_tiles, block)
                 score_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 weight_token = warpgroup_mma(d_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+                before = tiles.counted(gl.where(last < 0, block, last))
                 token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, before), acc, is_async=True)
                 # While these products are computed: where the next box is, and whether it is seen.
                 step, box, seen = masks.following(
@@ -294,7 +288,7 @@ def _differentiate_queries(
                 step, box, seen = masks.following(
                     step, sights, reaches, own, asked.stop, j + 1 - of_grid, axes, RULES, EXTRA
                 )
-            block = _next(block)
+            block = tiles.counted(block + 1)
         if last >= 0:
             acc = _late(slopes, acc, shared, last)
         to = boxes.within(own, asked.first)
@@ -313,7 +307,7 @@ def _let_go(shared, turn):
 @gluon.jit
 def _late(slopes, acc, shared, last):
     """The product for dq of a box, waited for."""
-    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, last & 0x3FFFFFFF), acc, is_async=True)
+    token = warpgroup_mma(slopes, tiles.tile_of_stage(shared.a_tiles, tiles.counted(last)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[token])
     tiles.arrive(_free(shared, last))
     return acc
@@ -371,7 +365,7 @@ def _differentiate_keys(
                     score_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                     weight_token = warpgroup_mma(v_tile, d_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                     if LATE:
-                        before = gl.where(last < 0, block, last) & 0x3FFFFFFF
+                        before = tiles.counted(gl.where(last < 0, block, last))
                         dv_token, dk_token = _start_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, before)
                     step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
                     stage = block % STAGES
@@ -379,10 +373,14 @@ def _differentiate_keys(
                     scores = masks.hidden(scores, seers, now, axes, RULES)
                     lse_row = shared.lse_rows.index(stage).load(gl.SliceLayout(0, SCORES))
                     weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[None, :])
+                    if not LATE:
+                        dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
+                        dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
+                    dweights = warpgroup_mma_wait(2 if LATE else 1, deps=[weight_token])
+                    delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
+                    new_slopes = weights * (dweights - delta_row[None, :])
                     if LATE:
-                        dweights = warpgroup_mma_wait(2, deps=[weight_token])
-                        delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-                        new_slopes = tiles.held(weights * (dweights - delta_row[None, :]), heads)
+                        new_slopes = tiles.held(new_slopes, heads)
                         dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
                         late_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
                         late_slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)
@@ -390,11 +388,7 @@ def _differentiate_keys(
                             tiles.arrive(_free(shared, last))
                         last = block
                     else:
-                        dv_weights = steps.as_operand(weights, k_tile.dtype, BLOCK_D)
-                        dv_token = warpgroup_mma(dv_weights, d_tile, dv_acc, is_async=True)
-                        dweights = warpgroup_mma_wait(1, deps=[weight_token])
-                        delta_row = shared.delta_rows.index(stage).load(gl.SliceLayout(0, SCORES))
-                        slopes = steps.as_operand(weights * (dweights - delta_row[None, :]), k_tile.dtype, BLOCK_D)
+                        slopes = steps.as_operand(new_slopes, k_tile.dtype, BLOCK_D)
                         dk_token = warpgroup_mma(slopes, q_tile, dk_acc, is_async=True)
                         dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
                         tiles.arrive(_free(shared, block))
@@ -409,7 +403,7 @@ def _differentiate_keys(
                         tiles.wait_full(shared.full, block)
                         tiles.arrive(_free(shared, block))
                     step, box, seen = masks.following(step, seers, reaches, own, own, 0, axes, RULES, False)
-                block = _next(block)
+                block = tiles.counted(block + 1)
         if LATE & (last >= 0):
             dv_acc, dk_acc = _late_keys(late_weights, late_slopes, dv_acc, dk_acc, shared, last)
         if PADDING:
@@ -438,7 +432,7 @@ def _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, block):
 @gluon.jit
 def _late_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last):
     """The products for dv and dk of a box, waited for."""
-    dv_token, dk_token = _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, last & 0x3FFFFFFF)
+    dv_token, dk_token = _start_keys(dv_weights, slopes, dv_acc, dk_acc, shared, tiles.counted(last))
     dv_acc, dk_acc = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
     tiles.arrive(_free(shared, last))
     return dv_acc, dk_acc

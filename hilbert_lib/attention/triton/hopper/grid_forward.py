@@ -232,7 +232,7 @@ def _attend(
                 else:
                     _pass_over(ring, block)
                 step, box, seen = masks.following(step, sights, reaches, own, stop, j + 1 - of_grid, axes, RULES, EXTRA)
-            block = (block + 1) & 0x3FFFFFFF  # never negative: its stage is then found without regard to a sign
+            block = tiles.counted(block + 1)
         if not LATE:
             mbarrier.arrive(shared.q_free.index(buffer))
             goal = _goal_of(place, own, moves, axes, heads, RULES)
@@ -249,7 +249,7 @@ def _attend(
 @gluon.jit
 def _values(weights, acc, ring, block):
     """Starts the product of a box's weights with its v; before the first box, of zeros with anything."""
-    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, block & 0x3FFFFFFF), acc, is_async=True)
+    return warpgroup_mma(weights, tiles.tile_of_stage(ring.v_tiles, tiles.counted(block)), acc, is_async=True)
 
 
 @gluon.jit

@@ -20,6 +20,10 @@ BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))
 STACK = {1: 2, 2: 1, 3: 1}
 EXTRA_BOX = (1, 1, 64)
 
+# Boxes of two tensors in the backward's rings, by columns and whether tiles are of keys: as shared memory has room. dq
+# needs a box of v for a shorter time than one of k.
+RINGS = {(64, False): (4, 4), (64, True): (4, 4), (128, False): (4, 2), (128, True): (3, 3)}
+
 ROUNDS = 16  # of programs for a part of a grid: between two, kernels of an exchange find a free multiprocessor
 
 
@@ -84,9 +88,8 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     def starts() -> list[Start]:
         made = [plain.delta_of(dout, out, delta)]
         for tensors, heads in ((of_queries, q.shape[2]), (of_keys, k.shape[2])):
-            more = {"STAGES": 4, "B_STAGES": 4, "OF_KEYS": tensors is of_keys}
-            if columns_of(q) == 128:  # what shared memory has room for: dq needs a box of v for a shorter time than k
-                more |= {"STAGES": 3, "B_STAGES": 3} if more["OF_KEYS"] else {"B_STAGES": 2}
+            stages, b_stages = RINGS[columns_of(q), tensors is of_keys]
+            more = {"STAGES": stages, "B_STAGES": b_stages, "OF_KEYS": tensors is of_keys}
             more["IN_FLOAT"] = q.shape[3] if in_float and tensors is of_keys else 0
             by_query = q, dout, grads.q
             made.append(_start(backward_kernel, MOVES, (lse, delta), tensors, by_query, given, request, heads, **more))

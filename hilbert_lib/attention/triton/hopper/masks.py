@@ -1,8 +1,8 @@
 """What a group of warps sees of a box, and its scores without what a query does not see.
 
 A box is masked along the axes on which it is cut, and only there: masking every box would take more time than exp.
-Along the last axis a thread has two cells alone, in all its scores: there the mask is in what exp subtracts, and nearly
-free.
+Along a last axis of at most eight cells a thread has two cells alone, in all its scores: for queries the mask there is
+in what exp subtracts, nearly free.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,10 @@ def _sight(own, ranks, reach, m, stop, AXIS: gl.constexpr, RULES: gl.constexpr):
 
 @gluon.jit
 def _sight_of(rows, first, last, reach, exists, m, WRAPS: gl.constexpr):
-    """`Sight` of what each row, the first and the last that exists see, from where to where."""
+    """The `Sight` of a group that has a row, if `exists`.
+
+    rows, first, last: what each row sees, the first one and the last that exists, as ranks from and to.
+    """
     begin = gl.where(exists, first[0] + reach.moved, FAR)
     end = gl.where(exists, last[1] + reach.moved, -FAR)
     full_begin, full_end = last[0] + reach.moved, first[1] + reach.moved
@@ -62,13 +65,17 @@ def _sight_of(rows, first, last, reach, exists, m, WRAPS: gl.constexpr):
         everywhere = reach.is_round & exists
         begin, end = gl.where(everywhere, -FAR, begin), gl.where(everywhere, FAR, end)
         full_begin = gl.where(everywhere, FAR, full_begin)
-        low = gl.where(low - reach.begin >= m, low - m, low)  # boxes may begin a group of a stride before what is seen
+        # With a stride boxes of queries begin up to stride - 1 before the first that sees.
+        low = gl.where(low - reach.begin >= m, low - m, low)
     return Sight(begin, end, full_begin, full_end, low, rows[1] - rows[0])
 
 
 @gluon.jit
 def sees(sights, box, RULES: gl.constexpr):
-    """Whether a group sees a box, or is seen by it. Along all axes but that of the groups its tile does if it does."""
+    """Whether a group sees a box, or is seen by it.
+
+    The axis of the groups alone is asked: along the others both have the boxes of their tile.
+    """
     if boxes.stack(RULES) == 1:
         return _overlaps(sights[1], box.rank[1], box.left[1], boxes.side(RULES, 1))
     return _overlaps(sights[2], box.rank[2], box.left[2], boxes.side(RULES, 2))
@@ -158,7 +165,7 @@ def _seen(cell, sight, rank, left, m, WRAPS: gl.constexpr):
 
 @gluon.constexpr_function
 def is_apart(rules):
-    """Whether the last axis is masked by what is subtracted from scores."""
+    """Whether the last axis of a box is masked by what is subtracted from scores: of eight cells a thread has two."""
     return rules.box[2] <= 8
 
 
@@ -236,9 +243,12 @@ def _queries_of(key, m, w, AXIS: gl.constexpr, RULES: gl.constexpr):
     if STRIDE > 1:
         # The leader of group g is g * STRIDE + LEAD or, in the last, m - 1; every key is seen by one (w >= STRIDE).
         LEAD: gl.constexpr = STRIDE - 1 if CAUSAL else STRIDE // 2
-        if not CAUSAL:
-            start = ((start - LEAD + STRIDE * m + STRIDE - 1) // STRIDE - m) * STRIDE
-        groups = ((end - LEAD + STRIDE * m + STRIDE - 1) // STRIDE - m) * STRIDE
+        # No number is divided that is below 0, and none grows past 32 bits.
+        if EDGE == WRAP:
+            start = (start + 2 * m - LEAD + STRIDE - 1) // STRIDE * STRIDE - 2 * m
+        elif not CAUSAL:
+            start = (gl.maximum(start, 0) - LEAD + STRIDE - 1) // STRIDE * STRIDE
+        groups = (end - LEAD + STRIDE - 1) // STRIDE * STRIDE
         if EDGE != WRAP:
             groups = gl.where(end >= m, m, groups)
         end = groups

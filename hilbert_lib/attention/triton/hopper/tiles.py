@@ -113,6 +113,15 @@ def wait_full(full, block):
 
 
 @gluon.jit
+def counted(block):
+    """A block's number, known to be none below 0: its stage is then found without regard to a sign, in half the time.
+
+    No program counts as far as 2^30, which takes a quarter of an hour.
+    """
+    return block & 0x3FFFFFFF
+
+
+@gluon.jit
 def is_inside(w, r, o, first):
     """Whether the tile is in a branch, and where its segment begins."""
     start = first // w * w
