@@ -261,12 +261,7 @@ def _differentiate_queries(
                     scores, sights, now, place, axes, padding, extra_padding, j - of_grid, extra, RULES, EXTRA, PADDING,
                     EXTRA_PADDING,
                 )  # fmt: skip
-                if masks.is_apart(RULES):
-                    shaped = masks.apart(scores, RULES)
-                    sight = masks.seen_last(shaped, sights, now, axes, j >= of_grid, RULES, EXTRA)
-                    weights = masks.weights_of(scores, lse_row, sight, scale, RULES)
-                else:
-                    weights = gl.exp2(scores * (scale * LOG2_E) - lse_row[:, None])
+                weights = masks.weights_of(scores, lse_row, sights, now, axes, j >= of_grid, scale, RULES, EXTRA)
                 new_slopes = tiles.held(weights * (dweights - delta_row[:, None]), heads)
                 acc = warpgroup_mma_wait(0, deps=[token])
                 # Only now: ptxas would have the products wait for one another if it found their operands before.

@@ -269,7 +269,7 @@ def _softmax(scores, sights, box, axes, is_extra, m, total, scale, RULES: gl.con
         largest = gl.convert_layout(gl.max(shaped, 1), seen.type.layout)
         largest = gl.convert_layout(gl.max(gl.where(seen, largest, float("-inf")), 1), m.type.layout)
         largest, finite = steps.subtracted(largest, m, scale, True)
-        weights = masks.weights_of(scores, finite, seen, scale, RULES)
+        weights = masks.weights_apart(scores, finite, seen, scale, RULES)
         decay, total = steps.joined(weights, finite, m, total)
     else:
         weights, decay, largest, total = steps.softmax(scores, m, total, scale, True)

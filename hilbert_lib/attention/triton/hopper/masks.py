@@ -187,7 +187,18 @@ def seen_last(shaped, sights, box, axes, is_extra, RULES: gl.constexpr, EXTRA: g
 
 
 @gluon.jit
-def weights_of(scores, away, seen, scale, RULES: gl.constexpr):
+def weights_of(scores, away, sights, box, axes, is_extra, scale, RULES: gl.constexpr, EXTRA: gl.constexpr):
+    """exp2 of `allowed` scores less a value for each row, without what is still to be masked."""
+    if is_apart(RULES):
+        seen = seen_last(apart(scores, RULES), sights, box, axes, is_extra, RULES, EXTRA)
+        weights = weights_apart(scores, away, seen, scale, RULES)
+    else:
+        weights = gl.exp2(scores * (scale * LOG2_E) - away[:, None])
+    return weights
+
+
+@gluon.jit
+def weights_apart(scores, away, seen, scale, RULES: gl.constexpr):
     """exp2 of scores less a value for each row, and 0 where a row does not see a cell along the last axis."""
     shaped = apart(scores, RULES)
     away = gl.convert_layout(away, gl.SliceLayout(1, seen.type.layout))[:, None]

@@ -114,9 +114,9 @@ def wait_full(full, block):
 
 @gluon.jit
 def counted(block):
-    """A block's number, known to be none below 0: its stage is then found without regard to a sign, in half the time.
+    """A block's number, which the compiler then knows not to be below 0: its stage is found without regard to a sign.
 
-    No program counts as far as 2^30, which takes a quarter of an hour.
+    No program counts as far as 2^30, which would take a quarter of an hour.
     """
     return block & 0x3FFFFFFF
 
