@@ -95,7 +95,7 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
 
     def estimate(*_, backend, direction, **__):
         asked.append((backend, direction))
-        return MemoryEstimate({}, 0, 2**60 if backend == "sdpa" else 0, 0)
+        return MemoryEstimate({}, 0, 2**60 if (backend, direction) == ("sdpa", "backward") else 0, 0)
 
     monkeypatch.setattr(workload, "estimate_memory", estimate)
     monkeypatch.setattr(selection, "run_sides", lambda sides, **_: list(sides))
@@ -106,6 +106,35 @@ def test_nothing_is_timed_where_the_choice_itself_does_not_fit(monkeypatch):
     monkeypatch.setattr(workload, "estimate_memory", lambda *_, **__: pytest.fail("it takes long"))
     with pytest.raises(RuntimeError, match=r"no two backends could be timed .* within memory: \[\]"):
         selection.measured_times(Workload(PATTERN, 2**38, 2, 8, CPU, dtype="float32"), gradient=False)
+
+
+def test_what_is_measured_is_the_call_and_the_other_backends_stay_behind(place, monkeypatch):
+    asked = []
+
+    def measured_times(work, *, gradient):
+        asked.append((work.length, work.heads, work.head_dim, work.is_causal, gradient))
+        return {"eager": 1.0}, {"eager": 3.0}
+
+    monkeypatch.setattr(selection, "measured_times", measured_times)
+    q = torch.ones(3, 8, 2, 4, requires_grad=True)
+    how = {"pattern": DilatedPattern((4,), (1,)), "is_causal": True, "benchmark_backends": True}
+    with torch.no_grad():
+        assert selection.select_attention_backend(q, q, q, **how) == "eager"
+    assert asked == [(8, 6, 4, True, False)]
+    (path,) = place.iterdir()
+    assert json.loads(path.read_text())["order"] == ["eager", "sdpa"]
+    assert selection.select_attention_backend(q, q, q, **how)  # with gradients it is another class
+    assert selection.select_attention_backend(q[:0], q[:0], q[:0], **how)  # nothing to measure
+    assert [gradient for *_, gradient in asked] == [False, True]
+
+
+def test_a_measured_time_is_the_longer_of_the_devices_and_the_hosts(monkeypatch):
+    a = {"name": "eager", "median_ms": 1.0, "host_ms": 6.0, "call_ms": 6.0}
+    b = {"name": "sdpa", "median_ms": 2.0, "host_ms": 0.5, "call_ms": 2.0}
+    monkeypatch.setattr(selection, "run_sides", lambda *_, **__: [{"a": a, "b": b, "ratio": 0.5}])
+    times, medians = selection.measured_times(Workload(PATTERN, 64, 2, 8, CPU, dtype="float32"), gradient=False)
+    assert times == {"sdpa": 1.0, "eager": 3.0}
+    assert medians == {"sdpa": 2.0, "eager": 6.0}
 
 
 def test_the_command_measures_and_auto_goes_by_it(place):
