@@ -22,11 +22,13 @@ from hilbert_lib.attention.backends import fused, presence
 from hilbert_lib.attention.backends.dense import CpuFlash
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.grids import api as grids
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
 from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES
-from hilbert_lib.lab.records import committed_records
+from hilbert_lib.lab.records import RESULTS, committed_records, committed_runs, read_records
 from hilbert_lib.lab.selection import choice_table, shape_class
-from hilbert_lib.lab.tables import of_sweep, ratio_table
+from hilbert_lib.lab.sweeps.grids import SWEEP
+from hilbert_lib.lab.tables import of_sweep, ratio_table, side_table
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import ARCHITECTURES
 
@@ -105,6 +107,20 @@ def test_the_rules_for_hopper_lose_little_in_the_committed_choices(absent):
     for row in times.itertuples():
         taken = {name: getattr(row, name) for name in names}
         assert taken[first_that_is_there(taken)] <= 1.05 * min(taken.values()), row
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize(("rule", "order"), [(grids.BY_ROW, "raster"), (grids.COMPACT, "hilbert")])
+def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rule, order):
+    names = {"boxes": "hopper", "rectangles": "triton", "blocks": "flex"}
+    for run in committed_runs("08_where_a_curve_pays"):
+        sides = side_table(read_records(run / RESULTS), SWEEP)
+        sides = sides[(sides.order == order) & sides.kernel.isin(names) & ~sides.name.str.endswith("reordered")]
+        works = list(sides.groupby(["direction", "side", "window", "head_dim"]))
+        assert len(works) == 18
+        for work, each in works:
+            fastest_first = each.sort_values("tflop_per_s", ascending=False).kernel.map(names)
+            assert [*fastest_first, "eager"] == list(rule.order), (run, work)
 
 
 def test_an_exported_program_asks_for_no_length(monkeypatch):
