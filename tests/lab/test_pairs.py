@@ -126,6 +126,30 @@ def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():
         side_table(records, "layouts")
 
 
+def told(name, error, **more):
+    return {"name": name, "parameters": {"sweep": "s", "of": name}, "error": error, **more}
+
+
+def test_each_column_of_a_pair_is_of_its_own_side():
+    pair = {"a": told("x", 0.25), "b": told("y", 0.5), "ratio": 2.0, "interval": (1.5, 3.0), "output_difference": 0.125}
+    (row,) = ratio_table([pair], "s").to_dict("records")
+    expected = {"a": "x", "b": "y", "sweep": "s", "of": "y", "ratio": 2.0, "low": 1.5, "high": 3.0}
+    assert row == expected | {"output_difference": 0.125, "error_a": 0.25, "error_b": 0.5}
+
+
+@pytest.mark.parametrize("figures", [(0.5, 9), (0.25, 8), (0.125, 7)], ids=["first", "middle", "last"])
+def test_the_largest_error_and_peak_of_a_side_count_in_whichever_record_they_are(figures):
+    order = [(0.5, 9), (0.25, 8), (0.125, 7)]
+    order = order[order.index(figures) :] + order[: order.index(figures)]
+    counts = {"useful_flop": 1.0, "useful_bytes": 2.0}
+    records = [
+        {"a": told(f"a{n}", 1.0, **counts), "b": told("b", error, **counts), "peak_bytes": (99, peak)}
+        for n, (error, peak) in enumerate(order)
+    ]
+    row = side_table(records, "s").set_index("name").loc["b"]
+    assert (row.error, row.peak_bytes) == (0.5, 9)
+
+
 def test_of_a_pair_that_was_measured_twice_the_newest_counts():
     older, newer = (timed(one("flash", 1.0), one("triton", 1.0)) for _ in range(2))
     records = [older, timed(one("cudnn", 1.0), one("triton", 1.0)), newer, newer]

@@ -213,6 +213,16 @@ def test_the_sides_of_pairs_count_and_repeats_are_pooled(machine, on_hardware, t
     assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [2.0, 1e-3]  # of 30 at 2 ms and 29 at 4 ms
 
 
+def test_columns_hold_the_medians_whose_ratio_stands_beside_them(tmp_path):
+    sides = {"a": ([2.0, 4.0, 9.0], 0.25), "b": ([1.0, 3.0, 5.0], 0.5)}
+    for folder, (samples, error) in sides.items():
+        case = {"kind": "measurement", "name": "x", "parameters": {}, "device": "cpu", "samples_ms": samples}
+        records.append_lines([case | {"error": error, "environment": {"hardware": "one"}}], tmp_path / folder / RESULTS)
+    (row,) = records.compare_runs(tmp_path / "a", tmp_path / "b").to_dict("records")
+    assert (row["median_a_ms"], row["median_b_ms"], row["ratio"]) == (4.0, 3.0, 4 / 3)
+    assert (row["error_a"], row["error_b"]) == (0.25, 0.5)
+
+
 def test_what_failed_or_is_of_another_kind_is_not_compared(run_folder):
     whole = run_folder("whole", {"kernel": 6.0})
     broken = run_folder("broken", {"kernel": 60.0, "other": 1.0}) / "06_notebook"

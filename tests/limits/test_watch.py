@@ -58,6 +58,20 @@ def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, availabl
     assert (one.peaks.gpu_bytes, one.peaks.temperature_c) == ((80 - available) * GB, temperature)
 
 
+@pytest.mark.parametrize(("on_gpu", "on_host", "words"), [(3, 1, "of cuda:0 must"), (1, 3, "of host must"), (1, 1, "")])
+def test_what_must_stay_free_is_a_limit_of_its_own_of_gpu_and_host(monkeypatch, on_gpu, on_host, words):
+    """Each has 2 GB left."""
+    gpu, host = (Memory(name, 80 * GB, 2 * GB) for name in ("cuda:0", "host"))
+    monkeypatch.setattr(watch, "_Gpu", lambda device: SimpleNamespace(look=lambda: (gpu, 60)))
+    monkeypatch.setattr(watch, "host_memory", lambda: host)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    limits = {"min_free_gpu_gb": on_gpu, "min_free_host_gb": on_host, "max_memory_share": 1.0}
+    one = Watcher(SafetyConfig(**limits), "cuda:0")
+    one._start = time.monotonic()
+    assert words in (cause := one._look())
+    assert bool(cause) == bool(words)
+
+
 def test_another_process_is_ended_with_all_that_it_started():
     # A process, what it started, and what that started.
     process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 60 & echo up; wait' & wait"], stdout=subprocess.PIPE)

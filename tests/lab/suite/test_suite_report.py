@@ -207,7 +207,8 @@ def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
     for changes in ({"seq_len": 16}, {"rates": [1, 4]}):
         folder = make_run(tmp_path, changes=changes)
         side = {"name": "b", "median_ms": 2.0, "error": 1e-3}
-        pair = {"kind": "comparison", "a": {**side, "name": "a"}, "b": side, "ratio": 1.5, "interval": [1.4, 1.6]}
+        other = {"name": "a", "median_ms": 3.0, "error": 1e-2}
+        pair = {"kind": "comparison", "a": other, "b": side, "ratio": 1.5, "interval": [1.4, 1.6]}
         append_lines([pair, {"kind": "measurement", **side}, {"kind": "counters"}], folder / RESULTS)
     make_run(tmp_path, changes={"seq_len": 32}, error={"type": "ValueError", "message": "no", "cell": 1})
     make_run(tmp_path, "01_b")
@@ -218,3 +219,5 @@ def test_a_sweep_leaves_one_table_of_all_its_points(tmp_path):
     assert set(map(tuple, table[["seq_len", "rates"]].values)) == {(16, "[1, 2]"), (8, "[1, 4]"), (32, "[1, 2]")}
     assert table.case.value_counts().to_dict() == {"a | b": 2, "b": 2}
     assert table.ratio.dropna().to_list() == [1.5, 1.5]
+    # Of a pair the figures of b, of which the ratio speaks.
+    assert set(map(tuple, table[["median_ms", "error"]].dropna().values)) == {(2.0, 1e-3)}
