@@ -213,6 +213,25 @@ def test_a_rerun_measures_only_what_is_missing(runner):
     assert runner().would_try(points[0]) == ["good"]
 
 
+def test_a_side_that_could_not_serve_is_measured_once_it_can(runner):
+    refused = {"late"}
+    benchmark = Benchmark(FAULTY.target, refusal=lambda point, side: "it is refused" if side in refused else "")
+    asked = point("good", "late")
+    assert statuses(*runner(benchmark).run([asked])) == {"good": "ok", "late": "cannot serve"}
+    assert runner(benchmark).would_try(asked) == []
+    refused.clear()
+    assert runner(benchmark).would_try(asked) == ["good", "late"]
+
+
+@pytest.mark.parametrize("other", [{"target": "elsewhere:measure"}, {"length": 9}, {"sides": ["late", "good"]}])
+def test_a_point_is_another_one_where_any_of_what_names_it_differs(runner, other):
+    asked, target = point("good", "late"), other.get("target", FAULTY.target)
+    asked_now = {**asked, **{name: value for name, value in other.items() if name != "target"}}
+    keys = runner()._asked(asked)[0], runner(Benchmark(target))._asked(asked_now)[0]
+    assert keys[0] != keys[1]
+    assert keys[0] == runner()._asked(dict(reversed(asked.items())))[0]
+
+
 def test_a_lost_comparison_is_told_and_measured_again_if_asked(runner, monkeypatch, tmp_path):
     monkeypatch.setenv("ABORTS_ONCE", str(tmp_path / "aborted"))
     asked = point("good", "aborts once")
@@ -313,3 +332,17 @@ def test_the_tables_show_the_last_line_of_every_point():
     assert table.peak_bytes.notna().tolist() == [True, False, False] * 2
     predicted = [benchmarks.attention_estimate(each, side).peak for each in points for side in list(found)[:3]]
     assert table.predicted_bytes.tolist() == predicted
+
+
+def test_memory_of_a_side_holds_everything_that_lies_beside_it_in_its_process():
+    """Of 64 tokens in two heads of 8 numbers in float32, and one of lse for each head."""
+    how = {**SIZES, "backends": ["sdpa", "eager"], "directions": ("forward", "backward")}
+    forward, backward = benchmarks.attention_points(DilatedPattern((16,), (1,)), **how)
+    out, lse = 64 * 2 * 8 * 4, 64 * 2 * 4
+    for asked, side, beside in ((forward, "sdpa", out), (forward, "eager", out), (backward, "sdpa", 0),
+                                (backward, "eager", out + lse)):  # fmt: skip
+        alone = benchmarks._work(asked).estimate(side, asked["direction"])
+        found = benchmarks.attention_estimate(asked, side)
+        assert found.inputs - alone.inputs == beside
+        assert sum(found.items.values()) - sum(alone.items.values()) == beside
+        assert found.peak == alone.peak

@@ -119,6 +119,14 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_name(notebook, tmp_pat
             points.make_points(notebook, *how)
 
 
+def test_every_parameter_that_a_program_is_told_of_can_be_set_to_what_it_is_told(notebook):
+    for told in notebook.facts()["parameters"]:
+        text = ",".join(map(str, told["default"])) if isinstance(told["default"], list) else str(told["default"])
+        (point,) = points.make_points(notebook, {told["name"]: text})
+        assert point.parameters[told["name"]] == told["default"]
+    assert set(point.parameters) == {told["name"] for told in notebook.facts()["parameters"]}
+
+
 def test_notebooks_are_found_by_name_with_the_nearest_one_told(tmp_path):
     write_notebook(tmp_path, "01_b")
     write_notebook(tmp_path, "00_a")
