@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import re
 import sys
 from functools import partial
@@ -16,6 +17,7 @@ from grid_cases import exact
 
 from hilbert_lib import DilatedAttention, DilatedPattern, Ordering
 from hilbert_lib.cli import main as cli
+from hilbert_lib.lab.ledger.numbers import numbers
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (DOCS / "names.md").read_text()
@@ -25,6 +27,9 @@ PAGES = "".join((DOCS / page).read_text() for page in ("recipes.md", "coming_fro
 RECIPES = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES, re.M | re.S))
 README = (DOCS.parent / "README.md").read_text()
 EVERY_PAGE = README + "".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+PAGES_AND_NOTEBOOKS = [
+    path for at in ("*.md", "docs/*.md", "reports/*.md", "notebooks/*.ipynb") for path in sorted(DOCS.parent.glob(at))
+]
 COMMANDS = re.findall(r"^\.venv/bin/hilbert ((?:list|run|sweep|plan|bench).*?)(?:  +#.*)?$", EVERY_PAGE, re.M)
 COMMANDS += re.findall(r"Example: hilbert ((?:run|sweep).*)$", inspect.getsource(cli), re.M)
 
@@ -77,9 +82,30 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 1400
 
 
-def test_no_line_begins_with_a_slot():  # to Markdown a line that begins with a comment is a block of its own
-    for text in (README, (DOCS.parent / "reports/README.md").read_text()):
-        assert not re.findall(r"^\s*<!--(?!runs|/)", text, re.M)
+def markdown_of(path):
+    """The Markdown of a page, or of a notebook's cells, by where it stands."""
+    if path.suffix == ".md":
+        return {path.name: path.read_text(encoding="utf-8")}
+    cells = enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"])
+    return {f"{path.name}, cell {i}": "".join(c["source"]) for i, c in cells if c["cell_type"] == "markdown"}
+
+
+def broken_paragraphs(text):
+    """Lines that begin with a comment, which ends their paragraph in CommonMark. The table of runs is its own block."""
+    return re.findall(r"^\s*(?:[-*+>]\s+|\d+\.\s+)?<!--(?!runs-->$|/-->$).*", text, re.M)
+
+
+@pytest.mark.parametrize("path", PAGES_AND_NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_line_begins_with_a_slot(path):
+    for where, text in markdown_of(path).items():
+        assert not broken_paragraphs(text), where
+
+
+def test_a_line_that_begins_with_a_slot_is_seen_and_filling_makes_none():
+    for line in ("<!--a-->1<!--/-->, and", "  <!--a-->1<!--/-->", "- <!--a-->1<!--/--> is", "2. <!--a-->1<!--/-->"):
+        assert broken_paragraphs(f"a sentence of\n{line}\n")
+    assert not broken_paragraphs("of <!--a-->1<!--/--> and\n| <!--a-->1<!--/--> |\n<!--runs-->\n| a |\n<!--/-->\n")
+    assert [name for name, value in numbers().items() if "\n" in value] == ["runs"]
 
 
 def test_the_readmes_example_runs_and_equals_the_oracle():
