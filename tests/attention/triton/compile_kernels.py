@@ -19,6 +19,7 @@ import torch
 import triton
 from held_operands import held_operands, overwritten_tiles
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -250,8 +251,8 @@ def of_warp_specialised(kernel) -> dict:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        ptxas = f"{triton.knobs.nvidia.ptxas.path} -v -arch=sm_90a {file.name} -o /dev/null"
-        told = subprocess.run(ptxas.split(), check=True, capture_output=True, text=True).stderr
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     # Each loop of a forward from the wait for scores to that for the product with v, held late.
     loops = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", sass, re.DOTALL)
     return {

@@ -213,7 +213,7 @@ class SharedTile:
     def reshape(self, shape):
         return self._viewed(lambda x: x.reshape(shape, copy=False))
 
-    def _reinterpret(self, dtype, shape, layout):
+    def _reinterpret(self, dtype, shape, layout, _semantic):
         if dtype != self.dtype:
             raise Fault(f"a tile of {self.dtype} read as {dtype}")
         return self.reshape(shape)

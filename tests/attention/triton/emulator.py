@@ -26,6 +26,7 @@ from hilbert_lib.attention.triton.start import Start
 
 PACKAGE = "hilbert_lib.attention.triton"
 EMULATED = {  # all that a call runs but what is decided without triton
+    "hilbert_lib.internals",
     *(
         f"{PACKAGE}.{name}"
         for name in ("geometry", "arguments", "forward", "backward", "launch", "grid", "grid_launch")

@@ -10,10 +10,8 @@ level of loops, and a function once.
 
 from typing import NamedTuple
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -70,15 +68,6 @@ def scores_ahead(columns, with_dq):
 def float_layout():
     """Of a 2-D float32 tile in shared memory, as the copy engine takes it."""
     return gl.NVMMASharedLayout(128, 32, 2)
-
-
-@builtin
-def add_shared_to_global(descriptor, coordinates, source, _semantic=None):
-    """Adds a tile in shared memory to global memory: the copy engine's reduction, which Gluon has no name for yet."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )
 
 
 @gluon.jit(do_not_specialize=geometry.NOT_SPECIALIZED)
@@ -210,8 +199,8 @@ def _copy_segment(
                 tiles.meet(FREE + stage)
             mbarrier.expect(shared.full.index(stage), 2 * q_descriptor.block_type.nbytes)
             at = [b, row + j, residue, h, 0]
-            tma.async_copy_global_to_shared(q_descriptor, at, shared.full.index(stage), shared.q_tiles.index(stage))
-            tma.async_copy_global_to_shared(d_descriptor, at, shared.full.index(stage), shared.d_tiles.index(stage))
+            tiles.async_load(q_descriptor, at, shared.full.index(stage), shared.q_tiles.index(stage))
+            tiles.async_load(d_descriptor, at, shared.full.index(stage), shared.d_tiles.index(stage))
             number = j + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
             query = origin + number * r
             # Weight 0 past the end of the segment, and where a query saw no key.
@@ -250,7 +239,7 @@ def _add(
                         tiles.meet(DQ_THERE)
                         for half in gl.static_range(2):
                             coordinates = [b, row + j, residue, g * group + member, half * shared.dq_tiles.shape[5]]
-                            add_shared_to_global(dq_descriptors[i], coordinates, shared.dq_tiles.index(half))
+                            tiles.async_add(dq_descriptors[i], coordinates, shared.dq_tiles.index(half))
                         tma.store_wait(0)
                         mbarrier.arrive(shared.dq_free)
 
@@ -517,6 +506,7 @@ def _late_dq(NUMBER: gl.constexpr, shared, block):
 def _hand_over(NUMBER: gl.constexpr, part, shared, block):
     """Hands a group's part of dq to the warp that adds it."""
     mbarrier.wait(shared.dq_free, (block & 1) ^ 1)
-    shared.dq_tiles.index(NUMBER)._reinterpret(gl.float32, part.shape, float_layout()).store(part)
+    tile = tiles.reinterpret(shared.dq_tiles.index(NUMBER), gl.float32, part.shape, float_layout())
+    tile.store(part)
     fence_async_shared()
     tiles.arrive(DQ_THERE)

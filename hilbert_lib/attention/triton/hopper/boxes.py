@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from hilbert_lib.attention.triton.grid import WRAP, queries_of, window
 from hilbert_lib.attention.triton.hopper import tiles
@@ -310,13 +310,13 @@ def fetch_tile(x, at, place, first, full, x_tiles, buffer, RULES: gl.constexpr):
     """Copies both groups' rows of a tile of x, which has ranks from `first` on."""
     for half in gl.static_range(2):
         own = within(own_ranks(half, place.first, RULES), first)
-        tma.async_copy_global_to_shared(x, [own[0], own[1], own[2], at, 0], full, x_tiles.index(2 * buffer + half))
+        tiles.async_load(x, [own[0], own[1], own[2], at, 0], full, x_tiles.index(2 * buffer + half))
 
 
 @gluon.jit
 def fetch(x, at, full, tile):
     """Copies a box to a stage of a ring, of another shape maybe."""
-    tma.async_copy_global_to_shared(x, at, full, tile._reinterpret(tile.dtype, x.block_shape, x.layout))
+    tiles.async_load(x, at, full, tiles.reinterpret(tile, tile.dtype, x.block_shape, x.layout))
 
 
 @gluon.jit
@@ -324,7 +324,7 @@ def rows_of(all_tiles, number):
     """The 64 rows of a group or of a box, as two axes."""
     ROWS: gl.constexpr = tiles.rows_of(all_tiles.shape)
     tile = all_tiles.index(number)
-    return tile._reinterpret(tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout())
+    return tiles.reinterpret(tile, tile.dtype, [ROWS, all_tiles.shape[5]], tiles.shared_layout())
 
 
 @gluon.jit
@@ -333,4 +333,4 @@ def send(values, all_tiles, number, descriptor, own, at):
     rows_of(all_tiles, number).store(values.to(all_tiles.dtype))
     fence_async_shared()
     if own[0] >= 0:  # without this ptxas 12.8 made an illegal instruction of it at 128 columns
-        tma.async_copy_shared_to_global(descriptor, [own[0], own[1], own[2], at, 0], all_tiles.index(number))
+        tiles.async_store(descriptor, [own[0], own[1], own[2], at, 0], all_tiles.index(number))

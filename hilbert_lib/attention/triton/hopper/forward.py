@@ -7,7 +7,7 @@ queries; while one is at its softmax the other has the tensor cores. `steps` hol
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.hopper import tiles
@@ -108,13 +108,13 @@ def _copy(
                 if block >= STAGES:
                     tiles.meet(k_free(ring, block))
                 mbarrier.expect(ring.k_full.index(stage), k_descriptors[i].block_type.nbytes)
-                tma.async_copy_global_to_shared(
+                tiles.async_load(
                     k_descriptors[i], [b, row + j, residue, g, 0], ring.k_full.index(stage), ring.k_tiles.index(stage)
                 )
                 if block >= STAGES:
                     tiles.meet(v_free(ring, block))
                 mbarrier.expect(ring.v_full.index(stage), v_descriptors[i].block_type.nbytes)
-                tma.async_copy_global_to_shared(
+                tiles.async_load(
                     v_descriptors[i], [b, row + j, residue, g, 0], ring.v_full.index(stage), ring.v_tiles.index(stage)
                 )
                 block += 1

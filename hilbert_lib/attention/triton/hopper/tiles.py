@@ -10,11 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hilbert_lib import internals
 from hilbert_lib.attention.triton.geometry import is_in
 
 LN_2 = gl.constexpr(0.6931471805599453)
 FIRST_BARRIER = gl.constexpr(8)  # of the hardware's barriers, by number; Triton takes those below for itself
 GROUP_ROWS = gl.constexpr(64)  # rows of one group of four warps: those of one wgmma
+# What the installed Triton calls these.
+async_load = internals.async_load()
+async_store = internals.async_store()
+async_add = internals.async_add()
+reinterpret = internals.reinterpret()
 
 
 class Ring(NamedTuple):
@@ -102,7 +108,7 @@ def tile_of_stage(tiles, block):
     """The 2-D tile of a block among the stages, where the copy engine wrote it in five dimensions."""
     STAGES: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = rows_of(tiles.shape)
-    return tiles.index(block % STAGES)._reinterpret(tiles.dtype, [ROWS, tiles.shape[5]], shared_layout())
+    return reinterpret(tiles.index(block % STAGES), tiles.dtype, [ROWS, tiles.shape[5]], shared_layout())
 
 
 @gluon.jit
