@@ -70,5 +70,6 @@ def _fields(answer) -> dict:
     claim = answer.claim
     told = {"id": claim.id, "claim": claim.claim, "claimed in": claim.source, "asked": claim.question}
     told |= {"verdict": answer.verdict, "value": answer.value, "of": claim.quantity, "note": claim.note}
+    told |= {"not judged": answer.unjudged}
     told |= {"from": answer.evidence, "on": answer.hardware}
     return told | {"again": command(claim) if claim.measure or claim.tests else ""}

@@ -57,18 +57,31 @@ class Claim:
     tests: Sequence[str] = ()
     verdict: str = ""
     note: str = ""
+    leaves_out: dict[str, str] = field(default_factory=dict)
     only: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read."""
+    """What was found of a claim: value, with its interval or the range of all cases, and the folder that was read.
+
+    left_out: how many cases each query of `leaves_out` takes away from the judged ones.
+    """
 
     claim: Claim
     verdict: str
     value: str = ""
     cases: pd.DataFrame | None = None
     run: Path | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def unjudged(self) -> str:
+        """The cases that are left out, in words; empty where all are judged."""
+        told = (
+            f"{count} with {where} ({self.claim.leaves_out[where]})" for where, count in self.left_out.items() if count
+        )
+        return "; ".join(told)
 
     @property
     def hardware(self) -> str:
@@ -121,27 +134,32 @@ def answer(claim: Claim, run: Path | None = None) -> Answer:
             cases = measure(read_records(run / RESULTS), **claim.options).dropna(subset=INTERVAL[0])
         except ValueError:
             cases = pd.DataFrame()  # the record lacks a sweep
+    left_out = {} if cases.empty else {where: len(cases.query(where)) for where in claim.leaves_out}
+    for where in left_out:
+        cases = cases.query(f"not ({where})")
     if cases.empty:  # or was not timed, where NaN stood
         return Answer(claim, f"{UNTESTED}: {claim.record} holds no such measurement", "", cases, run)
     verdict, cases = judge(cases, claim.claimed, claim.when)
     if claim.basis and verdict.startswith(HOLDS):
         verdict = verdict.replace(HOLDS, f"{HOLDS} {claim.basis}", 1)
-    return Answer(claim, verdict, _value(cases), cases, run)
+    return Answer(claim, verdict, _value(cases), cases, run, left_out)
 
 
 def judge(cases: pd.DataFrame, claimed: Sequence[Band], when: dict | None = None) -> tuple[str, pd.DataFrame]:
     """The verdict that cases give on claimed ranges, and the cases with their ranges and `as_claimed`.
 
     A condition counts where most cases under it hold and most others do not; without one, some cases are not enough.
+    ValueError: for a case that no range speaks of, or more than one.
     """
     parts = []
     for band in claimed:
         part = cases.query(band.where) if band.where else cases
         ends = {"claimed_least": band.least, "claimed_most": band.most}
         parts.append(part.assign(**ends, as_claimed=part.low.ge(band.least) & part.high.le(band.most)))
+    spoken = pd.concat(parts).index
+    if spoken.empty or not spoken.sort_values().equals(cases.index.sort_values()):
+        raise ValueError(f"claimed must speak of each of {len(cases)} cases once; {list(claimed)} does not")
     judged = pd.concat(parts, ignore_index=True)
-    if judged.empty:
-        raise ValueError(f"claimed must speak of some case; none of {list(claimed)} does")
     judged = judged[[*judged.columns.difference([*INTERVAL, *JUDGED], sort=False), *INTERVAL, *JUDGED]]
     held = judged.as_claimed
     if held.all() or not held.any():
@@ -166,8 +184,13 @@ def _value(cases: pd.DataFrame) -> str:
 def ledger_table(answers: Iterable[Answer]) -> pd.DataFrame:
     """The ledger as it is shown, a row a claim."""
     columns = ["id", "claim", "verdict", "value", "quantity", "from", "note"]
-    rows = [(a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, a.claim.note) for a in answers]
+    rows = [(a.claim.id, a.claim.claim, a.verdict, a.value, a.claim.quantity, a.source, _note(a)) for a in answers]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _note(answer: Answer) -> str:
+    left_out = f"not judged: {answer.unjudged}" if answer.unjudged else ""
+    return "; ".join(filter(None, (answer.claim.note, left_out)))
 
 
 def ratio_cases(answers: Iterable[Answer]) -> pd.DataFrame:

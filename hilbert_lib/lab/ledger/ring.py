@@ -94,22 +94,31 @@ def balance(*, tokens: int, speeds: Sequence[Sequence[float]]) -> pd.DataFrame:
 
 
 def overlap_and_scaling(records: Sequence[dict]) -> pd.DataFrame:
-    """The share of a forward's exchange that ran under other kernels, and a rank's speed over that of one rank alone.
+    """The share of an exchange that ran under other kernels, and a rank's speed over that of one rank alone.
 
-    The interval of a speed is that of the quartiles of both times.
+    hidden: of every run of several ranks, by its `side`, forward and backward. scaling: of those that one rank ran by
+    the same side in the same sweep; the interval is that of the quartiles of both times.
     """
-    auto = [record for record in records if record["side"] == "auto" and record["sweep"] in ("weak", "strong")]
-    alone = {(one["sweep"], one["tokens"]): _together(one) for one in auto if one["ranks"] == 1}
+    alone = {(one["side"], one["sweep"], one["tokens"]): one for one in records if one["ranks"] == 1}
     cases = []
-    for record in (each for each in auto if each["ranks"] > 1):
-        ranks, weak = record["ranks"], record["sweep"] == "weak"
-        case, hidden = {name: record[name] for name in ("sweep", "ranks", "tokens")}, record["hidden_forward"]
-        cases.append({"what": "hidden", **case, "value": hidden, "low": hidden, "high": hidden})
-        times = _together(record)
-        ideal = alone[record["sweep"], record["tokens"] // (ranks if weak else 1)] / (1 if weak else ranks)
-        speed = {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
-        cases.append({"what": "scaling", **case, **speed})
+    for record in (each for each in records if each["ranks"] > 1):
+        case = {name: record[name] for name in ("sweep", "side", "ranks", "tokens", "is_causal")}
+        for direction in ("forward", "backward"):
+            hidden = record[f"hidden_{direction}"]
+            shares = {"value": hidden, "low": hidden, "high": hidden}
+            cases.append({"what": "hidden", **case, "direction": direction, **shares})
+        is_weak = record["sweep"] == "weak"
+        one = alone.get((record["side"], record["sweep"], record["tokens"] // (record["ranks"] if is_weak else 1)))
+        if one is not None:
+            speed = _over_alone(record, one, share=1 if is_weak else record["ranks"])
+            cases.append({"what": "scaling", **case, "direction": "both", **speed})
     return pd.DataFrame(cases)
+
+
+def _over_alone(record: dict, one: dict, *, share: int) -> dict[str, float]:
+    # The time of one rank alone, of whose work each rank has one `share`-th, over that of several.
+    ideal, times = _together(one) / share, _together(record)
+    return {"value": ideal[1] / times[1], "low": ideal[0] / times[2], "high": ideal[2] / times[0]}
 
 
 def _together(record: dict) -> np.ndarray:
