@@ -142,6 +142,48 @@ def test_the_longest_sequences_are_those_of_the_records():
     assert numbers()["ring_both_seconds"] == f"{(both['forward_ms'] + both['backward_ms']) / 1e3:.2f}"
 
 
+def test_the_sequence_of_a_models_heads_is_the_longest_that_was_checked_both_ways():
+    records = read_records(newest_run("07_ring_attention") / RESULTS)
+    wide = [each for each in records if each["heads"] > 7 and each["head_dim"] > 63 and each["backward"]]
+    longest = max((each for each in wide if each["side"] == "auto"), key=lambda each: each["tokens"])
+    assert longest["out_error"] is not None
+    assert numbers()["ring_model_tokens"] == f"{longest['tokens']:,}"
+    assert numbers()["ring_model_seconds"] == f"{(longest['forward_ms'] + longest['backward_ms']) / 1e3:.2f}"
+    assert (numbers()["ring_model_heads"], numbers()["ring_model_head_dim"]) == (
+        str(longest["heads"]),
+        str(longest["head_dim"]),
+    )
+
+
+def test_what_is_hidden_and_what_runs_wait_for_are_those_of_the_records():
+    auto = [each for each in read_records(newest_run("07_ring_attention") / RESULTS) if each["side"] == "auto"]
+    (causal,) = (each for each in auto if each["is_causal"])
+    for direction in ("forward", "backward"):
+        assert numbers()[f"ring_causal_hidden_{direction}"] == f"{causal[f'hidden_{direction}']:.2f}"
+    for card in ("h200", "h100"):
+        (run,) = REPORTS.glob(f"{card}x4/*/07_*/")
+        weak = [each for each in read_records(run / "grids.jsonl") if each["sweep"] == "weak"]
+        hidden = [each["hidden_forward"] for each in weak if each["side"] == "rectangles" and each["ranks"] > 1]
+        ends = tuple(numbers()[f"grids_hidden_{card}_{end}"] for end in ("low", "high"))
+        assert ends == (f"{min(hidden):.2f}", f"{max(hidden):.2f}")
+        runs = [each for each in read_records(run / "grids.jsonl") if each["side"] == "Hilbert runs"]
+        (two,) = (each for each in runs if each["ranks"] == 2)
+        if card == "h200":
+            assert numbers()["runs_forward_ms"] == f"{two['forward_ms']:.2f}"
+            assert numbers()["runs_exchange_ms"] == f"{two['exchange_ms_forward']:.2f}"
+
+
+def test_the_documents_milliseconds_are_over_those_of_the_rebuilt_loop():
+    runs = [newest_run("04_safe_benchmarking"), *REPORTS.glob("h*/*/causes")]
+    rebuilt = [each for run in runs for each in read_records(run / RESULTS) if each.get("printed") == "7.95"]
+    loops = [each for each in rebuilt if each["cause"] == "two programs"]
+    longer = sorted(138.66 / statistics.median(each["standard_ms"]) for each in loops)
+    first = sorted(each["standard_ms"][0] for each in rebuilt if each["cause"] == "first call")
+    for name, ends in {"longer_7_95": longer, "first_7_95": first}.items():
+        assert [numbers()[f"{name}_low"], numbers()[f"{name}_high"]] == [f"{end:.0f}" for end in ends]
+    assert {f"{each['segment']:,}" for each in loops} == {numbers()["made_7_95_segment"]}
+
+
 def test_the_claims_are_counted_as_their_verdicts_say():
     verdicts = list(yaml.safe_load(VERDICTS.read_text()).values())
     counts = [sum(each in (HOLDS, f"{HOLDS} as planned") for each in verdicts)]
