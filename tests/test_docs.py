@@ -44,6 +44,16 @@ def test_every_recipe_runs(title, tmp_path, monkeypatch):
     exec(code, vars(recipe))
 
 
+def test_the_recipe_that_stores_tokens_in_an_order_has_a_window_that_gains_by_it():
+    recipe = RECIPES["Tokens on a grid: store them once"]
+    ((side, _, window),) = re.findall(r"Neighbourhood\(\((\d+), (\d+)\), window=(\d+)\)", recipe)
+    assert int(window) >= int(numbers()[f"least_window_{side}"])
+    told = dict(re.findall(r"\b(\d+) on (?:a grid of )?(\d+) x \2\b", recipe.replace("\n", " ")))
+    assert {f"least_window_{side}": window for window, side in told.items()} == {
+        name: value for name, value in numbers().items() if name.startswith("least_window_")
+    }
+
+
 @pytest.mark.parametrize("call", [call for _, call in SEED_NAMES if call.startswith("DilatedAttention(")])
 def test_every_module_of_the_documents_names_equals_the_oracle(call):
     if "triton" in call:

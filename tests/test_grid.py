@@ -130,6 +130,13 @@ def test_compact_orders_touch_fewer_blocks_where_the_window_is_wide():
     assert (touched.loc["64 x 64", ["hilbert", "morton", "tile"]].nunique(axis=1) == 1).all()
 
 
+def test_the_least_window_that_gains_is_where_blocks_touched_cross():
+    least = counting.least_window((64, 64))
+    counts = counting.count_blocks([(64, 64)], windows=[least - 2, least, 33], block_sizes=[counting.BLOCK])
+    touched = counts.pivot(index="window", columns="order", values="touched")
+    assert (touched.hilbert < touched.raster).to_dict() == {least - 2: False, least: True, 33: True}
+
+
 def test_used_is_the_share_of_pairs_that_attend():
     near = Neighbourhood((16, 16), 5)
     shares = counting.block_shares(near, block_size=32)
@@ -147,6 +154,7 @@ WRONG = [
     (lambda: counting.count_blocks([(4, 4)], windows=[3, 3], block_sizes=[4]), r"windows .* once, got \[3, 3\]"),
     (lambda: counting.count_blocks([(4, 4)], windows=[3], block_sizes=[]), r"block_sizes .* at least one"),
     (lambda: counting.count_blocks([], windows=[3], block_sizes=[4]), r"shapes .* at least one"),
+    (lambda: counting.least_window((16, 16)), r"shape must have a window that gains by hilbert order, got \(16, 16\)"),
     (lambda: counting.count_exchange(NEAR, ranks=[2, 2], row_bytes=1), r"ranks .* once"),
     (lambda: Neighbourhood((3, 4), 2).keys(12), "position must be an integer from 0 to 11, got 12"),
     (lambda: Neighbourhood((3, 4), 2).queries(-1), "position must be an integer from 0 to 11, got -1"),

@@ -41,6 +41,19 @@ def used_by_blocks(neighbourhood: Neighbourhood, ordering: Ordering, *, device: 
     return neighbourhood.pairs / (int((blocks.partial | blocks.full).sum()) * BLOCK**2)
 
 
+def least_window(shape: Sequence[int], *, order: str = "hilbert") -> int:
+    """The smallest odd window with which blocks in an order hold fewer useless pairs than blocks row by row.
+
+    ValueError: where no window of the grid is so wide.
+    """
+    raster, compact = (Ordering.from_curve(kind, prod(shape), grid=tuple(shape)) for kind in ("raster", order))
+    for window in range(3, min(shape) + 1, 2):
+        near = Neighbourhood(tuple(shape), window)
+        if used_by_blocks(near, compact) > used_by_blocks(near, raster):
+            return window
+    raise ValueError(f"shape must have a window that gains by {order} order, got {tuple(shape)}")
+
+
 def used_by_boxes(neighbourhood: Neighbourhood) -> float:
     """The same of boxes of keys that begin where the windows of a box of queries do, at the best sides of a box."""
     computed = []  # pairs of boxes, which along an axis are those of its tiles

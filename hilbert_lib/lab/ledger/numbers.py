@@ -14,6 +14,7 @@ import pandas as pd
 import yaml
 
 from hilbert_lib.files import write_whole
+from hilbert_lib.lab.cache.neighbourhood import least_window
 from hilbert_lib.lab.environment import say_hardware
 from hilbert_lib.lab.ledger import kernels
 from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, ROOT, UNTESTED, VERDICTS, answer, read_ledger
@@ -60,6 +61,7 @@ def numbers() -> dict[str, str]:
     told |= {**_orders(fused), **_speeds(fused), **_long(fused), **_ring(ring), **both[runs["07_both"]]}
     told |= {**_grids(grids), **_choice(choices, fused), **_sustained(choices, grids)}
     told |= {**_saved(), **_claims(), **_causes()}
+    told |= {f"least_window_{side}": least_window((side, side)) for side in (64, 128)}
     told["runs"] = _runs()
     for name, run in runs.items():
         file = GRID_RESULTS if name == "07_grids" else RESULTS
@@ -145,6 +147,8 @@ def _grids(records: list[dict]) -> dict:
     gains, work = kernels.grid_gains(records), ["side", "window", "block_size", "head_dim"]
     hilbert = gains[gains.order == "hilbert"].set_index(work)
     told = {"grid_works": len(hilbert), "grid_faster": int((hilbert.low > FASTER).sum())}
+    # Of a video the first side is of frames.
+    told["timed_window"] = min(int(str(window).split(" x ")[-1]) for _, window, *_ in hilbert.index)
     told |= {"grid_best": f"{hilbert.value.max():.2f}", "grid_worst": f"{hilbert.value.min():.2f}"}
     most = gains.groupby("order").value.max()
     told |= {f"grid_best_{order}": f"{most[order]:.2f}" for order in ("tile", "morton")}
