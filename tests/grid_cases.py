@@ -38,6 +38,7 @@ OPTIONS = ((1, 2, 3), EDGES, (False, True), (1, 2), (1, 2))
 SMALL = {1: ((12,), (5,)), 2: ((4, 8), (2, 3)), 3: ((4, 4, 4), (2, 2, 2))}  # sides and windows of so many axes
 LARGE = {1: ((96,), (33,)), 2: ((12, 20), (5, 9)), 3: ((4, 8, 12), (2, 3, 5))}  # of several tiles of a GPU
 HEADS = {"one": (1, 1, 1), "grouped": (2, 4, 2), "windows": (1, 2, 2)}  # batch, heads, kv_heads
+GROUPED_WINDOWS = "grouped windows"  # a window for each KV head, which has several query heads
 ORDERS = {
     "none": lambda shape: None,
     "random": lambda shape: Ordering.random(_cells(shape), seed=1),
@@ -86,9 +87,9 @@ def in_pairs(*axes, marks: Callable = lambda case: ()) -> pytest.MarkDecorator:
 
 
 def neighbourhoods(rules: str | tuple, heads: str) -> Neighbourhood | tuple[Neighbourhood, ...]:
-    """One for all heads or, where heads are "windows", one for each."""
+    """One for all heads or, where heads are "windows" or `GROUPED_WINDOWS`, one for each."""
     near = Neighbourhood(*RULES.get(rules, rules))
-    if heads != "windows":
+    if heads not in ("windows", GROUPED_WINDOWS):
         return near
     sides = zip(near.window, near.stride, strict=True)
     return near, replace(near, window=tuple(max(1, side - 1) if side > step else side for side, step in sides))
@@ -173,7 +174,7 @@ def expected(rules: str | tuple, heads: str, more: str, dtype: torch.dtype, head
     """Inputs of a dtype, row by row, masks, and what the oracle makes of them in float64."""
     near = neighbourhoods(rules, heads)
     shape = RULES.get(rules, rules)[0]
-    batch, count, kv_heads = HEADS[heads]
+    batch, count, kv_heads = (2, 4, 2) if heads == GROUPED_WINDOWS else HEADS[heads]
     generator = torch.Generator().manual_seed(0)
 
     def draw(rows: int, own: int) -> Tensor:
@@ -215,6 +216,13 @@ def check(rules, heads, order, more, dtype, backend, head_dim=8, device="cpu", g
     for n, (mine, theirs) in enumerate(zip(got_grads, grads, strict=False)):
         right = stored(theirs) if n < 3 else theirs
         torch.testing.assert_close(mine.cpu().double(), right, atol=close_grad, rtol=close_grad / 10)
+
+
+def check_grouped_windows(backend: str, dtype: torch.dtype = torch.float64, **options) -> None:
+    """Run a small case in which everything meets that is counted by heads: windows, groups, extra keys and padding."""
+    check(
+        ((4, 6), (3, 2), 1, 1, False, "clip"), GROUPED_WINDOWS, "random", "extra and padding", dtype, backend, **options
+    )
 
 
 def attended(given: Sequence[Tensor], near, backend: str, **options) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from grid_cases import (
     TOLERANCE,
     boxed,
     check,
+    check_grouped_windows,
     check_nan,
     check_part,
     every_rule,
@@ -70,6 +71,16 @@ def test_on_a_gpu_the_kernels_serve_all_options(rules):
 def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
     monkeypatch.setattr(eager, "CHUNK", 2**10)  # several chunks
     check(*case)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "flex"])
+def test_windows_are_those_of_the_kv_head_of_each_group(backend, monkeypatch):
+    if backend == "flex":  # as below
+        run = partial(flex.attend, block_size=16)
+        monkeypatch.setitem(BACKENDS, "eager", replace(BACKENDS["eager"], functions=lambda _: (run, None)))
+        check_grouped_windows("eager", head_dim=16, gradients=False)
+    else:
+        check_grouped_windows(backend)
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ def drawn(number: int) -> Case:
         near = Neighbourhood(*fields)
     ranks = [side // dilation for side, dilation in zip(near.shape, near.dilation, strict=True)]
     another = tuple(random.randint(*least_and_most) for least_and_most in zip(near.stride, ranks, strict=True))
-    windows = (near, Neighbourhood(near.shape, another, *fields[2:])) if heads == "windows" else (near,) * kv_heads
+    windows = (near, Neighbourhood(near.shape, another, *fields[2:]))[:kv_heads]  # grouped heads have them too
     return Case(
         windows, batch, count, head_dim, random.choice((1, 64, 70, 130)) if "extra" in more else 0,
         "padding" in more, more == "extra and padding", layout, random.choice((torch.bfloat16, torch.float16)),

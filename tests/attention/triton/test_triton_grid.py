@@ -14,6 +14,7 @@ from grid_cases import (
     RULES,
     SMALL,
     check,
+    check_grouped_windows,
     check_nan,
     check_part,
     every_rule,
@@ -44,6 +45,10 @@ def test_output_lse_and_gradients_equal_the_oracle(case):
 @pytest.mark.parametrize("case", pairs_of_options(DTYPES), ids=str)
 def test_options_in_pairs(case):
     check(*case, "triton", device=DEVICE)
+
+
+def test_windows_are_those_of_the_kv_head_of_each_group():
+    check_grouped_windows("triton", torch.float32, device=DEVICE)
 
 
 @pytest.mark.full
