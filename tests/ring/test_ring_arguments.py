@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
+from hilbert_lib.launch import REFUSED
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import agreement
 from hilbert_lib.ring import module as modules
+from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import passes
@@ -122,6 +124,34 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
     asked = {2: (None, {"pattern": "a"}), 3: (None, {"pattern": "b"})}
     assert agreement._difference(asked) == "pattern must be the same on all ranks, got a on rank 2; b on rank 3"
+
+
+@pytest.mark.parametrize("what", ["asks for another", "refused"])
+@pytest.mark.parametrize("odd", range(4))
+def test_one_rank_that_differs_is_found_wherever_it_stands(four_ranks, monkeypatch, odd, what):
+    """The messages of all four are put where they would arrive."""
+    refusals = [ValueError("x must be") if (rank, what) == (odd, "refused") else None for rank in range(4)]
+    requests = [{"scale": "0.5" if (rank, what) == (odd, "asks for another") else "0.25"} for rank in range(4)]
+
+    def gather(asked, own, group):
+        told = (each and f"ValueError: {each}" for each in refusals)
+        asked[:] = zip(told, requests, strict=True)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(agreement, "_companion", lambda group: group)
+    made = [Agreement(*each, dist.group.WORLD) for each in zip(requests, [4, 5, 6, 7], refusals, strict=True)]
+    told = f"rank {odd} {REFUSED} ValueError: x must be" if what == "refused" else rf"0\.5 on rank {odd}(;|$)"
+    for rank, own in enumerate(made):
+        own._gathered = [each._own for each in made]
+        with pytest.raises(ValueError, match="x must be" if refusals[rank] else told):
+            own.lengths()
+
+
+def test_ranks_that_agree_hear_each_others_lengths(four_ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "_companion", lambda group: group)
+    made = [Agreement({"scale": "0.5"}, length, None, dist.group.WORLD) for length in (4, 5, 6, 2**40)]
+    made[1]._gathered = [each._own for each in made]
+    assert made[1].lengths() == (4, 5, 6, 2**40)
 
 
 def test_a_module_calls_with_what_it_was_made_with(monkeypatch):
