@@ -88,6 +88,22 @@ def test_the_mask_of_the_kernel_holds_the_predicted_blocks(near):
     assert blocks.full.any() or near != Neighbourhood((16, 16), 9)  # some case has full blocks
 
 
+@pytest.mark.parametrize("rules", [{}, {"edge": "clip"}, {"edge": "clip", "is_causal": True}, {"dilation": 2}], ids=str)
+@pytest.mark.parametrize("cells", range(8, 13))
+def test_a_block_that_the_grid_does_not_fill_is_never_full(cells, rules):
+    """Whatever the rest, and however far a clipped window reaches past the end."""
+    near = Neighbourhood((cells,), min(7, cells // 2) if "dilation" in rules else 7, **rules)
+    mask = mask_of(near)
+    for q_block, kv_block in ((1, 5), (3, 4), (4, 3), (5, 1)):
+        whole = [
+            [bool(block.all()) and block.shape == (q_block, kv_block) for block in rows.split(kv_block, 1)]
+            for rows in mask.split(q_block)
+        ]
+        blocks = mask_blocks(near, None, q_block=q_block, kv_block=kv_block)
+        assert blocks.full.equal(torch.tensor(whole))
+        assert not (blocks.partial & blocks.full).any()
+
+
 @pytest.mark.parametrize(("near", "order"), GRIDS)
 def test_pairs_of_a_block_are_counted(near, order):
     perm = ordering(near, order).perm

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hilbert_lib import ordering as module
 from hilbert_lib.curves.coordinates import KINDS
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.ordering import Ordering, ordering_cache_info
+from hilbert_lib.ordering import Ordering, OrderingSpec, ordering_cache_info
 
 CPU = torch.device("cpu")
 LENGTHS = st.integers(1, 500)
@@ -181,6 +181,26 @@ def test_recipes_that_differ_are_unequal_and_numbers_may_be_of_numpy():
     assert boxed == Ordering.from_curve("tile", 6, grid=np.array([2, 3]))
     assert hash(boxed) == hash(Ordering.from_curve("tile", 6, grid=(2, 3)))
     assert boxed.grid == (2, 3)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=repr)
+def test_a_spec_makes_the_ordering_of_all_that_it_holds(example):
+    recipe = {name: getattr(example, name) for name in ("chunk", "grid", "rate", "seed")}
+    small = recipe | ({"grid": None} if example.grid else {})  # a grid must hold the one position of the first check
+    made = OrderingSpec(example.kind, **small).ordering(example.length)
+    assert made == Ordering(example.kind, example.length, **small)
+    assert OrderingSpec(example.kind, **recipe).ordering(example.length) == example
+    for name, value in recipe.items():
+        assert getattr(OrderingSpec(example.kind, **recipe), name) == value
+
+
+def test_tables_are_of_the_whole_recipe():
+    """Written out: a test that makes both sides by the same code does not see what both leave out."""
+    assert OrderingSpec("residue", rate=2, chunk=4).ordering(8).perm.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert OrderingSpec("snake", grid=(2, 2), chunk=4).ordering(8).perm.tolist() == [0, 1, 3, 2, 4, 5, 7, 6]
+    assert OrderingSpec("snake", grid=(4, 2)).ordering(8).perm.tolist() == [0, 1, 3, 2, 4, 5, 7, 6]
+    generator = torch.Generator().manual_seed(3)
+    assert OrderingSpec("random", seed=3).ordering(8).perm.equal(torch.randperm(8, generator=generator))
 
 
 # Each in turn on a cache for 100 positions. The third use leaves 41 the oldest; what is larger than the bound is kept

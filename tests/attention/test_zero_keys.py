@@ -49,6 +49,18 @@ def test_whole_segments_that_a_rate_does_not_divide_are_filled():
     assert_close(dilated_attention(q, k, v, pattern, return_lse=True), oracle.attention(q, k, v, pattern), 1e-12)
 
 
+@pytest.mark.parametrize(("length", "pattern"), [
+    (5, DilatedPattern((8,), (4,), padding="zeros")),  # shorter than its segment, which the rate divides
+    (5, DilatedPattern((8, 16), (4, 2), padding="zeros")),
+    (6, DilatedPattern((6,), (4,), padding="zeros")),  # one whole segment, which the rate does not divide
+    (7, DilatedPattern((3,), (1,), padding="zeros")),  # a tail alone
+    (6, DilatedPattern((3, 8), (3, 2), padding="zeros")),  # nothing to fill
+])  # fmt: skip
+def test_a_sequence_of_any_length_beside_its_segments_has_its_keys_of_zeros(length, pattern):
+    q, k, v, _ = drawn(length, 2, 2, 4, dtype=torch.float64)
+    assert_close(dilated_attention(q, k, v, pattern, return_lse=True), oracle.attention(q, k, v, pattern), 1e-12)
+
+
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_with_dropout_the_gradient_is_exact(backend):
     tensors = [x.requires_grad_() for x in drawn(5, 2, 1, 2, dtype=torch.float64)[:3]]
