@@ -1,5 +1,6 @@
 """The form that every notebook here has, so that people, papermill and nbval can rely on it."""
 
+import ast
 import json
 import re
 import shutil
@@ -8,7 +9,9 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
+import torch
 from own_scripts import load_script
 from tiny_notebooks import write_notebook
 
@@ -59,6 +62,72 @@ def test_it_is_thin_states_what_to_believe_and_prints_the_environment(cells):
     assert not any("sys.path" in cell.source for cell in code)
     (cell,) = (cell for cell in code if "describe_environment()" in cell.source)
     assert "nbval-ignore-output" in cell.metadata.tags
+
+
+def asserted(name, words):
+    """The one assertion of a notebook's code that holds some words, as code that says whether it passes."""
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
+    lines = (line for cell in code_of(cells) for line in ast.walk(ast.parse(cell.source)))
+    (found,) = (line.test for line in lines if isinstance(line, ast.Assert) and words in ast.unparse(line.test))
+    return compile(ast.Expression(found), name, "eval")
+
+
+def apart(**columns):
+    """One row of a table whose figures are as far off as is told."""
+    return pd.DataFrame({name: [value] for name, value in columns.items()})
+
+
+ONES = [torch.ones(3)] * 2
+HALF_AN_ULP_MORE = [ONES[0], torch.ones(3).nextafter(torch.tensor(2.0))]
+# The words of an assertion, the names that it reads where its promise is just kept, and where it is just broken.
+KEPT_AND_BROKEN = {
+    ("02_dilated_attention", "by denominators"): [
+        {"weights": pd.DataFrame({"by denominators": [0.5, 0.5], "one softmax": [0.5, 0.5 - off]})}
+        for off in (5e-13, 2e-12)
+    ],
+    ("02_dilated_attention", "mixed"): [{"out": off * ONES[0], "mixed": 0 * ONES[0]} for off in (9e-6, 2e-5)],
+    ("02_dilated_attention", "found.values"): [
+        {"pairs": n, "found": {"a": torch.tensor([1, 2]), "b": torch.tensor(1)}} for n in (4, 5)
+    ],
+    ("02_dilated_attention", "torch.equal"): [{"results": [ONES], "other": x} for x in (ONES, HALF_AN_ULP_MORE)],
+    ("02_dilated_attention", "nunique"): [
+        {"own": pd.DataFrame({"backend": ["reference", "eager", other]})} for other in ("sdpa", "eager")
+    ],
+    ("02_dilated_attention", "tolerances"): [
+        {"own": apart(error=off), "tolerances": {"float64": 1e-12}, "dtype": "float64"} for off in (9e-13, 2e-12)
+    ],
+    ("06_kernel_benchmarks", "sides.error"): [{"sides": apart(error=off)} for off in (0.019, 0.02)],
+    ("06_kernel_benchmarks", "pairs.output_difference"): [
+        {"pairs": apart(output_difference=off)} for off in (0.019, 0.02)
+    ],
+    ("06_kernel_benchmarks", "'no table'"): [{"pairs": apart(b="a", output_difference=off)} for off in (0.0, 1e-9)],
+    ("07_ring_attention", "checks"): [{"checks": apart(out_error=0.0, dq_error=off)} for off in (9e-6, 2e-5)],
+    ("07_ring_attention", "same["): [{"same": apart(out_error=0.0, dq_error=off)} for off in (0.019, 0.02)],
+    ("08_where_a_curve_pays", "exact"): [{"exact": [0.0, off, 0.0]} for off in (9e-10, 2e-9)],
+    ("08_where_a_curve_pays", "again"): [
+        {"again": torch.full((2,), off, dtype=torch.float64), "out": torch.zeros(2, dtype=torch.float64)}
+        for off in (9e-13, 2e-12)
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "words"), KEPT_AND_BROKEN)
+def test_an_assertion_fails_as_soon_as_what_it_promises_is_broken(name, words):
+    kept, broken = KEPT_AND_BROKEN[name, words]
+    check = asserted(name, words)
+    assert eval(check, {"torch": torch} | kept)
+    assert not eval(check, {"torch": torch} | broken)
+
+
+def test_tolerances_of_02_are_those_of_rounding():
+    """The cell that compares backends, on errors that it finds just too large."""
+    cells = nbformat.read(ROOT / "notebooks/02_dilated_attention.ipynb", as_version=4).cells
+    (cell,) = (cell.source for cell in cells if cell.id == "check-errors")
+    for dtype, error in {"float64": 2e-12, "float32": 2e-4, "float16": 0.01, "bfloat16": 0.07}.items():
+        worst = pd.DataFrame({"dtype": dtype, "backend": ["reference", "eager", "sdpa"], "error": [0.0, error, 0.0]})
+        with pytest.raises(AssertionError, match=f"{dtype}: off by"):
+            exec(cell, {"worst": worst, "refused": {}})
+        exec(cell, {"worst": worst.assign(error=worst.error / 2.5), "refused": {}})
 
 
 def test_its_links_lead_to_notebooks_that_exist(path, cells):

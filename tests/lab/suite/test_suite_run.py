@@ -80,6 +80,31 @@ def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, me
     assert not (run_folder / name).exists()
 
 
+FOUND = {  # what lies in a point's folder, and whether the point is run all the same
+    "nothing": (None, True),
+    "its result": ({}, False),
+    "another code's or other values'": ({"key": "0123abcd"}, True),
+    "a result that is none": ({"status": "interrupted"}, True),
+}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("what", FOUND)
+def test_only_a_finished_result_of_the_same_key_is_reused(tmp_path, monkeypatch, what, force):
+    (changed, runs_again), point, ran = FOUND[what], point_of(tmp_path), []
+    found = {"key": point.key, "status": "ok", "notebook": "00_a"}
+
+    def run_point(point, run_folder, facts, *, timeout, resume):
+        ran.append(resume)
+        return {"status": "ok"}
+
+    monkeypatch.setattr(runs, "run_point", run_point)
+    monkeypatch.setattr(runs, "read_manifest", lambda folder: None if changed is None else found | changed)
+    outcome = "ok" if runs_again or force else "reused"
+    assert runs.run_points([point], tmp_path / "run", {}, force=force) == {"00_a": outcome}
+    assert ran == [not force] * (outcome == "ok")
+
+
 def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts):
     sleeping = point_of(tmp_path, "import time\ntime.sleep(60)")
     one_cell = runs.run_point(sleeping, tmp_path / "run", facts, timeout=1)
