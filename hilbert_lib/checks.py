@@ -61,6 +61,18 @@ def positive(name: str, value: object, *, most: float = math.inf) -> float:
     return found
 
 
+def dense_tensor(name: str, value: object) -> Tensor:
+    """The argument, if it is a tensor whose elements lie at strides and are numbers; else TypeError."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout is not torch.strided:  # a nested tensor may say strided, but has no shape
+        got = "a nested one (torch.nested.to_padded_tensor pads it)" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {got}")
+    if value.is_quantized:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got a quantised one: x.dequantize() is dense")
+    return value
+
+
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     """The argument, if it is one of these strings: TypeError if it is no string, else ValueError."""
     if not isinstance(value, str):
@@ -133,6 +145,16 @@ def suggesting(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
+
+
+def unscripted(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which torch.jit.script refuses by its name, inside other functions and modules too."""
+
+    def refuse() -> None:
+        raise TypeError(f"{function.__name__} is not scripted by torch.jit.script: use torch.export or torch.compile")
+
+    function.__prepare_scriptable__ = refuse
+    return function
 
 
 def known_by(function: Callable, keywords: Iterable[str], asked: str) -> None:

@@ -8,6 +8,7 @@ from math import isqrt, prod
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hilbert_lib import checks
@@ -178,8 +179,9 @@ class Ordering:
         return self._select(x, dim, 1)
 
     def _select(self, x: Tensor, dim: int, table: int) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        is_selected = isinstance(x, Tensor) and (x.layout is torch.sparse_coo or x.is_quantized)
+        if not is_selected:  # by index_select, which serves these besides
+            checks.dense_tensor("x", x)
         dim = integer("dim", dim, least=-x.dim(), most=x.dim() - 1)
         if x.shape[dim] != self.length:
             raise ValueError(f"x must have size {self.length} along dim {dim}, got shape {tuple(x.shape)}")
@@ -302,7 +304,14 @@ class Permuted(torch.autograd.Function):
         return dx.index_select(1, ctx.inverse), None, None
 
 
+def _is_transformed() -> bool:
+    # Whether torch.func or forward-mode differentiation runs, for which `Permuted` has no rules, but index_select has.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def in_sequence(x: Tensor, ordering: Ordering) -> Tensor:
     """`Ordering.undo` along dim 1, for what is differentiated once."""
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return ordering.undo(x, 1)
     perm, inverse, _ = ordering._tables(x.device)
     return Permuted.apply(x, inverse, perm)

@@ -24,7 +24,18 @@ LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.
 FLOORS = {
     "attention": [
-        *("call", "dropout", "documents", "grids.request", "triton", "merge", "backends", "rules", "measured_rules"),
+        *(
+            "call",
+            "dropout",
+            "documents",
+            "transforms",
+            "grids.request",
+            "triton",
+            "merge",
+            "backends",
+            "rules",
+            "measured_rules",
+        ),
         *("choice", "zero_keys", "flop_count", "registration", "operators", "api", "torchscale", "modules", "grids"),
         "explain",
     ],

@@ -13,6 +13,7 @@ call           one validated request
 modules        the function as layers
 grids          attention to neighbourhoods of cells on a grid
 explain        which backend serves a call, along a sequence and on a grid
+transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
 """
 

@@ -12,7 +12,8 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose, explain, is_undone
 from hilbert_lib.attention.documents import check_documents
-from hilbert_lib.checks import boolean, integer, number, positive, suggesting
+from hilbert_lib.attention.transforms import refuse_tracers
+from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive, suggesting, unscripted
 from hilbert_lib.ordering import Ordering, in_sequence
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
@@ -22,6 +23,7 @@ LARGEST_HEAD_DIM = 256
 LARGEST_SCALES = {dtype: torch.finfo(dtype).max / math.log2(math.e) for dtype in (torch.float32, torch.float64)}
 
 
+@unscripted
 @suggesting
 def dilated_attention(
     q: Tensor,
@@ -192,25 +194,24 @@ _warned = False
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as autocast casts them, if their shapes, dtypes and devices fit together."""
-    refuse_jit_trace()
+    refuse_tracers(q, k, v)
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:  # a nested tensor may say strided, but has no shape
-            got = "a nested one" if x.is_nested else f"layout {x.layout}"
-            raise TypeError(f"{name} must be a dense (strided) tensor, got {got}")
+        dense_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    given = q, k, v
     if _casts(q.device.type):  # asked once: three times took 2 us
-        q, k, v = map(as_cast, (q, k, v))
-    for name, x in {"q": q, "k": k, "v": v}.items():
+        q, k, v = map(as_cast, given)
+    for name, x, own in zip("qkv", (q, k, v), given, strict=True):
         if x.dtype not in DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise TypeError(f"{name} must be {allowed}; got {x.dtype}")
+            raise TypeError(f"{name} must be {allowed}; got {own.dtype}")
         if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
+            raise TypeError(
+                f"{name} must have the dtype of q ({dtype_in_words(given[0], q)}), got {dtype_in_words(own, x)}"
+            )
     batch, _, heads, head_dim = q.shape
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"q must have a head_dim from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
@@ -225,10 +226,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def refuse_jit_trace() -> None:
-    """Raise TypeError while torch.jit.trace runs, which makes tensors of all sizes."""
-    if torch.jit.is_tracing():
-        raise TypeError("attention is not traced by torch.jit.trace, whose sizes are tensors: use torch.export")
+def dtype_in_words(given: Tensor, cast: Tensor) -> str:
+    """A tensor's dtype as it was given, and what autocast makes of it."""
+    return str(given.dtype) if given.dtype == cast.dtype else f"{given.dtype}, which autocast makes {cast.dtype}"
 
 
 def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
@@ -278,6 +278,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{name} must be a bool tensor or None, got {got}")
+    dense_tensor(name, mask)
     if mask.shape != k.shape[:2]:
         raise ValueError(f"{name} must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
     if mask.device != k.device:

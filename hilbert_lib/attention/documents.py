@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import NAME, name_table, named
-from hilbert_lib.checks import integer
+from hilbert_lib.checks import dense_tensor, integer
 
 LOOPED = "attends to one document after the other; the host waits for the device to tell their lengths"
 
@@ -26,6 +26,7 @@ def check_documents(q: Tensor, cu_seqlens: object, max_seqlen: object, **others:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {got}")
+    dense_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be (documents + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:

@@ -5,11 +5,12 @@ import torch
 from hilbert_lib.attention import api, choice
 from hilbert_lib.attention.choice import Explanation
 from hilbert_lib.attention.grids import api as grids
-from hilbert_lib.checks import known_by
+from hilbert_lib.checks import known_by, unscripted
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.pattern import DilatedPattern
 
 
+@unscripted
 def explain_backend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from hilbert_lib import checks
@@ -16,16 +17,16 @@ from hilbert_lib.attention.api import (
     check_dropout,
     check_dtype,
     check_scale,
-    refuse_jit_trace,
 )
 from hilbert_lib.attention.torchscale import layer_of_torchscale
+from hilbert_lib.attention.transforms import Layer, refuse_tracers, refuse_vmap
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern, check_pattern
 
 KvOrdering = Ordering | Callable[[int], Ordering] | None
 
 
-class DilatedAttention(nn.Module):
+class DilatedAttention(Layer):
     """Exact dilated attention (LongNet, arXiv 2307.02486) of q, k and v, without parameters.
 
     Train and eval differ only by dropout. `kv_ordering` never changes the output, only where k and v are stored.
@@ -85,11 +86,12 @@ class DilatedAttention(nn.Module):
 
         k and v are in sequence order, whatever `kv_ordering` is.
         """
-        refuse_jit_trace()
+        refuse_tracers(q, k, v)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            checks.dense_tensor(name, x)
         ordering = self.kv_ordering
         # `dilated_attention` refuses whatever else k and v may be.
-        sequences = all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 4 for x in (k, v))
-        if sequences and k.shape[1] == v.shape[1]:
+        if k.dim() == v.dim() == 4 and k.shape[1] == v.shape[1]:
             if callable(ordering):
                 ordering = ordering(k.shape[1]) if k.shape[1] else None  # no ordering has length 0
             if isinstance(ordering, Ordering):
@@ -117,7 +119,7 @@ class DilatedAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in own.items())
 
 
-class MultiheadDilatedAttention(nn.Module):
+class MultiheadDilatedAttention(Layer):
     """Self-attention with projections, in the place of `torch.nn.MultiheadAttention`, also inside torch's layers:
     `layer.self_attn = MultiheadDilatedAttention(...)`.
 
@@ -286,6 +288,7 @@ class MultiheadDilatedAttention(nn.Module):
         Raises:
             TypeError, ValueError: where an argument is not one of these; as `dilated_attention`.
         """
+        refuse_tracers(query, key, value, key_padding_mask)
         if need_weights:
             raise ValueError(f"need_weights must be False: the weights are never all in memory; got {need_weights!r}")
         if attn_mask is not None and not isinstance(attn_mask, Tensor):
@@ -301,10 +304,7 @@ class MultiheadDilatedAttention(nn.Module):
         if alone and is_nested and self.batch_first:
             return self._attend_nested(query, attn_mask, is_causal), None
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-            if x.is_nested:
-                raise TypeError(f"{name} must be a dense (strided) tensor, got a nested one: pad it and pass a mask")
+            checks.dense_tensor(name, x)
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or x.shape != query.shape:
                 like = "" if x is query else f", shaped like query {tuple(query.shape)}"
                 told = f"tokens of size {self.embed_dim} in 2 or 3 dimensions{like}"
@@ -360,12 +360,15 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a tensor or None, got {type(mask).__name__}")
+    checks.dense_tensor("key_padding_mask", mask)
     if not mask.is_floating_point():
         return mask
+    refuse_vmap("MultiheadDilatedAttention", mask)  # whose values are read
     padded = mask == -torch.inf
     allowed = padded | (mask == 0)
     message = "key_padding_mask must be bool, or hold 0 and -inf alone"
-    if torch.compiler.is_compiling():  # a program cannot branch on values, but asserts them where it runs
+    # A program cannot branch on values, but asserts them where it runs; others have none.
+    if torch.compiler.is_compiling() or mask.is_meta or isinstance(mask, FakeTensor):
         torch._assert_async(torch.all(allowed), message)
     elif not torch.all(allowed):
         raise ValueError(f"{message}; got {mask[~allowed][0].item()}")

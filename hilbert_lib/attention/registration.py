@@ -9,6 +9,8 @@ from types import NoneType
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.transforms import no_rule_for_vmap, unserved_derivative
+
 LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
 _KEYS = torch._C.DispatchKey
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -58,7 +60,7 @@ def register(
     both = (name, forward, differentiable, len(inputs)), (f"{name}_backward", backward, once, len(inputs) + 3)
     for (own, run, function, count), fake in zip(both, fakes, strict=True):
         LIBRARY.impl(own, run, "CompositeExplicitAutograd")
-        LIBRARY.impl(own, _without_functorch(name, own, function, count), "Autograd")
+        LIBRARY.impl(own, _by_backward_alone(name, own, function, count), "Autograd")
         LIBRARY.impl(own, _refusing_vmap(name), "FuncTorchBatched")
         torch.library.register_fake(f"hilbert_lib::{own}", fake, lib=LIBRARY)
         calls.append(_directly(own, run, function, count))
@@ -148,13 +150,10 @@ def _once(name: str) -> type[torch.autograd.Function]:
     return Once
 
 
-def _without_functorch(name: str, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
+def _by_backward_alone(name: str, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
     def apply(*args):
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{name} has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it by "
-                "backward() or torch.autograd.grad"
-            )
+        if reason := unserved_derivative(name, args[:tensors]):
+            raise RuntimeError(reason)
         return function.apply(*args[:tensors], partial(_below_autograd, own), args[tensors:])
 
     return apply
@@ -162,7 +161,7 @@ def _without_functorch(name: str, own: str, function: type[torch.autograd.Functi
 
 def _refusing_vmap(name: str) -> Callable:
     def refuse(*_args) -> None:
-        raise RuntimeError(f"{name} has no rule for torch.func.vmap: put what it maps over into the batch")
+        raise RuntimeError(no_rule_for_vmap(name))
 
     return refuse
 

@@ -16,6 +16,7 @@ from hilbert_lib.machine import kernel_mode
 TILE_SIDE = {2: 8, 3: 4}  # by number of axes: a tile is 64 cells either way
 
 
+@checks.unscripted
 def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device | str | None = None) -> Tensor:
     """The cells of a grid in the order in which a curve meets them.
 
@@ -49,6 +50,7 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
     return _CURVES[kind](sides, checks.device(device))
 
 
+@checks.unscripted
 def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
     """The place of each cell along a curve: the inverse of `curve_coordinates`.
 
@@ -74,9 +76,12 @@ def curve_index(kind: str, coordinates: Tensor, shape: Sequence[int]) -> Tensor:
         raise TypeError(f"coordinates must be a tensor of integers, got {type(coordinates).__name__}")
     if coordinates.is_floating_point() or coordinates.is_complex() or coordinates.dtype == torch.bool:
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
+    checks.dense_tensor("coordinates", coordinates)
     coordinates = coordinates.long()  # unsigned types cannot be compared
     if coordinates.shape[-1:] != (len(sides),):
         raise ValueError(f"coordinates must have {len(sides)} in the last axis, got {tuple(coordinates.shape)}")
+    if coordinates.is_meta:
+        return coordinates.new_empty(coordinates.shape[:-1])
     if kind == "hilbert" and _has_kernel(coordinates.device):
         from hilbert_lib.curves import kernels
 

@@ -15,10 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import attend, needs_gradient, refuse_jit_trace, validated
+from hilbert_lib.attention.api import attend, needs_gradient, validated
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
-from hilbert_lib.checks import boolean, suggesting
+from hilbert_lib.attention.transforms import refuse_tracers, unserved_derivative
+from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
@@ -32,6 +33,7 @@ _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary(
 _untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 
 
+@unscripted
 @suggesting
 def ring_dilated_attention(
     q: Tensor,
@@ -243,6 +245,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if reason := unserved_derivative("ring_dilated_attention", (dout,)):
+            raise RuntimeError(reason)
         q, k, v, out, lse, _mask, _seed, *kept = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
         return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None, None
@@ -261,6 +265,8 @@ class _Once(torch.autograd.Function):
 def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tuple, validate: bool) -> _Asked:
     boolean("validate", validate)
     planning = check_planning(*planning, ranks=group.size())
+    if reason := unserved_derivative("ring_dilated_attention", (q, k, v)):
+        raise TypeError(reason)
     spec, backend = options["kv_ordering"], options["backend"]
     q, k, v, call = validated(q, k, v, pattern, **options | {"kv_ordering": _ordering(spec, k)})
     if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
@@ -276,9 +282,9 @@ def checked_spec(spec: object) -> OrderingSpec | None:
 
 
 def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
-    refuse_jit_trace()  # as the first who reads a size
+    refuse_tracers(k)  # as the first who reads a size
     spec = checked_spec(spec)
-    has_rows = isinstance(k, Tensor) and k.dim() > 1 and k.shape[1]  # k itself is checked elsewhere
+    has_rows = isinstance(k, Tensor) and not k.is_nested and k.dim() > 1 and k.shape[1]  # k itself is checked elsewhere
     return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
 
 

@@ -6,13 +6,14 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention.api import check_backend, check_dropout, check_scale
 from hilbert_lib.attention.grids.registry import BACKENDS as GRID_BACKENDS
-from hilbert_lib.checks import boolean, integer, one_of
+from hilbert_lib.attention.transforms import Layer, refuse_tracers
+from hilbert_lib.checks import boolean, dense_tensor, integer, one_of, unscripted
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern, check_pattern
@@ -27,7 +28,7 @@ PLANNING = ("transport", "weights", "memory_limit")
 OPTIONS = ("scale", "kv_ordering", "backend", "validate")
 
 
-class _OnRanks(nn.Module):
+class _OnRanks(Layer):
     def __deepcopy__(self, memo: dict) -> Self:
         # The copy shares the group, which cannot be copied.
         memo |= {id(self.group): self.group}
@@ -85,6 +86,7 @@ class RingDilatedAttention(_OnRanks):
             key_padding_mask: (batch, rows) bool, True = no weight.
             is_causal: whether keys after the query are excluded.
         """
+        refuse_tracers(q, k, v)
         options = {"is_causal": is_causal, "key_padding_mask": key_padding_mask}
         options["dropout_p"] = self.dropout if self.training else 0.0
         options |= {name: getattr(self, name) for name in ("group", *PLANNING, *OPTIONS)}
@@ -135,6 +137,7 @@ class RingNeighbourhoodAttention(_OnRanks):
             q: (batch, rows, heads, head_dim). k, v: (batch, rows, kv_heads, head_dim).
             options: key_padding_mask, extra_k, extra_v, extra_padding_mask and return_lse, as there.
         """
+        refuse_tracers(q, k, v)
         own = {name: getattr(self, name) for name in ("shards", "ordering", "group", "scale", "backend", "validate")}
         return ring_neighbourhood_attention(q, k, v, self.neighbourhood, **own, **options)
 
@@ -143,6 +146,7 @@ class RingNeighbourhoodAttention(_OnRanks):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
+@unscripted
 def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """This rank's part of a tensor that every rank holds whole; differentiable.
 
@@ -163,12 +167,13 @@ def shard(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = Non
     tensor([3, 4, 5])
     >>> dist.destroy_process_group()
     """
-    dim = _axis(x, dim)
+    dim = _axis("shard", x, dim)
     group = resolved(group)
     lengths = shard_lengths_for(x.shape[dim], group.size())
     return x.split(lengths, dim)[group.rank()]
 
 
+@unscripted
 def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """The whole tensor, on every rank, from the shards that the ranks hold.
 
@@ -188,7 +193,9 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
     tensor([0, 1, 2])
     >>> dist.destroy_process_group()
     """
-    dim = _axis(x, dim)
+    dim = _axis("gather", x, dim)
+    if x.is_meta:
+        raise TypeError("x must be a tensor with values, got one on the meta device")
     group = resolved(group)
     rows = x.detach().movedim(dim, 0).contiguous()
     lengths = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(group.size())]
@@ -202,7 +209,7 @@ def gather(x: Tensor, dim: int = 1, group: ProcessGroup | DeviceMesh | None = No
     return torch.cat([each[:length] for each, length in zip(shards, lengths, strict=True)]).movedim(0, dim)
 
 
-def _axis(x: object, dim: object) -> int:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+def _axis(function: str, x: object, dim: object) -> int:
+    refuse_tracers(x, name=function)
+    dense_tensor("x", x)
     return integer("dim", dim, least=-x.dim(), most=x.dim() - 1)

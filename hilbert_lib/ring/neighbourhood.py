@@ -15,7 +15,8 @@ from hilbert_lib.attention.api import needs_gradient
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.api import by_kv_head, choose, neighbourhood_attention, validated
 from hilbert_lib.attention.grids.request import Part, Request, Tensors
-from hilbert_lib.checks import boolean, suggesting
+from hilbert_lib.attention.transforms import unserved_derivative
+from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
@@ -28,6 +29,7 @@ from hilbert_lib.ring.rank import halo
 from hilbert_lib.ring.rank.halo import HaloJob, HaloLayout
 
 
+@unscripted
 @suggesting
 def ring_neighbourhood_attention(
     q: Tensor,
@@ -153,6 +155,8 @@ def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: Proce
     rank = group.rank()
     held = shards.count(near.shape, rank), f"rank {rank} in {shards}"
     given, request = validated(q, k, v, neighbourhood, held=held, **options)
+    if reason := unserved_derivative("ring_neighbourhood_attention", given):
+        raise TypeError(reason)
     whole = tuple(map(range, near.shape))
     choose(given, replace(request, part=Part(whole, whole, whole)), options["backend"])  # refuses what no rank can do
     asked = _Asked(given, request, shards, options["backend"])
@@ -214,6 +218,8 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+        if reason := unserved_derivative("ring_neighbourhood_attention", (dout,)):
+            raise RuntimeError(reason)
         *given, out, lse, received, padding, _, _ = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
         return *_Once.apply(dout, *given, out, lse, ctx.job, received, padding), None, None

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from hilbert_lib.attention.api import autocast_dtype, check_mask, check_scale, check_tensors
+from hilbert_lib.attention.api import as_cast, check_mask, check_scale, check_tensors, dtype_in_words
 from hilbert_lib.attention.choice import Explanation, explained, first_that_serves
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors
 from hilbert_lib.attention.rules import Rule
-from hilbert_lib.checks import boolean, one_of, suggesting
+from hilbert_lib.checks import boolean, dense_tensor, one_of, suggesting, unscripted
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
 
@@ -20,6 +20,7 @@ CURVES = ("hilbert", "morton", "tile")  # orders whose blocks are compact
 ROWS = ("linear", "raster")  # orders that leave tokens row by row
 
 
+@unscripted
 @suggesting
 def neighbourhood_attention(
     q: Tensor,
@@ -115,6 +116,7 @@ def validated(
     held: if they are not of the whole grid, of how many cells, and in words of which.
     """
     boolean("return_lse", return_lse)
+    k_given = k
     q, k, v = check_tensors(q, k, v)
     near = by_kv_head(neighbourhood, k.shape[2])
     seq, whose = held or (near[0].length, f"the grid {near[0].shape}")
@@ -124,7 +126,7 @@ def validated(
     scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
     if extra_padding_mask is not None and extra_k is None:
         raise ValueError("extra_padding_mask must be None where extra_k is None, got a mask")
-    extra_k, extra_v = _checked_extra(k, extra_k, extra_v)
+    extra_k, extra_v = _checked_extra(k, dtype_in_words(k_given, k), extra_k, extra_v)
     check_mask("key_padding_mask", key_padding_mask, k)
     check_mask("extra_padding_mask", extra_padding_mask, extra_k)
     extra_padding_mask = extra_padding_mask if extra_k.shape[1] else None
@@ -152,20 +154,22 @@ def by_kv_head(given: Neighbourhood | tuple[Neighbourhood, ...], kv_heads: int) 
     return each
 
 
-def _checked_extra(k: Tensor, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
+def _checked_extra(k: Tensor, k_dtype: str, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    # k_dtype: in words, for errors.
     if extra_k is None and extra_v is None:
         none = k.new_empty(k.shape[0], 0, *k.shape[2:])
         return none, none
     for name, x in (("extra_k", extra_k), ("extra_v", extra_v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor where the other of extra_k and extra_v is, got {x!r}")
+        if x is None:
+            raise TypeError(f"{name} must be a tensor where the other of extra_k and extra_v is, got None")
+        dense_tensor(name, x)
         if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (k.shape[0], *k.shape[2:]) or x.shape != extra_k.shape:
             allowed = f"(batch, extra, kv_heads, head_dim) with k's {k.shape[0]}, {k.shape[2]} and {k.shape[3]}"
             raise ValueError(f"{name} must be {allowed}, and extra_v like extra_k; got shape {tuple(x.shape)}")
         if x.device != k.device:
             raise ValueError(f"{name} must be on the device of k ({k.device}), got {x.device}")
-    extra_k, extra_v = (x.to(autocast_dtype(x)) for x in (extra_k, extra_v))
-    for name, x in (("extra_k", extra_k), ("extra_v", extra_v)):
+    cast = [as_cast(x) for x in (extra_k, extra_v)]
+    for name, given, x in (("extra_k", extra_k, cast[0]), ("extra_v", extra_v, cast[1])):
         if x.dtype != k.dtype:
-            raise TypeError(f"{name} must have the dtype of k ({k.dtype}), got {x.dtype}")
-    return extra_k, extra_v
+            raise TypeError(f"{name} must have the dtype of k ({k_dtype}), got {dtype_in_words(given, x)}")
+    return cast[0], cast[1]

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from hilbert_lib import checks
 from hilbert_lib.attention.api import LARGEST_HEAD_DIM, autocast_dtype, check_dtype
 from hilbert_lib.attention.grids.api import neighbourhood_attention
+from hilbert_lib.attention.transforms import Layer, refuse_tracers
 from hilbert_lib.grid import Neighbourhood
 
 
-class NeighbourhoodAttention(nn.Module):
+class NeighbourhoodAttention(Layer):
     """Self-attention of each cell of a grid over a window around it, with projections.
 
     One module serves every grid that is large enough for its window.
@@ -80,24 +81,29 @@ class NeighbourhoodAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `Neighbourhood` and `neighbourhood_attention`; where x is no such tensor.
         """
+        refuse_tracers(x, key_padding_mask, extra)
         for name, tokens, axes in (("x", x, (3, 4, 5)), ("extra", extra, (3,))):
             if tokens is None and name == "extra":
                 continue
-            if not isinstance(tokens, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
+            checks.dense_tensor(name, tokens)
             if tokens.dim() not in axes or tokens.shape[-1] != self.embed_dim:
                 shape = "(batch, *grid, embed_dim), with 1 to 3 axes" if name == "x" else "(batch, tokens, embed_dim)"
                 raise ValueError(
                     f"{name} must be {shape} and embed_dim {self.embed_dim}, got shape {tuple(tokens.shape)}"
                 )
+            device = self.in_proj.weight.device
+            if tokens.device != device:
+                raise ValueError(f"{name} must be on the device of the parameters ({device}), got {tokens.device}")
             if autocast_dtype(tokens) != autocast_dtype(self.in_proj.weight):
                 raise TypeError(
                     f"{name} must have the dtype of the parameters ({self.in_proj.weight.dtype}), got {tokens.dtype}"
                 )
         grid = x.shape[1:-1]
-        if key_padding_mask is not None and key_padding_mask.shape != x.shape[:-1]:
-            allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
-            raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
+        if key_padding_mask is not None:
+            checks.dense_tensor("key_padding_mask", key_padding_mask)
+            if key_padding_mask.shape != x.shape[:-1]:
+                allowed = f"(batch, *grid) = {tuple(x.shape[:-1])}"
+                raise ValueError(f"key_padding_mask must be {allowed}, got shape {tuple(key_padding_mask.shape)}")
         q, k, v = self._project(x.flatten(1, -2))
         options = {"backend": self.backend}
         if key_padding_mask is not None:

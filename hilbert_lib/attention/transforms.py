@@ -1,0 +1,66 @@
+"""Transforms of torch that attention has no rule for, each refused in words that name it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+_TRACED = "is not traced by torch.jit.trace, nor by an export to ONNX that uses it: use torch.export"
+
+
+def refuse_tracers(*tensors: object, name: str = "attention") -> None:
+    """Raise TypeError while torch.jit.trace runs, which makes tensors of all sizes, or for what torch.fx traces by."""
+    if torch.jit.is_tracing():
+        raise TypeError(f"{name} {_TRACED}")
+    for x in tensors:
+        if isinstance(x, torch.fx.Proxy):
+            raise TypeError(
+                f"{name} is not traced by torch.fx.symbolic_trace, whose tensors have no shapes: use torch.export or "
+                "make_fx of torch.fx.experimental.proxy_tensor, or make its module a leaf of the tracer"
+            )
+
+
+def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | None:
+    """Why a function of that name cannot be differentiated as it is called now; None if it can.
+
+    Args:
+        name: of the function, as errors say it.
+        tensors: those that it is differentiable in.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return (
+            f"{name} has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it by "
+            "backward() or torch.autograd.grad"
+        )
+    if forward_ad._current_level < 0:
+        return None
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return (
+            f"{name} has no rule for forward-mode differentiation (torch.autograd.forward_ad): differentiate it by "
+            "backward() or torch.autograd.grad"
+        )
+    return None
+
+
+def no_rule_for_vmap(name: str) -> str:
+    """Why a function of that name cannot be mapped."""
+    return f"{name} has no rule for torch.func.vmap: put what it maps over into the batch"
+
+
+def refuse_vmap(name: str, x: Tensor) -> None:
+    """Raise RuntimeError for a tensor over which torch.func.vmap maps, for a function that reads its values."""
+    if torch._C._functorch.is_batchedtensor(x):
+        raise RuntimeError(no_rule_for_vmap(name))
+
+
+class Layer(nn.Module):
+    """A module that torch.jit neither traces nor scripts, and says so."""
+
+    def _slow_forward(self, *args: object, **kwargs: object) -> None:
+        # Called in the place of `forward` while torch.jit.trace runs. An export to ONNX by it gives every argument by
+        # its place, which `forward` could not refuse in words of its own.
+        raise TypeError(f"{type(self).__name__} {_TRACED}")
+
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(f"{type(self).__name__} is not scripted by torch.jit.script: use torch.export or torch.compile")
