@@ -1,23 +1,32 @@
 """Calls back to back: windows of several in turn, and what a GPU tells meanwhile."""
 
 import time
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 import torch
 
+from hilbert_lib.lab import sustained
 from hilbert_lib.lab.sustained import WARM_WINDOWS, WINDOWS, _told, back_to_back, seconds_of_a_call
 
 POWER = pynvml.nvmlClocksEventReasonSwPowerCap
 HEAT = pynvml.nvmlClocksEventReasonSwThermalSlowdown
 
 
-def test_windows_are_timed_by_the_call_and_each_call_keeps_its_own_times():
-    runs = [lambda: time.sleep(0.004), lambda: time.sleep(0.001)]
-    slow, fast = back_to_back(runs, torch.device("cpu"), calls=[1, 4])
-    assert min(slow["windows_ms"]) >= 4 > max(fast["windows_ms"]) >= 1
-    assert slow["host"] >= 4 > fast["host"] >= 1
-    assert len(slow["windows_ms"]) == len(fast["windows_ms"]) == WINDOWS
+@pytest.fixture
+def takes(monkeypatch):
+    """A call that takes so many seconds, by a clock that such calls alone move on."""
+    now = [0.0]
+    monkeypatch.setattr(sustained, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return lambda seconds: lambda: now.__setitem__(0, now[0] + seconds)
+
+
+def test_windows_are_timed_by_the_call_and_each_call_keeps_its_own_times(takes):
+    slow, fast = back_to_back([takes(0.004), takes(0.001)], torch.device("cpu"), calls=[1, 4])
+    assert slow["windows_ms"] == pytest.approx([4.0] * WINDOWS)
+    assert fast["windows_ms"] == pytest.approx([1.0] * WINDOWS)
+    assert (slow["host"], fast["host"]) == pytest.approx((4.0, 1.0))
     assert (slow["warmup"], fast["warmup"]) == (WARM_WINDOWS // 2, 4 * (WARM_WINDOWS // 2))
 
 
@@ -43,8 +52,8 @@ def test_a_gpu_that_was_not_looked_at_to_the_end_tells_nothing():
     assert _told([(0.0, 1.0), (1.0, 2.0)], looks, calls=1)["watts"] == pytest.approx(700)
 
 
-def test_a_call_among_others_takes_as_long_as_it_does_alone():
-    assert 0.002 <= seconds_of_a_call(lambda: time.sleep(0.002), torch.device("cpu"), alone=0.01) < 0.02
+def test_a_call_among_others_takes_as_long_as_it_does_alone(takes):
+    assert seconds_of_a_call(takes(0.002), torch.device("cpu"), alone=0.01) == pytest.approx(0.002)
 
 
 @pytest.mark.gpu
