@@ -211,6 +211,9 @@ def test_the_sides_of_pairs_count_and_repeats_are_pooled(machine, on_hardware, t
     table = records.compare_runs(tmp_path, tmp_path).set_index("name")
     assert list(table.index) == ["a", "b"]
     assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [2.0, 1e-3]  # of 30 at 2 ms and 29 at 4 ms
+    records.append_records([measure(machine.case("a", 4.0, error=2e-3), device="cpu", repetitions=2)], tmp_path)
+    table = records.compare_runs(tmp_path, tmp_path).set_index("name")
+    assert table.loc["a", ["median_a_ms", "error_a"]].to_list() == [4.0, 2e-3]  # whichever repeat it is of
 
 
 def test_columns_hold_the_medians_whose_ratio_stands_beside_them(tmp_path):

@@ -78,7 +78,7 @@ def test_the_median_of_known_samples(machine):
     times = iter([9.0, 1.0, 2.0, 3.0, 4.0, 100.0])  # the first is the warm-up
     record = measure(machine.case("known", lambda: next(times)), device="cpu", repetitions=5, warmup=1).record()
     assert record["samples_ms"] == (1.0, 2.0, 3.0, 4.0, 100.0)
-    assert (record["n"], record["median_ms"]) == (5, 3.0)
+    assert (record["n"], record["median_ms"], record["host_ms"]) == (5, 3.0, 3.0)
 
 
 def test_short_calls_are_repeated_and_reported_by_call(machine):
@@ -109,6 +109,25 @@ def test_pairs_cancel_the_drift_of_a_slowing_machine(machine):
     assert comparison.a.samples_ms[-1] > 1.5 * comparison.a.samples_ms[0]  # the drift is there
     assert comparison.ratio == pytest.approx(1.5, rel=0.01)
     assert comparison.interval == pytest.approx((1.5, 1.5), rel=0.02)
+
+
+def test_the_ratio_is_the_median_of_those_within_pairs(machine):
+    """Not the ratio of the medians, 2 / 3. A warm-up comes first, and an untimed call before each sample."""
+    of_a, of_b = (
+        iter([1.0, *(x for each in times for x in (1.0, each))]) for times in ((1.0, 2.0, 9.0), (1.0, 4.0, 3.0))
+    )
+    a, b = machine.case("a", lambda: next(of_a)), machine.case("b", lambda: next(of_b))
+    comparison = compare_paired(a, b, device="cpu", repetitions=3, warmup=1)
+    assert (comparison.a.samples_ms, comparison.b.samples_ms) == ((1.0, 2.0, 9.0), (1.0, 4.0, 3.0))
+    assert comparison.ratio == 1.0
+    assert comparison.interval == (0.5, 3.0)
+
+
+def test_each_case_of_a_pair_is_repeated_as_often_as_its_own_call_is_short(machine):
+    comparison = compare_paired(machine.case("a", 0.1), machine.case("b", 0.5), device="cpu", repetitions=2, warmup=1)
+    assert (comparison.a.calls_per_sample, comparison.b.calls_per_sample) == (10, 2)
+    assert (machine.log.count("a"), machine.log.count("b")) == (1 + 2 * 11, 1 + 2 * 3)
+    assert comparison.b.samples_ms == pytest.approx((0.5, 0.5))
 
 
 def test_the_two_cases_take_turns_and_keep_their_samples(machine):

@@ -159,6 +159,15 @@ def test_a_point_is_known_by_its_code_its_defaults_and_what_differs(tmp_path):
         assert changed.key != default.key
 
 
+def test_the_same_code_is_another_run_in_another_notebook_and_with_another_library(tmp_path, monkeypatch):
+    a, b = (points.make_points(points.read_notebook(write_notebook(tmp_path, each, "1")), {})[0] for each in "ab")
+    assert a.notebook.code_hash == b.notebook.code_hash
+    assert a.key != b.key
+    before = a.key
+    monkeypatch.setattr("hilbert_lib.machine.code_hash", lambda: "01234567")
+    assert a.key != before
+
+
 def test_a_sweep_holds_every_combination_once(notebook, tmp_path):
     texts = {"rates": "1;1,2;[4]", "seed": "0,1,1", "order": "snake"}
     grid = points.make_points(notebook, texts, file_of(tmp_path, "scale: 2"), is_sweep=True)

@@ -146,6 +146,26 @@ def test_the_index_of_all_runs_links_them_under_the_readme(tmp_path):
     assert all((root / link).exists() for link in links_of(index))
 
 
+def test_pages_tell_when_the_last_notebook_of_a_run_ended(tmp_path):
+    run_folder = tmp_path / "local" / "cpu-1"
+    for name, day in (("00_a", 3), ("01_b", 9), ("02_c", 5)):
+        folder = make_run(run_folder, name)
+        (folder / f"{name}.ipynb").unlink()  # nothing to show, which takes long
+        manifest = json.loads((folder / "manifest.json").read_text())
+        ended = {"start": f"2026-11-{day:02d}T11:00:00+00:00", "end": f"2026-11-{day:02d}T12:00:00+00:00"}
+        (folder / "manifest.json").write_text(json.dumps(manifest | ended))
+    assert "the last on 2026-11-09 12:00 UTC" in report.write_report(run_folder).read_text()
+    assert re.findall(r"2026-11-\d\d", report.write_index(run_folder.parent).read_text()) == ["2026-11-09"]
+
+
+def test_a_link_leads_to_a_notebooks_defaults_before_its_other_points(tmp_path):
+    for changes in ({"seq_len": 16}, {}, {"causal": True}):
+        make_run(tmp_path / "run", changes=changes)
+    make_run(tmp_path / "run", "01_b", changes={"seq_len": 16})
+    assert report._page_of(tmp_path / "run", "../", "00_a.ipynb") == "../00_a/00_a.html"
+    assert re.fullmatch(r"01_b-seq_len=16-\w{8}/01_b.html", report._page_of(tmp_path / "run", "", "01_b.ipynb"))
+
+
 def test_runs_are_found_at_any_depth_and_running_ones_are_not_shown(tmp_path):
     run_folder = tmp_path / "reports" / "local" / "cpu-1"
     make_run(run_folder)

@@ -18,7 +18,7 @@ from full_disk import room_for
 from tiny_notebooks import write_notebook
 
 from hilbert_lib.cli.stop import Interrupted, interruptible
-from hilbert_lib.lab.environment import environment
+from hilbert_lib.lab.environment import MACHINE, environment
 from hilbert_lib.lab.records import RESULTS, read_records
 from hilbert_lib.lab.suite import run as runs
 from hilbert_lib.lab.suite.points import Point, read_notebook
@@ -78,6 +78,14 @@ def test_the_manifest_says_what_ended_a_notebook_and_where(batch, name, kind, me
     assert (manifest["status"], error["type"], error["cell"]) == ("failed", kind, cell)
     assert message in error["message"]
     assert not (run_folder / name).exists()
+
+
+def test_a_runs_folder_is_of_this_code_on_this_hardware_with_these_versions(facts):
+    named = runs.run_id(facts)
+    for name in (*MACHINE, "python", "numpy"):
+        assert runs.run_id(facts | {name: "another"}) != named, name
+    for name in {*facts} - {*MACHINE, "python", "numpy", "gpus"}:  # a commit, a moment
+        assert runs.run_id(facts | {name: "another"}) == named, name
 
 
 FOUND = {  # what lies in a point's folder, and whether the point is run all the same
