@@ -7,10 +7,13 @@ import pytest
 import torch
 from command import call
 
+from hilbert_lib import Neighbourhood, Rectangles
 from hilbert_lib.cli import plan as cli_plan
 from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.ring.plan.cost import amount
+from hilbert_lib.ring.plan.halo import plan_halo
 from hilbert_lib.ring.plan.plan import plan_ring
 
 
@@ -39,6 +42,7 @@ def test_the_command_gives_unequal_ranks_shards_by_their_work():
         ("--tokens 64k --weights 1,1,1", "weights must have one number a rank (2), got 3"),
         ("--tokens 64k --transport mail", "transport must be one of auto, ring, all_gather, all_to_all; got 'mail'"),
         ("--tokens 64k --memory-gb 0.001", "memory_limit must be at least 270532608 bytes (0.271 GB)"),
+        ("--tokens 64k --memory-gb 0.26", "memory_limit must be at least 270532608 bytes"),  # of 10^9
         ("--tokens 64k --memory-gb inf", "inf is not in the range"),
         ("--tokens 64k --memory-gb nan", "Invalid value for --memory-gb: nan is not above 0"),
         ("--tokens 64k --kv-heads 3", "kv_heads must divide heads (16), got 3"),
@@ -59,6 +63,20 @@ def test_a_grid_says_where_it_is_causal_and_how_many_ranks_have_nothing():
     assert "causal along 0 and 1" in printed
     assert printed.count("(empty ranks: 13)") == 2  # strips and rectangles
     assert "Hilbert runs (empty ranks: 1)" in printed
+
+
+def test_a_grids_lines_hold_the_most_of_any_rank():
+    """Of three ranks the middle one receives from two, and has two borders."""
+    printed = plan("--grid 12x4 --window 3 --ranks 3 --heads 4 --kv-heads 2 --head-dim 8 --dtype float32")
+    (line,) = (each for each in printed.splitlines() if each.lstrip().startswith("strips 3 x 1"))
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    ranks = plan_halo(Neighbourhood((12, 4), 3), Rectangles((3, 1)), **sizes).ranks
+    rows = 2 * 4 * 2  # two rows of four cells, each with two KV heads
+    assert max(cost.received_forward for cost in ranks) == rows * 2 * 8 * 4
+    most = {name: max(getattr(cost, name) for cost in ranks) for name in vars(ranks[0])}
+    expected = [amount(most[f"received_{way}"] / 1e6) for way in ("forward", "backward")]
+    expected += ["50%", *(amount(most[f"memory_{way}"] / 1e9) for way in ("forward", "backward"))]
+    assert line.split()[4:9] == expected
 
 
 @pytest.mark.parametrize("words", re.findall(r": +hilbert plan (.*)$", cli_plan.plan.help, re.M))

@@ -121,6 +121,8 @@ def test_a_side_of_several_pairs_is_in_the_table_once_with_all_its_samples():
     samples = [x for record in records for x in record["b"]["samples_ms"]]
     assert table.median_ms["triton"] == pytest.approx(torch.tensor(samples, dtype=torch.float64).quantile(0.5).item())
     assert table.tflop_per_s["triton"] == pytest.approx(4e9 / table.median_ms["triton"] / 1e9)
+    assert table.gb_per_s["triton"] == pytest.approx(2e6 / table.median_ms["triton"] / 1e6)
+    assert [table.low_ms["triton"], table.high_ms["triton"]] == pytest.approx(list(np.quantile(samples, [0.25, 0.75])))
     assert table.peak_bytes.to_dict() == {"cudnn": 2**20, "triton": 2**21, "flash": 2**20}
     with pytest.raises(ValueError, match=r"sweep must be one of the records' \(numbers\), got 'layouts'"):
         side_table(records, "layouts")

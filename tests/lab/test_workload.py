@@ -88,6 +88,21 @@ def test_rows_of_a_head_lie_side_by_side_in_every_layout():
         assert torch.equal(order.undo(stored, dim=1), x)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("queries", [None, (16, 2)])
+def test_bytes_of_the_inputs_are_those_of_what_is_drawn(queries, dtype):
+    work = Workload(DilatedPattern((8,), (2,)), 20, 3, 4, CPU, queries=queries, dtype=dtype)
+    assert work.input_bytes == sum(x.nbytes for x in work.tensors)
+
+
+def test_the_error_of_decoding_is_that_of_its_own_rows():
+    work = Workload(DilatedPattern((8,), (2,), offsets="zero"), 20, 2, 4, CPU, queries=(14, 4), dtype="float64")
+    q, k, v, _ = work.tensors
+    out = dilated_attention(q, k, v, work.pattern, query_start=14)
+    assert work.error((out,)) < 1e-12
+    assert work.error((out.flip(1),)) > 0.1
+
+
 def test_decoding_counts_each_row_that_is_needed_once():
     work = Workload(DilatedPattern((16, 32), (1, 4), offsets="zero"), 32, 3, 8, CPU, queries=(16, 2))
     flop, moved, *_ = work.flop_and_bytes

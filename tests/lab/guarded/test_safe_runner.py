@@ -346,3 +346,19 @@ def test_memory_of_a_side_holds_everything_that_lies_beside_it_in_its_process():
         assert found.inputs - alone.inputs == beside
         assert sum(found.items.values()) - sum(alone.items.values()) == beside
         assert found.peak == alone.peak
+
+
+def test_a_pair_is_timed_for_as_long_as_both_take_and_holds_the_peak_of_each(monkeypatch):
+    taken, timed = {"sdpa": (10, 0.25), "eager": (20, 0.5), "reference": (30, 1.0)}, []
+
+    def time_cases(*names, device, took):
+        timed.append((names, took))
+        return SimpleNamespace(record=dict)
+
+    monkeypatch.setattr(benchmarks, "attention_cases", lambda point: ((name, *taken[name]) for name in point["sides"]))
+    monkeypatch.setattr(benchmarks, "time_cases", time_cases)
+    found = list(benchmarks.measure_attention({"device": "cpu", "sides": list(taken)}))
+    assert timed == [(("sdpa", "eager"), 0.75), (("sdpa", "reference"), 1.25)]
+    assert [each["peak_bytes"] for each in found] == [(10, 20), (10, 30)]
+    (alone,) = benchmarks.measure_attention({"device": "cpu", "sides": ["eager"]})
+    assert (timed[-1], alone["peak_bytes"]) == ((("eager",), 0.5), (20,))
