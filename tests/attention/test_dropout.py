@@ -5,7 +5,7 @@ import torch
 from cases import attended, drawn
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
-from hilbert_lib.attention.dropout import keep_mask, philox
+from hilbert_lib.attention.dropout import keep_mask, name_table, named, philox
 
 PATTERN = DilatedPattern((8, 16, 24), (1, 2, 3))
 
@@ -32,6 +32,18 @@ def test_every_coordinate_changes_the_bits():
     for number, mask in enumerate(masks):
         for other in masks[:number]:
             assert 0.45 < (mask == other).float().mean().item() < 0.55, number
+
+
+def test_a_call_of_some_rows_drops_what_they_drop_in_the_larger_call():
+    """Rows 3, 7, 11, ... of q, and 1 and 5 of k and, behind a gap of two of these, 17 and 21; of two heads."""
+    seed, p = torch.tensor([12345 + 2**40]), torch.arange(16)
+    names = torch.tensor([[[2, head, 4, 3, 1, 2, 2] for head in (5, 3)]])
+    of_call = {"batch": p[:1], "head": p[:2, None, None], "branch": 1, "queries": p[:, None], "keys": p[:4]}
+    found = keep_mask(named(seed, name_table(names, (0, 4))), 0.5, **of_call)
+    of_larger = {"batch": p[2:3], "head": torch.tensor([5, 3])[:, None, None], "branch": 4}
+    of_larger |= {"queries": 3 + 4 * p[:, None], "keys": torch.tensor([1, 5, 17, 21])}
+    assert found.shape == (2, 16, 4)
+    assert found.equal(keep_mask(seed, 0.5, **of_larger))
 
 
 def run(tensors, **options):

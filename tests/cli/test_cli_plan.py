@@ -3,12 +3,14 @@
 import re
 from itertools import product
 
+import click
 import pytest
 import torch
 from command import call
 
 from hilbert_lib import Neighbourhood, Rectangles
 from hilbert_lib.cli import plan as cli_plan
+from hilbert_lib.cli.options import numbers
 from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -27,6 +29,20 @@ def test_the_command_prints_the_plan_of_its_arguments():
     pattern = DilatedPattern((2**10, 2**30), (1, 2**12))
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
     assert printed == f"{plan_ring(pattern, (2**27,) * 8, is_causal=True, transport='ring', **sizes)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1", [1]), ("3k", [3072]), ("1024G", [2**40]), ("1k:5k", [1024, 2048, 4096, 5120]), ("4,4:4", [4, 4])],
+)
+def test_numbers_of_the_command_line_go_up_to_their_ends(text, tokens):
+    assert numbers(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "k", "-1", "1.5", "1025g", "1099511627777", "4:2", ""])
+def test_other_numbers_are_refused(text):
+    with pytest.raises(click.BadParameter):
+        numbers(text)
 
 
 def test_the_command_gives_unequal_ranks_shards_by_their_work():
@@ -67,12 +83,12 @@ def test_a_grid_says_where_it_is_causal_and_how_many_ranks_have_nothing():
 
 def test_a_grids_lines_hold_the_most_of_any_rank():
     """Of three ranks the middle one receives from two, and has two borders."""
-    printed = plan("--grid 12x4 --window 3 --ranks 3 --heads 4 --kv-heads 2 --head-dim 8 --dtype float32")
+    printed = plan("--grid 12x4 --window 3 --ranks 3 --heads 4 --kv-heads 2 --head-dim 8")
     (line,) = (each for each in printed.splitlines() if each.lstrip().startswith("strips 3 x 1"))
-    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
     ranks = plan_halo(Neighbourhood((12, 4), 3), Rectangles((3, 1)), **sizes).ranks
     rows = 2 * 4 * 2  # two rows of four cells, each with two KV heads
-    assert max(cost.received_forward for cost in ranks) == rows * 2 * 8 * 4
+    assert max(cost.received_forward for cost in ranks) == rows * 2 * 8 * 2
     most = {name: max(getattr(cost, name) for cost in ranks) for name in vars(ranks[0])}
     expected = [amount(most[f"received_{way}"] / 1e6) for way in ("forward", "backward")]
     expected += ["50%", *(amount(most[f"memory_{way}"] / 1e9) for way in ("forward", "backward"))]
