@@ -59,6 +59,19 @@ def test_on_a_gpu_its_own_memory_counts_and_the_hosts_has_to_stay_free(machine, 
         assert words in reason
 
 
+def test_what_must_stay_free_of_a_gpu_is_another_limit_than_of_the_host(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = SafetyConfig(max_memory_share=1, min_free_gpu_gb=2, min_free_host_gb=3)
+    machine(gpu=(80, 10), host=(100, 9))
+    assert MemorySafetyChecker(config, "cuda:0").room() == 8 * GB
+    assert MemorySafetyChecker(config, "cpu").room() == 6 * GB
+    for host, words in (((100, 9), "2.0 GB of cuda:0 must stay free"), ((100, 2), "3.0 GB of host must stay free")):
+        machine(gpu=(80, 10), host=host)
+        fits, reason = MemorySafetyChecker(config, "cuda:0").check_memory_available(8 if "host" in words else 8.5)
+        assert not fits
+        assert words in reason
+
+
 def test_what_torch_caches_is_there_for_this_process_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 80 * GB))
