@@ -1,10 +1,12 @@
 """Tables that calls share: in memory of no graph and no pool, and kept for the CUDA graphs that captured them."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial, update_wrapper
 from threading import Lock, Thread
 from typing import NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -70,11 +72,21 @@ class GraphCache:
         self._build, self._maxsize, self._size_of = build, maxsize, size
         self._lock = Lock()  # autograd runs backward passes in threads of its own
         self.cache_clear()
+        _caches.add(self)
 
     def cache_clear(self) -> None:
         self._hits = self._misses = self._size = 0
         self._held: OrderedDict[Hashable, object] = OrderedDict()
         self._captured: dict[Hashable, object] = {}
+
+    def renew_after_fork(self) -> None:
+        """In a forked child, free the lock that a thread held which is not there, and begin anew.
+
+        That thread may have been half-way through a change. What it left is not freed: CUDA serves no forked child.
+        """
+        if self._lock.locked():
+            self._lock, self._left = Lock(), (self._held, self._captured)
+            self.cache_clear()
 
     def cache_info(self) -> CacheInfo:
         with self._lock:
@@ -113,6 +125,18 @@ class GraphCache:
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)
         return made
+
+
+_caches: "WeakSet[GraphCache]" = WeakSet()  # every one there is: these are all locks of the library
+
+
+def _renew_all() -> None:
+    for cache in _caches:
+        cache.renew_after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_renew_all)
 
 
 def cached_for_graphs(maxsize: int = 1024, size: Callable[..., int] = lambda *key: 1) -> Callable[..., GraphCache]:

@@ -1,17 +1,22 @@
 """Tables that calls share: made outside of a pool, complete for every stream, and kept for graphs that read them."""
 
+import faulthandler
 import gc
+import os
+import re
 import subprocess
 import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+import hilbert_lib
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.grids.flex import block_mask
 from hilbert_lib.attention.triton import decode, packed, schedule
@@ -120,3 +125,27 @@ threading.Thread(target=serve).start()
 def test_the_tables_of_kernels_and_masks_are_such():
     for tables in (ordering_tables, schedule.tables, packed.tables, decode._table, flex._masks, block_mask):
         assert isinstance(tables, GraphCache)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform forks nothing")
+def test_a_child_does_not_wait_for_a_lock_that_a_thread_held_when_it_was_forked():
+    tables = cached_for_graphs()(lambda length, device: Table())
+    kept = tables(1, CPU)
+    for is_held in (False, True):
+        with tables._lock if is_held else nullcontext():
+            child = os.fork()
+            if not child:
+                faulthandler.dump_traceback_later(20, exit=True)  # instead of waiting for ever
+                # What a thread that is gone may have changed by half is made anew; all else is shared still.
+                os._exit(0 if (tables(1, CPU) is kept) == (not is_held) else 3)
+            _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    assert tables(1, CPU) is kept
+
+
+def test_every_lock_of_the_library_is_that_of_a_cache():
+    """Another one would have to be renewed in a forked child, too."""
+    made = re.compile(r"\b(?:R?Lock|Condition|Semaphore|Barrier)\(")
+    root = Path(hilbert_lib.__file__).parent
+    holders = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if made.search(path.read_text("utf-8"))}
+    assert holders == {"graph_cache.py"}

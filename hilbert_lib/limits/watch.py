@@ -92,7 +92,7 @@ class Watcher:
             raise RuntimeError("a Watcher watches once, and this one has begun")
         if self._interrupts:
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
-        self._start = time.monotonic()
+        self._start, self._owner = time.monotonic(), os.getpid()
         try:
             self._thread.start()
         except KeyboardInterrupt as error:  # a limit is passed already: the block does not begin
@@ -104,6 +104,9 @@ class Watcher:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if os.getpid() != self._owner:  # a forked child, which has no such thread, and no share in its locks
+            self._give_back_interrupts()
+            return
         try:
             self._stop.set()
             with suppress(RuntimeError):  # it was interrupted before it had begun, and ends by itself
