@@ -1,8 +1,29 @@
 """Files that are whole or not there."""
 
+import json
 import os
+import re
 import uuid
 from pathlib import Path
+
+
+def json_text(value: object, **layout) -> str:
+    """A value as JSON, which has no word for what is no number: NaN is null, and infinity 1e999, which is read as such.
+
+    Args:
+        value: what `json.dumps` takes. layout: its other arguments.
+
+    >>> json_text({"error": float("nan"), "limits": [0.5, float("-inf")], "cause": "NaN"})
+    '{"error": null, "limits": [0.5, -1e999], "cause": "NaN"}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **layout)
+    except ValueError:  # there is one, or a circle, which raises again
+        return _WORDS.sub(lambda found: _NUMBERS.get(found[0], found[0]), json.dumps(value, **layout))
+
+
+_NUMBERS = {"NaN": "null", "Infinity": "1e999", "-Infinity": "-1e999"}
+_WORDS = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN')  # strings too, which may hold any of these
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

@@ -1,13 +1,18 @@
 """A file is replaced whole or stays as it was, whoever writes and whatever ends the writing."""
 
+import gzip
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 from full_disk import room_for
 
-from hilbert_lib.files import write_whole
+from hilbert_lib.cli.options import print_json
+from hilbert_lib.files import json_text, write_whole
+from hilbert_lib.lab.figures.record import read_figures, write_figures
+from hilbert_lib.lab.records import append_lines, pack_records
 
 LARGE = json.dumps({"whole": True}) + " " * 2**18  # several writes of the system, if it were written in place
 
@@ -40,3 +45,41 @@ def test_any_name_that_the_system_takes_is_written(tmp_path, name):
     path = tmp_path / os.fsdecode(name)
     assert write_whole(write_whole(path, "old"), "new").read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def strict(text):
+    """What a reader that knows JSON alone finds."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_numbers_that_json_has_no_word_for_are_written_as_json():
+    value = {"a": [math.nan, {"b": -math.inf}], "NaN": "Infinity \\", "c": 'NaN "-Infinity"', "d": math.inf, "e": 1.5}
+    read = strict(json_text(value, indent=1))
+    assert read == value | {"a": [None, {"b": -math.inf}]}
+    assert strict(json_text({"a": 1.5}, separators=(",", ":"))) == {"a": 1.5}
+    circle = []
+    circle.append(circle)
+    with pytest.raises(ValueError, match="Circular"):
+        json_text(circle)
+
+
+def test_every_file_of_records_and_figures_is_json(tmp_path):
+    append_lines([{"error": math.nan, "environment": {"mhz": math.inf}}], tmp_path / "results.jsonl")
+    line = (tmp_path / "results.jsonl").read_text()
+    assert strict(line) == {"error": None, "environment": {"mhz": math.inf}}
+    pack_records(tmp_path / "results.jsonl")
+    packed = gzip.decompress((tmp_path / "results.jsonl.gz").read_bytes()).decode()
+    assert [strict(line) for line in packed.splitlines()] == [
+        {"environments": [{"mhz": math.inf}]},
+        {"error": None, "environment": [0, {}]},
+    ]
+    figure = {"draw": "d", "options": {"limit": math.inf}, "table": {"x": [1.0, -math.inf]}}
+    write_figures(tmp_path, {"one": figure})
+    (path,) = list(tmp_path.glob("figures*"))
+    assert strict(gzip.decompress(path.read_bytes())) == {"one": figure}
+    assert read_figures(tmp_path) == {"one": figure}
+
+
+def test_what_the_command_prints_as_json_is_json(capsys):
+    print_json([{"ratio": math.nan, "when": math.inf}])
+    assert strict(capsys.readouterr().out) == [{"ratio": None, "when": math.inf}]

@@ -1,12 +1,13 @@
 """What the subcommands of `hilbert` share: options, numbers with units, and errors told without a traceback."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
 
 import click
+
+from hilbert_lib.files import json_text
 
 UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 MOST = 2**40  # more tokens than a machine holds; torch and Python count what has them in 64 bits
@@ -76,7 +77,7 @@ def work_options(*, segments: str, rates: str, heads: int) -> Callable:
 
 def print_json(objects: Sequence[dict]) -> None:
     """A list of objects on stdout."""
-    click.echo(json.dumps(objects, indent=1, default=str))
+    click.echo(json_text(objects, indent=1, default=str))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from string import ascii_uppercase
 import numpy as np
 import pandas as pd
 
-from hilbert_lib.files import write_whole
+from hilbert_lib.files import json_text, write_whole
 from hilbert_lib.lab.environment import MACHINE, environment, say_hardware
 from hilbert_lib.lab.tables import sides_of
 from hilbert_lib.lab.timing import SEED, Comparison, Measurement, interval_of, resampled_medians
@@ -37,7 +37,7 @@ def append_records(records: Sequence[Measurement | Comparison], output_dir: str 
 
 def append_lines(lines: Sequence[dict], path: Path) -> None:
     """Add dictionaries to a file of JSON lines, whoever else appends. OSError where there is no room for all of it."""
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    text = "".join(json_text(line) + "\n" for line in lines).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         if file.tell():
@@ -60,7 +60,7 @@ def pack_records(path: Path) -> None:
             if fixed not in known:
                 known.append(fixed)
             record["environment"] = [known.index(fixed), {name: facts[name] for name in VARYING if name in facts}]
-    lines = [json.dumps(line, separators=(",", ":")) for line in [{"environments": known}, *records]]
+    lines = [json_text(line, separators=(",", ":")) for line in [{"environments": known}, *records]]
     write_whole(Path(f"{path}{PACKED}"), gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     path.unlink()
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -33,6 +34,7 @@ DUMP_SECONDS = 0.5  # past the time limit, in which a hanging process writes whe
 EXIT_SECONDS = 2.0  # in which all its processes have to be gone once they are killed
 
 OVER_A_LIMIT = "over a limit"  # of the machine, at that moment
+LONGEST_LINE = 2**16  # characters of standard error that are kept as one
 NO_PROCESS = "no process could be started: "
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS"}  # by name: Windows lacks some
 SIGNALS = {int(each): each.name for each in signal.Signals}  # without the real-time ones between first and last
@@ -114,7 +116,7 @@ def run_isolated(
     except OSError as error:  # no memory, processes or files are left to start it with
         return Ending(OVER_A_LIMIT, f"{NO_PROCESS}{error}", (), (), time.monotonic() - start, {})
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
-    streams = ((process.stdout, lines.put), (process.stderr, last.append))
+    streams = ((process.stdout, lines.put, -1), (process.stderr, last.append, LONGEST_LINE))
     readers = [Thread(target=_read, args=stream, daemon=True) for stream in streams]
     order = {"target": target, "arguments": list(arguments), "seconds": seconds}
     order |= {"host_bytes": host_bytes, "gpu_share": gpu_share, "device": device}
@@ -143,9 +145,10 @@ def run_isolated(
     return Ending(status, cause, output, left, time.monotonic() - start, peaks)
 
 
-def _read(stream: TextIO, take: Callable[[str], object]) -> None:
+def _read(stream: TextIO, take: Callable[[str], object], longest: int) -> None:
+    # A longer line comes in parts: one that never ends takes no memory. -1 is no limit.
     with stream:
-        for line in stream:
+        for line in iter(partial(stream.readline, longest), ""):
             take(line)
 
 

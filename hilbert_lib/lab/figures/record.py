@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from hilbert_lib.files import write_whole
+from hilbert_lib.files import json_text, write_whole
 
 FIGURES = "figures.json.gz"  # of a folder: what each of its figures is drawn from
 ROOM = "hilbert_lib.lab.figures"
@@ -80,7 +80,7 @@ def write_figures(folder: Path, figures: dict[str, dict]) -> None:
     for name, figure in figures.items():
         first = names.setdefault(json.dumps(figure["table"]), name)
         kept[name] = figure if first == name else {**figure, "table": first}
-    text = json.dumps(kept, separators=(",", ":"))
+    text = json_text(kept, separators=(",", ":"))
     write_whole(folder / FIGURES, gzip.compress(text.encode(), mtime=0))
 
 

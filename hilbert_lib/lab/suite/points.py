@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import re
 import tokenize
 from collections.abc import Iterable
@@ -232,17 +233,31 @@ def check_value(name: str, value: object, annotation: str) -> Value:
     if isinstance(items, list):
         items = [float(item) if scalar is float and type(item) is int else item for item in items]
         if all(type(item) is scalar for item in items):
+            _check_finite(name, items)
             return items if is_list else items[0]
     raise TypeError(f"{name} must be {annotation}, got {value!r}")
 
 
+def _check_finite(name: str, items: list) -> None:
+    # A notebook and its manifest are JSON, which has no other numbers.
+    for item in items:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{name} must be finite, got {item}")
+
+
 def parse_value(name: str, text: Text, annotation: str) -> Value:
     """What a text means: `4`, `1e-3`, `true`, `any text`; of a list `1,2,4` or `[1, 2]`."""
+    value = _read_value(name, text, annotation)
+    _check_finite(name, value if isinstance(value, list) else [value])
+    return value
+
+
+def _read_value(name: str, text: Text, annotation: str) -> Value:
     scalar, is_list = ANNOTATIONS[annotation], annotation.startswith("list")
     try:
         if is_list:
             items = split_items(text) if isinstance(text, str) else text
-            return [parse_value(name, item, scalar.__name__) for item in items]
+            return [_read_value(name, item, scalar.__name__) for item in items]
         text.encode()  # an error for a list, and for bytes of the command line that are no text
         return {"true": True, "false": False}[text.lower()] if scalar is bool else scalar(text)
     except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:

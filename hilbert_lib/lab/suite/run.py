@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import click
 
-from hilbert_lib.files import write_whole
+from hilbert_lib.files import json_text, write_whole
 from hilbert_lib.lab.environment import MACHINE, sm_clocks_mhz
 from hilbert_lib.lab.records import FAILED, pack_records
 from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point, say_values
@@ -127,12 +127,44 @@ def _execute(work: Path, point: Point, timeout: float, begun: list) -> None:
                 # nbclient counts whole seconds, and its clock ends before infinity.
                 timeout_func=lambda _cell: max(1, math.ceil(min(deadline - time.monotonic(), 1000 * DAY))),
                 on_cell_execute=start_cell,
-                coalesce_streams=True,
+                # nbclient's own coalesce_streams takes time that grows with the square of a line.
+                on_cell_executed=lambda cell, **_: cell.update(outputs=coalesced(cell.outputs)),
                 extra_arguments=["--log-level=CRITICAL"],  # of the kernel, which warns of its transport at every start
             )
     except CellTimeoutError:
         check_time()
         raise
+
+
+def coalesced(outputs: list[dict]) -> list[dict]:
+    """The outputs of a cell, each stream as one, standard output before errors that stand next to it.
+
+    Of a line that carriage returns rewrote, as bars do, the last state is left.
+
+    >>> coalesced([{"output_type": "stream", "name": "stdout", "text": text} for text in ("1 of 2", "\r2 of 2", "\n")])
+    [{'output_type': 'stream', 'name': 'stdout', 'text': '2 of 2\n'}]
+    """
+    texts, found = {}, []
+    for output in outputs:
+        if output["output_type"] != "stream":
+            found.append(output)
+            continue
+        if output["name"] not in texts:
+            texts[output["name"]] = []
+            found.append(output)
+        texts[output["name"]].append(output["text"])
+    for output in found:
+        if output["output_type"] == "stream":
+            output["text"] = "\n".join(map(_last_state, "".join(texts[output["name"]]).split("\n")))
+    for n in range(len(found) - 1):
+        if [each.get("name") for each in found[n : n + 2]] == ["stderr", "stdout"]:
+            found[n : n + 2] = found[n + 1], found[n]
+    return found
+
+
+def _last_state(line: str) -> str:
+    # A carriage return at its end rewrites nothing.
+    return line[line.rfind("\r", 0, len(line) - 1) + 1 :] if line else line
 
 
 def _describe(error: BaseException, cell: int) -> dict:
@@ -202,7 +234,7 @@ def start_manifest(point: Point, folder: Path, facts: dict) -> dict:
         "error": None,
         "figures": [],
     }
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_whole(folder / MANIFEST, json_text(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -221,7 +253,7 @@ def end_manifest(manifest: dict, folder: Path, error: dict | None, *, seconds: f
         "sm_clocks_mhz": {**manifest["sm_clocks_mhz"], "after": sm_clocks_mhz()},
         "figures": [path.relative_to(folder).as_posix() for path in pictures],
     }
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_whole(folder / MANIFEST, json_text(manifest, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict | None:

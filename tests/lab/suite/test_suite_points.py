@@ -184,3 +184,30 @@ def test_shards_share_out_every_point_once_and_others_are_refused():
     for shard in ("0/2", "3/2", "1", "a/b", "-1/2"):
         with pytest.raises(ValueError, match="shard must be i/n"):
             points.take_shard([1, 2], shard)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text"),
+    [("scale", "nan"), ("scale", "-inf"), ("scale", "1e999"), ("scales", "1,nan"), ("scales", "[0.5, inf]")],
+)
+def test_a_parameter_that_is_no_finite_number_is_refused_by_its_name(tmp_path, parameter, text):
+    """A notebook and its manifest are JSON, which has no word for it."""
+    lines = "scale: float = 0.5\nscales: list[float] = [1.0]"
+    notebook = points.read_notebook(write_notebook(tmp_path, "00_a", parameters=lines))
+    (tmp_path / "values.yaml").write_text(
+        f"{parameter}: {text}" if "," not in text else f"{parameter}: [{text.strip('[]')}]"
+    )
+    for given in (({parameter: text}, None), ({}, tmp_path / "values.yaml")):
+        with pytest.raises(ValueError, match=f"{parameter} must be finite, got (nan|-?inf)"):
+            points.make_points(notebook, *given)
+    swept = text.strip("[]").replace(",", ";") if parameter == "scales" else f"0.5,{text}"
+    with pytest.raises(ValueError, match=f"{parameter} must be finite"):
+        points.make_points(notebook, {parameter: swept}, is_sweep=True)
+
+
+@pytest.mark.parametrize(
+    "line", ["scale: float = 1e999", "scale: float = -1e999", "scales: list[float] = [1.0, 1e999]"]
+)
+def test_a_default_that_is_no_finite_number_is_refused(tmp_path, line):
+    with pytest.raises(ValueError, match=r"00_a\.ipynb: .*scales? must be finite, got -?inf"):
+        points.read_notebook(write_notebook(tmp_path, "00_a", parameters=line))

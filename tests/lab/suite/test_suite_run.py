@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 from full_disk import room_for
@@ -322,3 +323,51 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again(seconds, monkeypatch
     with pytest.raises(Interrupted, match="SIGTERM"):
         work()
     assert (sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == before
+
+
+def stream(name, *texts):
+    return [{"output_type": "stream", "name": name, "text": text} for text in texts]
+
+
+PICTURE = {"output_type": "display_data", "data": {"image/png": ""}}
+STREAMS = {  # what a cell gave, what is kept
+    "parts": (stream("stdout", "a", "b\n", "", "c"), stream("stdout", "ab\nc")),
+    "a bar": (
+        stream("stderr", "1 of 3", "\r2 of 3", "\r", "3 of 3", "\n\r\nend\r"),
+        stream("stderr", "3 of 3\n\r\nend\r"),
+    ),
+    "both": (
+        stream("stderr", "e") + stream("stdout", "o") + stream("stderr", "E"),
+        stream("stdout", "o") + stream("stderr", "eE"),
+    ),
+    "between": (
+        [*stream("stderr", "e"), PICTURE, *stream("stdout", "o")],
+        [*stream("stderr", "e"), PICTURE, *stream("stdout", "o")],
+    ),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize("given", STREAMS)
+def test_streams_of_a_cell_are_joined_and_of_a_rewritten_line_the_last_state_is_kept(given):
+    outputs, expected = STREAMS[given]
+    assert runs.coalesced([dict(each) for each in outputs]) == expected
+
+
+def test_a_long_line_is_joined_in_time_that_grows_with_it():
+    """Counted against the time of a line that is a sixteenth: a machine may be busy."""
+
+    def seconds(length):
+        outputs = stream("stdout", *["x" * 1000] * (length // 1000)) + stream("stderr", "y" * length)
+        begin = time.process_time()
+        runs.coalesced(outputs)
+        return time.process_time() - begin
+
+    assert seconds(2**22) < 100 * max(seconds(2**18), 1e-3)  # 16, where a square would be 256 and minutes
+
+
+def test_a_notebook_that_prints_one_long_line_ends_well(tmp_path, facts):
+    point = point_of(tmp_path, "import sys\nprint('x' * 1_000_000)\nsys.stderr.write('y' * 1_000_000)\nprint('end')")
+    assert runs.run_points([point], tmp_path / "run", facts, timeout=300) == {"00_a": "ok"}
+    printed = nbformat.read(tmp_path / "run" / "00_a" / "00_a.ipynb", 4).cells[3].outputs
+    assert [(each.name, len(each.text)) for each in printed] == [("stdout", 1_000_005), ("stderr", 1_000_000)]
