@@ -1,5 +1,6 @@
 """The `hilbert` command: main has the group; bench, plan and claims are subcommands of their own."""
 
+import os
 import sys
 
 from hilbert_lib.lazy import is_of_a_package
@@ -7,6 +8,7 @@ from hilbert_lib.lazy import is_of_a_package
 
 def run() -> None:
     """The command; where a package of [suite] is missing, the error names both."""
+    _open_streams()
     try:
         from hilbert_lib.cli.main import main
 
@@ -20,3 +22,14 @@ def run() -> None:
             f"hilbert: the package {error.name} is missing. The command needs the packages of [suite]: "
             "pip install 'FOLDER[suite]', with the folder of the repository"
         )
+
+
+def _open_streams() -> None:
+    # A daemon or `>&-` starts a process without these; then Python has None, and the next file that is opened would
+    # take the stream's number. The lowest free number is always taken, so that each gets its own.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)  # for kernels of notebooks and ranks
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
