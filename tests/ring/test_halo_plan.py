@@ -1,11 +1,9 @@
 """What travels between the ranks of a grid, against who sees whom, one by one."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from itertools import pairwise, product
 from math import prod
-from threading import Barrier
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 from grid_cases import GROUPED_WINDOWS, ORDERS, SCALE, expected, grids, mask_of, positions, shortest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thread_ranks import run_threads
 
 from hilbert_lib import Neighbourhood, Ordering
 from hilbert_lib.attention.grids.request import Request, Tensors
@@ -22,7 +21,6 @@ from hilbert_lib.grid import Axis
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
 from hilbert_lib.ring.rank import halo
-from hilbert_lib.ring.rank.exchange import Arriving
 from hilbert_lib.ring.rank.halo import HaloJob, _framed, layout_of
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
@@ -185,33 +183,22 @@ def test_an_axis_that_goes_round_and_is_reached_whole_begins_at_its_first_cell()
 
 
 @pytest.mark.parametrize("shards", [Rectangles((2, 2)), Rectangles((3, 1)), Runs(Ordering.random(48, 1), (20, 3, 25))])
-def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_added(shards, monkeypatch):
-    """Ranks are threads of this process, in which rows change hands; the windows of grouped heads differ."""
+def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_added(shards):
+    """In one process; the windows of grouped heads differ."""
     shape, edges = (8, 6), ("clip", "shift")
     options = ((shape, (3, 3), 1, 1, False, edges), GROUPED_WINDOWS, "extra and padding", torch.float64, 4)
     near, given, dout, (hidden, extra_hidden), *exact = expected(*options)
     plan = plan_halo(near, shards, batch=2, heads=4, kv_heads=2, head_dim=4, dtype=torch.float64)
-    sent_by, all_there = [None] * shards.ranks, Barrier(shards.ranks, timeout=60)
 
-    def exchange(rows, sent, received, rank):
-        sent_by[rank] = rows.split(list(sent))
-        all_there.wait()
-        arrived = torch.cat([theirs[rank] for theirs in sent_by])
-        all_there.wait()  # before anyone sends more
-        assert len(arrived) == sum(received)
-        return Arriving(arrived, (), rows)
-
-    def attend(rank):
-        rows, layout = shards.cells(shape, rank), layout_of(plan, rank, torch.device("cpu"))
+    def attend(group):
+        rows, layout = shards.cells(shape, group.own), layout_of(plan, group.own, torch.device("cpu"))
         own = Tensors(*(x[:, rows] for x in given[:3]), *given[3:])
         request = Request(near, SCALE * 0.5, None, hidden[:, rows], extra_hidden)
-        job = HaloJob(layout, request, "eager", ("eager",) * len(layout.borders), lambda: rank)
+        job = HaloJob(layout, request, "eager", ("eager",) * len(layout.borders), lambda: group)
         out, lse, *received = halo.forward(own, job, lambda: None)
         return rows, out, lse, *halo.backward(dout[:, rows], own, out, lse, job, *received)
 
-    monkeypatch.setattr(halo, "exchange", exchange)
-    with ThreadPoolExecutor(shards.ranks) as threads:
-        found = list(threads.map(attend, range(shards.ranks)))
+    found = run_threads(attend, shards.ranks)
     out, lse, (*grads, extra_dk, extra_dv) = exact
     for rows, *mine in found:
         right = [out[:, rows], lse[:, :, rows], *(x[:, rows] for x in grads)]

@@ -1,23 +1,33 @@
 """What needs no ranks: what a ring refuses, by the argument's name, before anything is sent, and pieces of it."""
 
 import copy
+from functools import partial
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from cases import refusals
+from cases import assert_close, differentiated, drawn, refusals
+from thread_ranks import run_threads
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
+from hilbert_lib.attention.call import Call
 from hilbert_lib.launch import REFUSED
+from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
 from hilbert_lib.ring import agreement
 from hilbert_lib.ring import module as modules
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
+from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.rank import passes
+from hilbert_lib.ring.rank.blocks import Job
+from hilbert_lib.ring.rank.layout import layout_of
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -159,3 +169,33 @@ def test_a_module_calls_with_what_it_was_made_with(monkeypatch):
     monkeypatch.setattr(modules, "ring_dilated_attention", lambda *_, **options: options)
     x = torch.ones(1, 4, 1, 4)
     assert RingDilatedAttention(DilatedPattern((4,), (1,)), **given)(x, x, x).items() >= given.items()
+
+
+SHARDS = (5, 0, 12, 7)  # of which some are shorter than a segment, and one is empty
+PIECES = [(transport, is_causal) for transport in ("ring", "all_gather", "all_to_all") for is_causal in (False, True)]
+
+
+@pytest.mark.parametrize(("transport", "is_causal"), PIECES)
+def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(transport, is_causal):
+    """In one process: grouped heads, keys of zeros, a padding mask, and k and v stored in an order, all at once."""
+    pattern = DilatedPattern((4, 16, 24), (1, 3, 2), padding="zeros")
+    spec = OrderingSpec("residue", rate=2)
+    q, k, v, dout = drawn(24, 6, 3, 4, batch=2, dtype=torch.float64)
+    hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) < 0.2
+    how = {"is_causal": is_causal, "scale": 0.5, "key_padding_mask": hidden}
+    exact = differentiated(partial(oracle.attention, pattern=pattern, **how), [q, k, v, dout])
+    sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 4, "dtype": torch.float64, "is_causal": is_causal}
+    plan = plan_ring(pattern, SHARDS, **sizes, transport=transport, padded=True, ordered=True)
+
+    def attend(group):
+        rows = torch.arange(24).split(SHARDS)[group.own]
+        order = spec.ordering(len(rows)) if len(rows) else None
+        stored = [x[:, rows] if order is None else order.apply(x[:, rows], 1) for x in (k, v)]
+        call, layout = Call(pattern, **how | {"key_padding_mask": hidden[:, rows]}), layout_of(plan, group.own, CPU)
+        job = Job(layout, call, "eager", True, order, lambda: group)
+        out, lse, kept = passes.forward(q[:, rows], *stored, job, lambda: None)
+        dq, *grads = passes.backward(dout[:, rows], q[:, rows], *stored, out, lse, job, kept)
+        return rows, out, lse, dq, *(x if order is None else order.undo(x, 1) for x in grads)
+
+    for rows, *found in run_threads(attend, len(SHARDS)):
+        assert_close(found, [exact[0][:, rows], exact[1][:, :, rows], *(x[:, rows] for x in exact[2:])], 1e-11)
