@@ -100,11 +100,12 @@ def compiled_code_is_forgotten():
 @pytest.fixture
 def nothing_is_left(monkeypatch):
     """In the end no process is left of those that the test started, or that an isolated one of it did."""
-    from own_processes import mark, marked_processes  # with all of `safety`, which few tests need
+    from own_processes import PATIENCE, mark, marked_processes  # with all of `safety`, which few tests need
 
-    from hilbert_lib.launch.isolated import MARK
+    from hilbert_lib.launch import isolated
 
     mark(monkeypatch)
+    monkeypatch.setattr(isolated, "EXIT_SECONDS", PATIENCE)  # what was killed may be long in going on a busy machine
     yield
     assert not psutil.Process().children(recursive=True)
-    assert not marked_processes(having=MARK)
+    assert not marked_processes(having=isolated.MARK)

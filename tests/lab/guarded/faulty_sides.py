@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
+HANG_SECONDS = 600  # longer than any test waits
+
+
 class OutOfMemoryError(RuntimeError):
     """Named and worded like torch's."""
 
@@ -43,10 +46,19 @@ def fill_the_disk() -> None:
         file.write("more than it holds")
 
 
+def hang() -> None:
+    time.sleep(HANG_SECONDS)
+
+
 def hang_and_say_so() -> None:
-    time.sleep(1)  # in which the pairs before it are read
+    wait_for_file("read")  # the pairs before it
     Path("hangs").symlink_to(str(start_a_stranger()))  # whole at once
-    time.sleep(60)
+    hang()
+
+
+def wait_for_file(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.02)
 
 
 def abort_once() -> None:
@@ -55,7 +67,7 @@ def abort_once() -> None:
         os.abort()
 
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", f"import time; time.sleep({HANG_SECONDS})"]
 
 
 def start_a_stranger() -> int:
@@ -77,10 +89,10 @@ def start_others(then: Callable[[], object]) -> None:
 ILLEGALLY = "CUDA error: an illegal memory access was encountered"
 FAULTS = {
     "takes a GB": lambda: bytearray(2**30),
-    "waits": lambda: time.sleep(0.5),
+    "waits": lambda: wait_for_file(os.environ["WAITS_FOR"]),
     "uses all memory": lambda: bytearray(2**50),
     "gets no GPU memory": lambda: fail(OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 ...")),
-    "hangs": lambda: time.sleep(60),
+    "hangs": hang,
     "hangs and says so": hang_and_say_so,
     "aborts": os.abort,
     "aborts once": abort_once,
@@ -89,7 +101,7 @@ FAULTS = {
     "reads illegally": lambda: fail(RuntimeError(f"{ILLEGALLY}\nCUDA kernel errors ...")),
     "fills the disk": fill_the_disk,
     "starts others": lambda: start_others(lambda: None),
-    "starts others and hangs": lambda: start_others(lambda: time.sleep(60)),
+    "starts others and hangs": lambda: start_others(hang),
     "starts others and aborts": lambda: start_others(os.abort),
     "exits": lambda: os._exit(7),
     "ends early": lambda: os._exit(0),
