@@ -25,7 +25,7 @@ def sum_of_ranks(arguments: dict) -> dict:
 
 
 def _is_heard(file: str | None) -> bool:
-    deadline = time.monotonic() + 10 * (file is not None and dist.get_rank() == 0)
+    deadline = time.monotonic() + 300 * (file is not None and dist.get_rank() == 0)
     while time.monotonic() < deadline:
         if Path(file).exists():
             return True

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
+from hilbert_lib.launch import isolated
 from hilbert_lib.launch.isolated import CHILD
+from hilbert_lib.limits.config import LONGEST_SECONDS
 
 PATIENCE = 300.0  # seconds after which a wait is taken for a hang: no verdict hangs on how busy the machine is
 OWN_MARK = "HILBERT_TEST"  # in the environment of the running test, and of all that it starts
@@ -54,6 +57,11 @@ def child_with(patch: str, folder: Path) -> Path:
     begin = f"import os, sys, threading\nsys.path.insert(0, {str(CHILD.parent)!r})\nimport child, psutil\n"
     path.write_text(f"{begin}{textwrap.dedent(patch)}\nsys.path.pop(0)\nchild.main()\n")
     return path
+
+
+def let_time_pass_when(is_over: Callable[[], object], monkeypatch) -> None:
+    """Time stands still for what ends isolated calls, until this holds: then every limit of theirs is passed."""
+    monkeypatch.setattr(isolated, "time", SimpleNamespace(monotonic=lambda: LONGEST_SECONDS * bool(is_over())))
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-START_SECONDS = 60  # for the server, and for a page with its kernel
-RUN_SECONDS = 300  # for the cells of a notebook
-ANSWER_SECONDS = 30  # for a widget, on a machine that has other work too
+START_SECONDS = 300  # for the server, and for a page with its kernel
+RUN_SECONDS = 600  # for the cells of a notebook
+ANSWER_SECONDS = 300  # for a widget, on a machine that has other work too
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page, seen or not
@@ -77,7 +77,7 @@ class Server:
     def ask(self, what, method="GET"):
         headers = {"Authorization": f"token {self.token}"}
         request = urllib.request.Request(f"{self.url}/api/{what}", method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
             return json.loads(answer.read() or "null")
 
     def stop_kernels(self):
@@ -87,7 +87,7 @@ class Server:
     def stop(self):
         self.process.terminate()  # the server ends its kernels first
         try:
-            self.process.wait(30)
+            self.process.wait(START_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -12,6 +12,7 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+from own_processes import PATIENCE
 from own_scripts import load_script
 from tiny_notebooks import write_notebook
 
@@ -176,7 +177,7 @@ def test_a_cell_that_writes_to_stderr_fails_under_nbval(tmp_path):
     write_notebook(tmp_path, "warns", "import warnings\n\nwarnings.warn('look here')")
     shutil.copy(ROOT / "conftest.py", tmp_path)
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env", "-rf", "--color=no", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert re.search(r"^1 failed, 3 passed", done.stdout.splitlines()[-1].strip("= ")), done.stdout
     assert "FAILED warns.ipynb::Cell 1" in done.stdout
     assert "the cell wrote to stderr" in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from own_processes import PATIENCE
 from packaging.requirements import Requirement
 from rattler import MatchSpec, Version, VersionSpec
 
@@ -69,7 +70,7 @@ class Project:
             env={"PATH": str(self.bin), **variables},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE,
         )
 
     def installations(self):

@@ -96,7 +96,7 @@ def run_isolated(
         TypeError, ValueError: naming the argument and what is allowed; for arguments that JSON cannot hold.
         RuntimeError: on a platform without sessions of processes (Windows).
 
-    >>> run_isolated("signal:raise_signal", [11], seconds=10).cause
+    >>> run_isolated("signal:raise_signal", [11], seconds=600).cause
     'by SIGSEGV'
     """
     if not isinstance(target, str) or target.count(":") != 1:

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from command import call
+from own_processes import PATIENCE
 from tiny_notebooks import make_run, write_notebook
 
 from hilbert_lib.cli.main import main
@@ -145,7 +146,7 @@ def test_folders_and_files_may_have_any_name(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "utf-8:strict"},
         stdin=asked,
         capture_output=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     os.close(asked), os.close(waits)
     assert done.returncode == 0, done.stderr

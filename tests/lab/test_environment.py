@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pynvml
 import pytest
 import torch
+from own_processes import PATIENCE
 
 from hilbert_lib import machine as module
 from hilbert_lib.lab import environment as lab
@@ -99,7 +100,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])), 
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(module.PACKAGE.parent)])}
     done = subprocess.run(
-        [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, *modules], env=variables, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stdout) == (0, "[] None\n"), done.stderr
 

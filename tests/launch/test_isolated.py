@@ -13,27 +13,27 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from own_processes import child_with, marked_processes, wait_for
+from own_processes import PATIENCE, child_with, marked_processes, wait_for
 
 from hilbert_lib.launch import isolated
-from hilbert_lib.launch.isolated import MARK, run_isolated
+from hilbert_lib.launch.isolated import MARK, run_isolated, runs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-WHILE_TELLING = "import os, sys; print('Timeout (0:00:30)!', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
+WHILE_TELLING = "import os, sys; print('Timeout (0:05:00)!', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
 
 
 @pytest.mark.parametrize(
     ("program", "status", "cause"),
     [
         ("import os; os.write(3, b'{'); os.abort()", "crashed", "by SIGABRT"),  # while it writes a record
-        (WHILE_TELLING, "timed out", "longer than 30 s"),  # while it tells where it hangs
+        (WHILE_TELLING, "timed out", f"longer than {PATIENCE:g} s"),  # while it tells where it hangs
         ("raise OSError(12, 'Cannot allocate memory')", "out of memory", "OSError: [Errno 12] Cannot allocate memory"),
         (f"import signal; signal.raise_signal({signal.SIGRTMIN + 6})", "killed", f"by signal {signal.SIGRTMIN + 6}"),
     ],
 )
 def test_an_end_is_told_with_its_cause(program, status, cause):
-    ending = run_isolated("builtins:exec", [program], seconds=30)
+    ending = run_isolated("builtins:exec", [program], seconds=PATIENCE)
     assert (ending.status, ending.cause) == (status, cause)
 
 
@@ -58,7 +58,7 @@ def test_messages_of_torch_triton_and_the_driver_are_told_apart(message, status)
 
 def test_an_error_names_no_path_of_this_machine():
     missing = os.path.join(os.path.abspath(sys.path[0]), "missing")
-    ending = run_isolated("builtins:open", [missing], seconds=30)
+    ending = run_isolated("builtins:open", [missing], seconds=PATIENCE)
     assert ending.cause == "FileNotFoundError: [Errno 2] No such file or directory: 'missing'"
 
 
@@ -66,33 +66,34 @@ def test_records_are_read_however_late_their_reader_is(monkeypatch):
     read, records = isolated._read, []
 
     def late(stream, take):
+        wait_for(lambda: not any(runs(child.pid) for child in psutil.Process().children()))
         time.sleep(0.5)  # as on a machine with more to do
         read(stream, take)
 
     monkeypatch.setattr(isolated, "_read", late)
-    ending = run_isolated("builtins:list", [[{"length": 8}]], seconds=20, on_record=records.append)
+    ending = run_isolated("builtins:list", [[{"length": 8}]], seconds=PATIENCE, on_record=records.append)
     assert (ending.status, records) == ("ok", [{"length": 8}])
 
 
 def test_without_sessions_of_processes_nothing_is_started(monkeypatch):
     monkeypatch.delattr(os, "getsid")
     with pytest.raises(RuntimeError, match="this platform lacks"):
-        run_isolated("builtins:dict", [], seconds=20)
+        run_isolated("builtins:dict", [], seconds=PATIENCE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process whose parent was killed")
 def test_a_process_ends_when_the_one_above_it_is_killed(monkeypatch):
     monkeypatch.setattr(isolated, "_living", lambda *_: set())  # as if the caller were killed too
-    kill = "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(20)"
-    ending = run_isolated("builtins:exec", [kill], seconds=30)
+    kill = "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)"
+    ending = run_isolated("builtins:exec", [kill], seconds=PATIENCE)
     assert (ending.status, ending.cause[:10]) == ("killed", "by SIGKILL")
-    assert not marked_processes(having=MARK)
+    wait_for(lambda: not marked_processes(having=MARK))
 
 
 @pytest.mark.parametrize(("returncode", "found"), [(None, True), (0, False)])
 def test_descent_is_asked_of_a_process_that_has_not_ended(returncode, found):
     ended = SimpleNamespace(pid=os.getpid(), poll=lambda: returncode)  # this process has its number now
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(sleep, start_new_session=True) as stranger:
         try:
             living = isolated._living(ended, "no mark")
@@ -113,34 +114,42 @@ REFUSE = """
 def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(isolated, "CHILD", child_with(REFUSE, tmp_path))
     monkeypatch.setattr(psutil.Process, "kill", Mock(side_effect=psutil.AccessDenied()))
-    start = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
-    ending = run_isolated("builtins:exec", [start], seconds=30)
+    monkeypatch.setattr(isolated, "EXIT_SECONDS", 0.5)
+    living = isolated._living
+
+    def living_without_the_supervisor(process, mark):
+        process.wait(PATIENCE)
+        return living(process, mark)
+
+    monkeypatch.setattr(isolated, "_living", living_without_the_supervisor)
+    start = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    ending = run_isolated("builtins:exec", [start], seconds=PATIENCE)
     pid = int(ending.output[0])
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not marked_processes(having=MARK), 5)
+    wait_for(lambda: not marked_processes(having=MARK))
     assert (ending.status, ending.left) == ("ok", (pid,))
 
 
 def test_a_supervisor_without_caller_ends_beside_what_cannot_be_killed(tmp_path):
-    order = {"target": "time:sleep", "arguments": [60], "seconds": 60}
+    order = {"target": "time:sleep", "arguments": [600], "seconds": 600}
     order |= {"host_bytes": None, "gpu_share": None, "device": "cpu"}
     command = [sys.executable, "-P", str(child_with(REFUSE, tmp_path))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as above:
         try:
             above.stdin.write(json.dumps(order) + "\n")
             above.stdin.flush()
-            wait_for(psutil.Process(above.pid).children, 20)
+            wait_for(psutil.Process(above.pid).children)
             above.stdin.close()
-            above.wait(10)
+            above.wait(PATIENCE)
         finally:
             above.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows shared memory as files")
 def test_what_tidies_up_after_a_process_that_succeeded_is_given_time_for_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(isolated, "CHILD", child_with("child.GRACE_SECONDS = 10", tmp_path))  # of a busy machine
+    monkeypatch.setattr(isolated, "CHILD", child_with(f"child.GRACE_SECONDS = {PATIENCE}", tmp_path))
     forget = "from multiprocessing.shared_memory import SharedMemory as S; print(S(create=True, size=1).name)"
-    ending = run_isolated("builtins:exec", [forget], seconds=30)
+    ending = run_isolated("builtins:exec", [forget], seconds=PATIENCE)
     path = Path("/dev/shm", ending.output[0])
     left = path.exists()
     path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from own_processes import PATIENCE
 
 from hilbert_lib.launch import progressive
 from hilbert_lib.launch.progressive import ProgressiveTester
@@ -88,8 +89,12 @@ def test_memory_that_runs_out_all_the_same_ends_the_test_and_other_errors_pass(m
 
 
 def test_a_run_that_passes_a_limit_on_its_way_is_ended():
+    def run(length):
+        time.sleep(PATIENCE)
+        pytest.fail("nothing ended it")
+
     tester = ProgressiveTester(SafetyConfig(max_seconds=0.2), "cpu")
-    result = tester.run_progressive_test(8, 64, run=lambda length: time.sleep(30), estimate=lambda length: 1)
+    result = tester.run_progressive_test(8, 64, run=run, estimate=lambda length: 1)
     assert [row.status for row in result.rows] == ["ended"]
     assert "allowed are 0.2" in result.limit
     assert result.longest == 0

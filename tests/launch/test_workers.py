@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import refusals
+from own_processes import PATIENCE
 
 from hilbert_lib.launch.workers import RankError, run_ranks
 
@@ -103,7 +104,7 @@ def job(tmp_path, monkeypatch):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True, **pipes)
         try:
-            printed, said = process.communicate(timeout=60)
+            printed, said = process.communicate(timeout=PATIENCE)
         finally:
             with suppress(ProcessLookupError):  # what it started in the background ends with it
                 os.killpg(process.pid, signal.SIGKILL)

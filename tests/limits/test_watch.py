@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from own_processes import PATIENCE, wait_for
 
 from hilbert_lib.limits import watch
 from hilbert_lib.limits.config import SafetyConfig
@@ -18,23 +19,43 @@ from hilbert_lib.limits.memory import GB, Memory
 from hilbert_lib.limits.watch import LimitReachedError, Watcher
 
 SHORT = SafetyConfig(max_seconds=0.3)
-LONG_SLEEP = 30.0
+LONG_SLEEP = PATIENCE
+
+
+@pytest.fixture
+def next_look(monkeypatch):
+    """Waits until the watch has taken another sample from its begin to its end."""
+    see, looks = watch.host_memory, []
+
+    def look():
+        looks.append(None)
+        return see()
+
+    def wait():  # the first may have begun before
+        seen = len(looks)
+        wait_for(lambda: len(looks) >= seen + 2)
+
+    monkeypatch.setattr(watch, "host_memory", look)
+    return wait
+
+
+def sleep_until_interrupted():
+    time.sleep(LONG_SLEEP)
+    pytest.fail("nothing interrupted it")
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_run_that_takes_too_long_is_interrupted_and_says_so(handler):
     before = signal.signal(signal.SIGINT, handler)
-    start = time.monotonic()
     with pytest.raises(LimitReachedError, match=r"it ran for \d+\.\d s, allowed are 0\.3"), Watcher(SHORT, "cpu"):
-        time.sleep(LONG_SLEEP)
-    assert time.monotonic() - start < LONG_SLEEP / 2
+        sleep_until_interrupted()
     assert signal.signal(signal.SIGINT, before) is handler
 
 
 def test_an_error_of_the_block_itself_is_not_replaced_by_the_limit():
     def run():
         try:
-            time.sleep(LONG_SLEEP)
+            sleep_until_interrupted()
         except KeyboardInterrupt:
             raise OSError("while it ended") from None
 
@@ -46,13 +67,16 @@ def test_an_error_of_the_block_itself_is_not_replaced_by_the_limit():
     ("available", "temperature", "words"),
     [(1, 60, "79.0 GB of cuda:0 in use"), (40, 91, "the GPU has 91 C, allowed are 90"), (40, None, "")],
 )
-def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, available, temperature, words):
+def test_a_run_is_interrupted_where_the_gpu_is_full_or_hot(monkeypatch, next_look, available, temperature, words):
     seen = Memory("cuda:0", 80 * GB, available * GB), temperature
     monkeypatch.setattr(watch, "_Gpu", lambda device: SimpleNamespace(look=lambda: seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     told = []
     with Watcher(SafetyConfig(), "cuda:0", on_limit=told.append) as one:
-        time.sleep(0.3)
+        if words:
+            wait_for(lambda: told)
+        else:
+            next_look()
     assert len(told) == bool(words)
     assert words in one.cause
     assert (one.peaks.gpu_bytes, one.peaks.temperature_c) == ((80 - available) * GB, temperature)
@@ -74,28 +98,29 @@ def test_what_must_stay_free_is_a_limit_of_its_own_of_gpu_and_host(monkeypatch, 
 
 def test_another_process_is_ended_with_all_that_it_started():
     # A process, what it started, and what that started.
-    process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 60 & echo up; wait' & wait"], stdout=subprocess.PIPE)
+    process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 600 & echo up; wait' & wait"], stdout=subprocess.PIPE)
     process.stdout.readline()
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(family) == 3
     with Watcher(SHORT, "cpu", pid=process.pid) as one:
-        process.wait(timeout=10)  # 0 where the shell saw its own child end first
-    assert not psutil.wait_procs(family, timeout=5)[1]
+        process.wait(PATIENCE)  # 0 where the shell saw its own child end first
+    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
     assert "it ran for" in one.cause
     process.stdout.close()
 
 
-def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back():
+def test_the_peak_of_the_host_is_kept_after_the_memory_is_given_back(next_look):
+    start = time.monotonic()
     with Watcher(SafetyConfig(), "cpu") as one:
-        time.sleep(0.15)
+        next_look()
         before = one.peaks.host_bytes
         x = torch.ones(2**28, dtype=torch.uint8)
-        time.sleep(0.3)
+        next_look()
         del x
-        time.sleep(0.15)
+        next_look()
     assert one.cause == ""
     assert one.peaks.host_bytes - before > 0.9 * 2**28
-    assert one.peaks.seconds >= 0.5
+    assert 4 * watch.INTERVAL_SECONDS < one.peaks.seconds < time.monotonic() - start
 
 
 LESS_AND_LESS = [Memory("host", 50 * GB, left * GB) for left in (40, 40, *[2] * 99)]
@@ -111,7 +136,7 @@ def test_a_run_is_interrupted_where_the_hosts_memory_runs_out_or_the_watch_fails
     monkeypatch.setattr(watch, "host_memory", Mock(side_effect=looks))
     config = SafetyConfig(min_free_host_gb=1, max_memory_share=0.9)
     with pytest.raises(LimitReachedError, match=words), Watcher(config, "cpu"):
-        time.sleep(LONG_SLEEP)
+        sleep_until_interrupted()
 
 
 def test_a_limit_passed_before_the_block_leaves_no_interrupt(monkeypatch):
@@ -151,9 +176,16 @@ def test_errors_and_interrupts_that_are_not_the_watchs_pass_through():
 
 
 def test_a_limit_passed_at_the_very_end_is_told_and_no_interrupt_is_left(monkeypatch):
-    monkeypatch.setattr(watch, "host_memory", lambda: time.sleep(0.2) or Memory("host", GB, 0))
-    with pytest.raises(LimitReachedError), Watcher(SafetyConfig(), "cpu"):
-        pass
+    looking, full = threading.Event(), Memory("host", GB, 0)
+    one = Watcher(SafetyConfig(), "cpu")
+
+    def look():
+        looking.set()
+        return full if one._stop.wait(PATIENCE) else None  # the block has ended
+
+    monkeypatch.setattr(watch, "host_memory", look)
+    with pytest.raises(LimitReachedError, match="GB of host in use"), one:
+        looking.wait(PATIENCE)
     time.sleep(0.05)  # an interrupt left over would arrive here
 
 
@@ -166,11 +198,11 @@ def test_what_cannot_be_watched_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_gpus_memory_and_temperature_are_seen():
+def test_the_gpus_memory_and_temperature_are_seen(next_look):
     with Watcher(SafetyConfig(), "cuda") as one:
         x = torch.ones(2 * GB, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        time.sleep(0.5)
+        next_look()
     assert one.cause == ""
     assert one.peaks.gpu_bytes > x.nbytes
     assert 10 < one.peaks.temperature_c < 100

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-
 HANG_SECONDS = 600  # longer than any test waits
 
 

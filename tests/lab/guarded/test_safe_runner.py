@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from full_disk import room_for
-from own_processes import PATIENCE, child_with, marked_processes, start_python, wait_for
+from own_processes import PATIENCE, child_with, let_time_pass_when, marked_processes, start_python, wait_for
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab.guarded import cases as benchmarks
@@ -80,7 +80,7 @@ def time_passes_once_it_prints(monkeypatch, tmp_path):
             read(stream, lambda line: (take(line), printed.append(re.search(expression, line))))
 
         monkeypatch.setattr(isolated, "_read", noting)
-        monkeypatch.setattr(isolated, "time", SimpleNamespace(monotonic=lambda: LONGEST_SECONDS * any(printed)))
+        let_time_pass_when(lambda: any(printed), monkeypatch)
         monkeypatch.setattr(isolated, "CHILD", child_with(LIMIT_FROM_HERE, tmp_path))
 
     return install
@@ -348,7 +348,8 @@ def test_a_runner_that_is_stopped_leaves_its_records_and_no_process(tmp_path, nu
 
         run_isolated, runner.run_isolated = runner.run_isolated, telling
         points = [{"length": 8, "sides": ["good"]}, {"length": 8, "sides": ["good", "early", "hangs and says so"]}]
-        runner.SafeBenchmarkRunner("points.jsonl", benchmark=Benchmark("faulty_sides:measure"), device="cpu").run(points)
+        faulty = Benchmark("faulty_sides:measure")
+        runner.SafeBenchmarkRunner("points.jsonl", benchmark=faulty, device="cpu").run(points)
     """
     process = start_python(program, tmp_path)
     wait_for((tmp_path / "hangs").is_symlink)  # in the second point, when its first pair is measured

@@ -11,11 +11,13 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
 import pytest
 from full_disk import room_for
+from own_processes import PATIENCE
 from tiny_notebooks import write_notebook
 
 from hilbert_lib.cli.stop import Interrupted, interruptible
@@ -59,7 +61,7 @@ def stop_by(signal_name, folder):
         "import os, pathlib, signal, time\n"
         f"pathlib.Path({str(folder)!r}, 'pid').write_text(str(os.getpid()))\n"
         f"os.kill(os.getppid(), signal.{signal_name})\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
 
 
@@ -114,16 +116,17 @@ def test_only_a_finished_result_of_the_same_key_is_reused(tmp_path, monkeypatch,
     assert ran == [not force] * (outcome == "ok")
 
 
-def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts):
-    sleeping = point_of(tmp_path, "import time\ntime.sleep(60)")
+def test_the_time_of_a_notebook_is_limited_as_a_whole(tmp_path, facts, monkeypatch):
+    sleeping = point_of(tmp_path, "import time\ntime.sleep(600)")
     one_cell = runs.run_point(sleeping, tmp_path / "run", facts, timeout=1)
-    # Each of these cells alone would be in time. A busy machine takes seconds to start the first.
-    cells = point_of(tmp_path, *["import time\ntime.sleep(0.4)"] * 100)
-    many_cells = runs.run_point(cells, tmp_path / "run", facts, timeout=3)
-    for manifest, seconds in ((one_cell, 1), (many_cells, 3)):
+    # Each of these cells alone would be in time: between two looks at the clock 500 s pass.
+    cells, looks = point_of(tmp_path, *["pass"] * 20), count(0, 500)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    many_cells = runs.run_point(cells, tmp_path / "run", facts, timeout=3000)
+    for manifest, seconds in ((one_cell, 1), (many_cells, 3000)):
         assert manifest["error"]["type"] == "TimeoutError"
         assert manifest["error"]["message"] == f"the notebook took longer than {seconds} s"
-    assert 1 <= many_cells["error"]["cell"] <= 8
+    assert 1 <= many_cells["error"]["cell"] <= 6
 
 
 def test_a_finished_run_after_failed_ones_holds_notebook_records_and_manifest(batch):
@@ -159,7 +162,7 @@ def test_the_time_that_a_run_took_is_right_whatever_happens_to_the_clock(tmp_pat
     point = point_of(tmp_path, "import time\ntime.sleep(0.5)")
     manifest = runs.run_point(point, tmp_path / "run", facts, timeout=math.inf)
     start, end = (datetime.fromisoformat(manifest[name]) for name in ("start", "end"))
-    assert 0.5 < (end - start).total_seconds() < 300
+    assert 0.5 < (end - start).total_seconds() < 3000
     assert manifest["status"] == "ok"
 
 
@@ -205,7 +208,7 @@ def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
     hilbert = [sys.executable, "-c", "from hilbert_lib.cli.main import main; main()"]
     command = [*hilbert, "run", "--notebooks", tmp_path, "--out", tmp_path / "out"]
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE)
     assert process.returncode == 143
     assert "stopped by SIGTERM: what has ended is kept" in process.stderr
     (run_folder,) = (tmp_path / "out").iterdir()
@@ -217,7 +220,7 @@ def test_sigterm_ends_the_command_and_keeps_what_is_finished(tmp_path):
     slow = runs.read_manifest(run_folder / "01_slow.failed")
     assert (slow["status"], slow["error"]["message"]) == ("interrupted", "stopped by SIGTERM")
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int((tmp_path / "pid").read_text())).wait(5)  # busy cores take a while to let it go
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(PATIENCE)  # busy cores take a while to let it go
 
 
 HOLD = """
@@ -228,7 +231,7 @@ from hilbert_lib.lab.suite.points import Point, read_notebook
 with work_folder(Path(sys.argv[2]), "00_a") as work:
     start_manifest(Point(read_notebook(Path(sys.argv[1])), {}), work, {})
     print("running", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -317,7 +320,7 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again(seconds, monkeypatch
     def work():
         with interruptible():
             Dying()
-            time.sleep(5)
+            time.sleep(PATIENCE)
 
     before = sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
     with pytest.raises(Interrupted, match="SIGTERM"):
