@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hilbert_lib.launch.worker_main import TELL_SECONDS
+
 HANG_SECONDS = 600
 
 
@@ -36,6 +38,7 @@ def _is_heard(file: str | None) -> bool:
 def last_rank_breaks(arguments: dict) -> object:
     """The last rank does what its fault says, while the others wait for it in a collective."""
     begun()
+    sys.modules["__main__"].TELL_SECONDS = arguments.get("tell_seconds", TELL_SECONDS)
     if dist.get_rank() == dist.get_world_size() - 1:
         print(f"this rank {arguments['fault']}", file=sys.stderr, flush=True)
         return FAULTS[arguments["fault"]]()
@@ -55,8 +58,11 @@ def all_hang(arguments: dict) -> None:
 
 
 def begun() -> None:
-    """Tell the test that this rank is there: by a file, whose time is when."""
-    (Path(os.environ["HILBERT_TEST_BEGAN"]) / str(dist.get_rank())).touch()
+    """Tell the test that this rank is there, by a file, and wait until all are: none is late for what follows."""
+    folder = Path(os.environ["HILBERT_TEST_BEGAN"])
+    (folder / str(dist.get_rank())).touch()
+    while len(list(folder.iterdir())) < dist.get_world_size():
+        time.sleep(0.01)
 
 
 def device() -> str:
