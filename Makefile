@@ -1,7 +1,7 @@
 # `make help` lists the commands. Every command sets up .venv first, once.
 VENV ?= .venv
 BIN := $(VENV)/bin
-NBVAL := --nbval-current-env --nbval-cell-timeout=300
+NBVAL := --nbval-current-env --nbval-cell-timeout=1800
 # Notebooks that keep their outputs, which nbval compares; the others are stripped.
 STRICT := notebooks/00_question.ipynb
 # Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.

@@ -14,12 +14,13 @@ import pandas as pd
 import pytest
 import torch
 from cases import attended, drawn, norms
+from fake_machine import FakeMachine
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend, select_attention_backend
 from hilbert_lib.attention import choice, rules
 from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.attention.backends import fused, presence
-from hilbert_lib.attention.backends.dense import CpuFlash
+from hilbert_lib.attention.backends.dense import CpuFlash, Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.grids import api as grids
@@ -245,13 +246,14 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_benchmark_backends_measures_once_and_remembers(place, monkeypatch):
-    fast = CpuFlash.forward
+    machine = FakeMachine(monkeypatch)
+    for backend, milliseconds in ((CpuFlash, 5), (Eager, 1)):  # the rules take the other one
 
-    def slow(*inputs):  # so that the fastest is not what the rules take, whatever else the machine does
-        time.sleep(0.005)
-        return fast(*inputs)
+        def run(*inputs, forward=backend.forward, milliseconds=milliseconds):
+            machine.now_ns += milliseconds * 1_000_000
+            return forward(*inputs)
 
-    monkeypatch.setattr(CpuFlash, "forward", staticmethod(slow))
+        monkeypatch.setattr(backend, "forward", staticmethod(run))
     q, k, v = tensors()
     assert select_attention_backend(q, k, v, PATTERN) == "sdpa"
     assert not list(place.iterdir())

@@ -1,9 +1,9 @@
 """Pairs of calls: errors are real, times are never an interpreter's, and nothing is measured twice."""
 
 import json
-import time
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from hilbert_lib.lab import pairs as paired
 from hilbert_lib.lab import records as committed
+from hilbert_lib.lab import sustained
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.pairs import Side, relative_difference, run_back_to_back, run_sides, time_cases
 from hilbert_lib.lab.records import append_lines
@@ -46,21 +47,22 @@ def test_on_the_cpu_each_side_runs_once_errors_are_known_and_nothing_is_timed_or
     assert not list(tmp_path.iterdir())
 
 
-def test_back_to_back_sides_run_in_windows_in_turn_and_not_again(tmp_path):
+def test_back_to_back_sides_run_in_windows_in_turn_and_not_again(tmp_path, monkeypatch):
     calls, how = [], {"device": "cpu", "output_dir": str(tmp_path), "seconds": 0.02}
-    sides = [
-        replace(one(name, 1.5), run=lambda name=name: calls.append((name, time.sleep(1e-3))) or (torch.tensor([1.5]),))
-        for name in "ab"
-    ]
+    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * len(calls))  # each takes a millisecond
+    monkeypatch.setattr(paired, "time", clock)
+    monkeypatch.setattr(sustained, "time", clock)
+    sides = [replace(one(x, 1.5), run=lambda x=x: calls.append(x) or (torch.tensor([1.5]),)) for x in "ab"]
     (record,) = run_back_to_back([sides], **how)
     table = side_table([record], "numbers, back to back")
     assert table.error.tolist() == [0.5, 0.5]
-    assert (table.median_ms > 1).all()
+    assert table.median_ms.tolist() == pytest.approx([1, 1])
     assert record["output_difference"] == 0
     counts = [side["calls_per_sample"] for side in record["sides"]]
-    assert all(1 < count <= 20 and side["n"] == WINDOWS for count, side in zip(counts, record["sides"], strict=True))
+    assert counts == [20, 20]
+    assert [side["n"] for side in record["sides"]] == [WINDOWS] * 2
     rounds, ran = WARM_WINDOWS // 2 + WINDOWS, len(calls)
-    turns = [(name, len(list(own))) for name, own in groupby(name for name, _ in calls[-rounds * sum(counts) :])]
+    turns = [(name, len(list(own))) for name, own in groupby(calls[-rounds * sum(counts) :])]
     assert turns == list(zip("ab", counts, strict=True)) * rounds
     assert run_back_to_back([sides], **how) == [json.loads(json.dumps(record))]
     assert len(calls) == ran

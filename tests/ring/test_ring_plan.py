@@ -1,13 +1,13 @@
 """The planner: what it sends is what brute force finds missing, and costs what the formulas say."""
 
 import re
-import time
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from cases import refusals
+from counts import lines_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -260,12 +260,14 @@ def test_tokens_without_work_have_a_rank_too():
 
 def test_a_billion_tokens_are_planned_in_no_more_time_than_few():
     pattern = DilatedPattern([2048 * 2**n for n in range(20)], [2**n for n in range(20)])
+    sizes = {"heads": 16, "kv_heads": 16, "head_dim": 64, "is_causal": True}
     for ragged in (0, 12345):
-        start = time.perf_counter()
         lengths = (2**27 + ragged, 2**27 - ragged) + (2**27,) * 6
-        plan = plan_of(pattern, lengths, heads=16, kv_heads=16, head_dim=64, is_causal=True)
-        assert "1,073,741,824 tokens on 8 ranks" in str(plan)
-        assert time.perf_counter() - start < 20  # of a busy machine; token by token it takes far longer
+
+        def say(lengths=lengths):
+            assert "1,073,741,824 tokens on 8 ranks" in str(plan_of(pattern, lengths, **sizes))
+
+        lines_run(say, 2_000_000)
 
 
 def test_the_table_says_who_sends_what_and_why():

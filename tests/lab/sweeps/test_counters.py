@@ -1,6 +1,7 @@
 """Hardware counters: what `ncu` prints or refuses, and launches in every order beside the model of what is counted."""
 
 import json
+import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
@@ -66,14 +67,20 @@ def test_a_child_makes_the_calls_and_one_kernel_of_it_is_counted(ncu):
     assert given.endswith(f"""'-c', '{program}', '{{"n": 2}}']""")
 
 
-def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(ncu, tmp_path):
-    pid = tmp_path / "pid"
-    ncu(script=f"#!/bin/sh\n/bin/sleep 60 &\necho $! > {pid}\nwait\n")
-    with pytest.raises(RuntimeError, match=r"ncu took longer than 1 s over \{\}"):
-        count_calls({}, kernel="forward_kernel", timeout=1)
+def test_a_program_that_takes_too_long_ends_with_the_ncu_that_watches_it(ncu, monkeypatch, tmp_path):
+    pid, communicate = tmp_path / "pid", subprocess.Popen.communicate
+    ncu(script=f"#!/bin/sh\n/bin/sleep 600 &\necho $! > {pid}.new\n/bin/mv {pid}.new {pid}\nwait\n")
+
+    def once_both_run(process, *, timeout):  # the limit begins
+        wait_for(pid.exists)
+        return communicate(process, timeout=timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", once_both_run)
+    with pytest.raises(RuntimeError, match=r"ncu took longer than 0.1 s over \{\}"):
+        count_calls({}, kernel="forward_kernel", timeout=0.1)
     with suppress(psutil.NoSuchProcess):
         program = psutil.Process(int(pid.read_text()))
-        wait_for(lambda: program.status() == psutil.STATUS_ZOMBIE, 5)
+        wait_for(lambda: program.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_what_keeps_ncu_from_counting_is_said(ncu, monkeypatch, tmp_path):

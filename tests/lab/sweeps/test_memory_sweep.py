@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from counts import ElementsMade
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab.pairs import run_sides
@@ -90,7 +91,7 @@ def test_an_interrupted_workload_goes_on_with_the_strategies_that_are_missing(on
 HOST = {"device": "cpu", "on_cpu": True, "repetitions": 5, "seconds": 0.1}
 
 
-def test_what_a_cache_finds_is_what_was_built_and_is_found_faster(monkeypatch):
+def test_what_a_cache_finds_is_what_was_built_and_makes_nothing(monkeypatch):
     original, cached = sweeps._schedule_tables, []
 
     def spied(*arguments):
@@ -98,12 +99,18 @@ def test_what_a_cache_finds_is_what_was_built_and_is_found_faster(monkeypatch):
         return original(*arguments)
 
     monkeypatch.setattr(sweeps, "_schedule_tables", spied)
+    for build, find in table_pairs(works(64, 256)):
+        find.run()
+        with ElementsMade() as built:
+            build.run()
+        with ElementsMade() as found:
+            find.run()
+        assert built.count > found.count == 0
     records = run_sides(table_pairs(works(64, 256)), **HOST)
     assert set(cached) == {(False, False), (True, True)}, "a part of what is built was found"
     table = pair_table(records, "pattern cache")
     assert table.what.tolist() == ["schedule tables", "Hilbert ordering"] * 2
     assert (table.b == "look-up").all()
-    assert table.ratio.min() > 1
     assert (table.output_difference == 0).all()
 
 
@@ -141,7 +148,6 @@ def test_on_a_gpu_each_strategy_holds_its_results_and_leaves_nothing(direction):
 def test_on_a_gpu_tables_are_built_found_and_set_beside_a_call():
     table = pair_table(run_sides(table_pairs(on_gpu(4096)), **HOST), "pattern cache")
     assert table.b.tolist() == ["look-up", "call"] * 2
-    assert table[table.b == "look-up"].ratio.min() > 1  # medians: one of five samples may meet a busy host
 
 
 @pytest.mark.gpu
