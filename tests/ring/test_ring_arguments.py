@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
+from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.call import Call
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.ordering import OrderingSpec
@@ -175,15 +176,20 @@ SHARDS = (5, 0, 12, 7)  # of which some are shorter than a segment, and one is e
 PIECES = [(transport, is_causal) for transport in ("ring", "all_gather", "all_to_all") for is_causal in (False, True)]
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(("transport", "is_causal"), PIECES)
-def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(transport, is_causal):
-    """In one process: grouped heads, keys of zeros, a padding mask, and k and v stored in an order, all at once."""
-    pattern = DilatedPattern((4, 16, 24), (1, 3, 2), padding="zeros")
+def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(transport, is_causal, dropout_p):
+    """In one process: grouped heads, keys of zeros or dropout, a padding mask, and k and v in an order, at once."""
+    pattern = DilatedPattern((4, 16, 24), (1, 3, 2), padding="none" if dropout_p else "zeros")
     spec = OrderingSpec("residue", rate=2)
     q, k, v, dout = drawn(24, 6, 3, 4, batch=2, dtype=torch.float64)
     hidden = torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) < 0.2
     how = {"is_causal": is_causal, "scale": 0.5, "key_padding_mask": hidden}
     exact = differentiated(partial(oracle.attention, pattern=pattern, **how), [q, k, v, dout])
+    if dropout_p:
+        how |= {"dropout_p": dropout_p, "seed": torch.tensor([7])}
+        out, lse = reference.forward(q, k, v, Call(pattern, **how))
+        exact = out, lse, *reference.backward(dout, q, k, v, out, lse, Call(pattern, **how))
     sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 4, "dtype": torch.float64, "is_causal": is_causal}
     plan = plan_ring(pattern, SHARDS, **sizes, transport=transport, padded=True, ordered=True)
 
