@@ -23,7 +23,6 @@ from hilbert_lib.lab.tables import ratio_table, side_table
 
 Records = list[dict]  # of a results.jsonl
 WORKS = {"layouts": "whole sequence", "decoding": "decoding"}
-POOLS = ["kept", "pool"]  # a CUDA graph holds its buffers too; what it gains is of launches
 POINTS = "bench_attention_xformers"
 CASE = ["work", "length", "queries", "row_bytes", "dilation"]
 
@@ -167,9 +166,11 @@ def over_fixed(records: Records, *, where: str) -> pd.DataFrame:
 
 
 def pools(records: Records) -> pd.DataFrame:
-    """Time under torch's caching allocator over that with a pool, and at 8,192 tokens the pool's memory over its."""
+    """Time under torch's caching allocator over that of another way to hold buffers, and at 8,192 tokens the memory of
+    a forward in that way over its.
+    """
     held = _beside_caching(records, is_mixed=False)
-    held = held[held.strategy.isin(POOLS)].assign(tokens=held.lengths.astype(int))
+    held = held.assign(tokens=held.lengths.astype(int))
     at_8k = held[(held.tokens == 8192) & (held.direction == "forward")]
     memory = counted(at_8k[["strategy", "tokens"]], at_8k.reserved_bytes / at_8k.reserved_bytes_caching)
     times = held.rename(columns={"ratio": "value"})
@@ -220,11 +221,11 @@ def gained_and_counted(records: Records, *, dilation: int) -> pd.DataFrame:
 
 
 def _counters(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
-    # Of attention, which the claims are about: the fused forward, and decoding. A gather is none.
+    # Of the fused forward, decoding and a gather.
     table = counter_table(records)
     if table.empty:
         raise ValueError("nothing was counted")
-    table = table[table.kernel != "gather"].set_index(["kernel", "length", "row_bytes", "dilation"])
+    table = table.set_index(["kernel", "length", "row_bytes", "dilation"])
     return table[table.layout == "hilbert"], table[table.layout == "linear"]
 
 

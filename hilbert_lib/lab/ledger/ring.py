@@ -14,7 +14,10 @@ from hilbert_lib.ring.plan.plan import plan_ring
 
 SIZES = {"batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": torch.bfloat16}
 FIRST_SEGMENT = 2048
-SIDES = {"auto": "dilated rows", "gathered": "all k and v, gathered"}  # of a record, and what a rank holds there
+# The sides of a record, and what a rank holds there. One rank alone ran no dense ring to compare with.
+SIDES = dict.fromkeys(("auto", "ring", "all_gather", "all_to_all"), "dilated rows") | {
+    "gathered": "all k and v, gathered"
+}
 WHAT = {"sent_forward": "bytes sent", "peak_bytes": "memory"}
 
 
@@ -31,7 +34,12 @@ def memory_by_ranks(records: Sequence[dict], *, tokens: int, ranks: Sequence[int
     strong = [each for each in records if each["sweep"] == "strong" and each["side"] in SIDES]
     (one,) = (each["peak_bytes"] for each in strong if each["ranks"] == 1)
     measured = [
-        {"what": SIDES[each["side"]], "ranks": each["ranks"], "value": each["peak_bytes"] * each["ranks"] / one}
+        {
+            "what": SIDES[each["side"]],
+            "side": each["side"],
+            "ranks": each["ranks"],
+            "value": each["peak_bytes"] * each["ranks"] / one,
+        }
         for each in strong
         if each["ranks"] > 1
     ]
