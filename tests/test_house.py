@@ -281,6 +281,24 @@ print(before, len(seen), seen[0].filename, seen[0].message)
     assert "give x.transpose(1, 2)" in printed
 
 
+@pytest.mark.parametrize(
+    ("module", "lacked", "is_told"),
+    [
+        ("hilbert_lib.lab.records", "pandas", True), ("hilbert_lib.lab.records", "pandas.core", True),
+        ("hilbert_lib.lab.records", "hilbert_lib.lab.gone", False), ("hilbert_lib.lab.records", "tomllib", False),
+        ("hilbert_lib.ordering", "triton", False),
+    ],
+)  # fmt: skip
+def test_the_suite_is_named_only_where_the_laboratory_lacks_anothers_package(monkeypatch, module, lacked, is_told):
+    missing = ModuleNotFoundError(f"No module named {lacked!r}", name=lacked)
+    monkeypatch.setattr(hilbert_lib.lazy, "import_module", Mock(side_effect=missing))
+    get, _ = hilbert_lib.lazy.lazily("hilbert_lib", {module: ("name",)})
+    with pytest.raises(ModuleNotFoundError) as caught:
+        get("name")
+    assert ("name needs the packages of [suite]" in str(caught.value)) == is_told
+    assert caught.value.name == lacked
+
+
 def test_a_public_name_or_command_that_lacks_the_suite_names_it(tmp_path, monkeypatch):
     missing = ModuleNotFoundError("No module named 'pandas'", name="pandas")
     monkeypatch.setattr(hilbert_lib.lazy, "import_module", Mock(side_effect=missing))

@@ -1,6 +1,7 @@
 """An isolated call: how its end is told, what its memory is capped at, and that all it started ends with it, also
 where what stands above is hindered or killed itself."""
 
+import errno
 import json
 import os
 import signal
@@ -54,6 +55,12 @@ def test_an_end_is_told_with_its_cause(program, status, cause):
 def test_messages_of_torch_triton_and_the_driver_are_told_apart(message, status):
     error = {"type": "RuntimeError", "message": message, "errno": None}
     assert isolated.diagnosis(error, 1, ()) == (status, f"RuntimeError: {message}")
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOMEM, "out of memory"), (errno.EDQUOT, "disk full")])
+def test_an_error_of_the_system_is_known_by_its_number_whatever_it_says(number, status):
+    error = {"type": "OSError", "message": "there is no room", "errno": number}
+    assert isolated.diagnosis(error, 1, ()) == (status, "OSError: there is no room")
 
 
 def test_an_error_names_no_path_of_this_machine():
