@@ -15,6 +15,8 @@ def run() -> None:
         for stream in (sys.stdout, sys.stderr):  # a file's name may be no text; it is printed as it is
             stream.reconfigure(errors="surrogateescape" if stream.encoding == "utf-8" else "backslashreplace")
         main(prog_name="hilbert")
+    except OSError as error:  # of what click prints before a command begins: the help, on a disk that is full
+        sys.exit(f"hilbert: {error}")
     except ModuleNotFoundError as error:
         if not is_of_a_package(error):
             raise

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -283,3 +284,53 @@ def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch):
     for module, command in (("lab.environment", "run"), ("lab.suite.doctor", "doctor")):
         monkeypatch.setattr(f"hilbert_lib.{module}.environment", refuse)
         assert "HILBERT_DIRTY must be 0 or 1" in hilbert(command, status=2)
+
+
+COMMAND = [sys.executable, "-m", "hilbert_lib.cli"]
+CLOSED = {"stdin": "<&-", "stdout": ">&-", "stderr": "2>&-", "all": "<&- >&- 2>&-"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell there closes no streams")
+@pytest.mark.parametrize(
+    "words", ["--help", "list --notebooks notebooks", "sweep 00_a --notebooks notebooks --dry-run"]
+)
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_command_works_with_streams_that_are_closed(tmp_path, closed, words):
+    write_notebook(tmp_path / "notebooks", "00_a")
+    line = f"{shlex.join(COMMAND)} {words} {CLOSED[closed]}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=inherited(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (closed in ("stdin", "stderr"))
+
+
+def test_a_file_that_is_opened_takes_no_closed_streams_number(tmp_path):
+    """What a library prints into a closed stream would else be written into it."""
+    script = "import os, sys; from hilbert_lib import cli; cli._open_streams(); opened = open('out.txt', 'w')\n"
+    script += "os.write(1, b'lost'); print('lost', flush=True); opened.write(str(opened.fileno())); opened.close()\n"
+    script += "assert os.get_inheritable(1)"
+    line = f"{shlex.join([sys.executable, '-c', script])} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], cwd=tmp_path, env=inherited()).returncode == 0
+    assert int((tmp_path / "out.txt").read_text()) > 2
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list", "--notebooks", "notebooks"]], ids=str)
+def test_a_reader_that_is_gone_and_a_full_disk_end_a_command_without_a_traceback(tmp_path, words):
+    write_notebook(tmp_path / "notebooks", "00_a")
+    reading, writing = os.pipe()
+    os.close(reading)
+    places = [os.fdopen(writing, "wb")]
+    if sys.platform == "linux":
+        places.append(open("/dev/full", "wb"))  # noqa: SIM115
+    for place in places:
+        with place:
+            done = subprocess.run(
+                [*COMMAND, *words], cwd=tmp_path, env=inherited(), stdout=place, stderr=subprocess.PIPE, text=True
+            )
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        assert ("No space left on device" in done.stderr) == (place is not places[0])
+
+
+def inherited():
+    """The environment of a command in another folder, which finds the library."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))}
