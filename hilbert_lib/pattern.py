@@ -2,21 +2,19 @@
 
 from bisect import bisect
 from dataclasses import dataclass
-from functools import lru_cache
-from math import lcm
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.checks import grouped, integer, integers, one_of, positive
+from hilbert_lib.residues import covered, rows_in_segment
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
 PADDING_RULES = ("none", "zeros")
 LARGEST = 2**63 - 1  # torch's operators take no larger integer
 FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # of a pair and an element of head_dim: two and five matrix products
-COUNTED_AT_ONCE = 2**22  # positions; 32 MiB for each int64 temporary
 
 
 @dataclass(frozen=True)
@@ -252,7 +250,7 @@ class DilatedPattern:
         >>> DilatedPattern((4, 8), (2, 4)).covered(10**9, kv_head=0, kv_heads=1)
         500000000
         """
-        return _covered(integer("length", length, least=0), frozenset(self._used_branches(kv_head, kv_heads)))
+        return covered(integer("length", length, least=0), frozenset(self._used_branches(kv_head, kv_heads)))
 
     def _used_branches(self, kv_head: int, kv_heads: int) -> list[tuple[int, int, int]]:
         """(segment length, dilation rate, offset) of the branches that a KV head uses."""
@@ -359,34 +357,6 @@ class DilatedPattern:
         rules = f"offsets={self.offsets!r}, mixing={self.mixing!r}"
         rules += f", padding={self.padding!r}" if self.padding != "none" else ""
         return "\n".join([rules, *lines])
-
-
-def rows_in_segment(length: int, rate: int, offset: int) -> int:
-    """How many positions of a segment of this length have the offset as their residue."""
-    return max(0, -(-(length - offset) // rate))
-
-
-@lru_cache(maxsize=256)  # heads share their branches
-def _covered(length: int, residues: frozenset[tuple[int, int, int]]) -> int:
-    """How many positions below length are in one of these (segment length, dilation rate, offset) at least."""
-    w, r, o = min(residues, key=lambda residue: residue[1])
-    if len(residues) == 1 or r == 1:  # a branch of rate 1 holds every position
-        return length // w * rows_in_segment(w, r, o) + rows_in_segment(length % w, r, o)
-    # Membership repeats with r where r divides w or one segment holds all, otherwise with w.
-    period = lcm(*(r if w % r == 0 or w >= length else w for w, r, _ in residues))
-
-    def count(upto: int) -> int:
-        total = 0
-        for start in range(0, upto, COUNTED_AT_ONCE):
-            positions = torch.arange(start, min(start + COUNTED_AT_ONCE, upto), device="cpu")
-            inside = torch.zeros(len(positions), dtype=torch.bool, device="cpu")
-            for w, r, o in residues:
-                inside |= positions % w % r == o
-            total += int(inside.sum())
-        return total
-
-    whole = length // period
-    return (whole * count(period) if whole else 0) + count(length % period)
 
 
 def check_pattern(pattern: object) -> DilatedPattern:

@@ -18,7 +18,19 @@ import hilbert_lib
 HOME = {name: module for module, names in hilbert_lib.PUBLIC.items() for name in names}
 ROOT = Path(hilbert_lib.__file__).parent
 # From the ground up; a room imports only those before it. Below the line stands the laboratory.
-ROOMS = ["lazy", "internals", "files", "checks", "machine", "graph_cache", "curves", "ordering", "pattern", "grid"]
+ROOMS = [
+    "lazy",
+    "internals",
+    "files",
+    "checks",
+    "machine",
+    "graph_cache",
+    "curves",
+    "ordering",
+    "residues",
+    "pattern",
+    "grid",
+]
 ROOMS += ["attention", "limits", "launch", "ring"]
 LABORATORY = ["lab", "cli"]
 # The same inside two rooms of several floors.

@@ -12,8 +12,7 @@ from counts import lines_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hilbert_lib import DilatedPattern
-from hilbert_lib import pattern as pattern_module
+from hilbert_lib import DilatedPattern, residues
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 
@@ -51,9 +50,9 @@ def test_pairs_and_covered_positions_are_counted_exactly(pattern, length, kv_hea
     some = sum(head[start:end].sum() for head in seen)
     assert pattern.pairs(length, heads=kv_heads, is_causal=is_causal, at=range(start, end)) == some
     with pytest.MonkeyPatch.context() as patch:
-        for at_once in (pattern_module.COUNTED_AT_ONCE, 5):  # in one piece, and in several
-            patch.setattr(pattern_module, "COUNTED_AT_ONCE", at_once)
-            pattern_module._covered.cache_clear()
+        for at_once in (residues.COUNTED_AT_ONCE, 5):  # in one piece, and in several
+            patch.setattr(residues, "COUNTED_AT_ONCE", at_once)
+            residues.covered.cache_clear()
             for g in range(kv_heads):
                 assert pattern.covered(length, g, kv_heads) == seen[g].count_nonzero()
 
@@ -93,6 +92,42 @@ def test_counts_of_what_does_not_divide_take_no_time_either():
         assert DilatedPattern((100003, 7), (3, 1)).covered(10**12, 0, 1) == 10**12
 
     lines_run(count, 20_000)
+
+
+residue_sets = st.lists(st.tuples(st.integers(2, 60), st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=4)
+
+
+@given(residue_sets, st.integers(0, 3000), st.sampled_from([1, 3, 2**16]), st.sampled_from([0, 1, 16]))
+@example([(35, 6, 1), (21, 4, 1), (55, 8, 3)], 2999, 1, 0)
+def test_positions_are_counted_by_stretches_as_one_by_one(drawn, length, at_once, few):
+    branches = frozenset((w, min(w, r), o % min(w, r)) for w, r, o in drawn)
+    expected = residues._covered_one_by_one(length, branches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residues, "STRETCHES_AT_ONCE", at_once)
+        patch.setattr(residues, "FEW_CLASSES", few)
+        residues.covered.cache_clear()
+        assert residues._covered_by_stretches(length, branches) == expected
+        assert residues.covered(length, branches) == expected
+    residues.covered.cache_clear()
+
+
+SLOW = [  # no branch of rate 1, and a period beyond the length
+    ((100003, 200003), (3, 5)),
+    ((1009, 2003, 4001), (3, 5, 7)),
+    ((5, 100003, 99991), (3, 7, 11)),
+    ((10**9, 10**9, 10**9), (1009, 1013, 1019)),
+]
+
+
+@pytest.mark.parametrize(("lengths", "rates"), SLOW)
+def test_positions_of_any_length_are_counted_in_seconds(lengths, rates):
+    """In processor time: one by one they take 30 seconds and more."""
+    pattern, begin = DilatedPattern(lengths, rates, offsets="zero"), time.process_time()
+    found = pattern.covered(10**9, 0, 1)
+    assert time.process_time() - begin < 10
+    assert (
+        0 < 10**9 / max(rates) < found < 10**9 * sum(1 / min(r, w) for w, r in zip(lengths, rates, strict=True)) * 1.3
+    )
 
 
 def test_description_counts_keys_segments_and_tail():
