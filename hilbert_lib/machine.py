@@ -6,9 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import pynvml
@@ -228,14 +231,28 @@ def check_gpu() -> None:
 
 
 @cache
-def code_hash(folder: Path = PACKAGE) -> str:
-    """A hash of the library's Python files, their relative names and contents: 12 hexadecimal digits."""
+def code_hash(folder: Traversable | None = None) -> str:
+    """A hash of the library's Python files, their relative names and contents: 12 hexadecimal digits.
+
+    Raises RuntimeError where there is none, as of a library that is compiled alone: all of these would be the same.
+    """
+    contents = dict(_sources(files("hilbert_lib") if folder is None else folder))  # which may lie in a zip
+    if not contents:
+        raise RuntimeError("the library's Python files are not there, so that nothing tells which code runs")
     digest = hashlib.sha256()
-    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
+    for name, content in sorted(contents.items()):
         # Lengths keep the boundaries apart; git may check out other line ends on Windows.
-        content = (folder / name).read_bytes().replace(b"\r\n", b"\n")
+        content = content.replace(b"\r\n", b"\n")
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:12]
+
+
+def _sources(folder: Traversable, inside: str = "") -> Iterator[tuple[str, bytes]]:
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _sources(each, f"{inside}{each.name}/")
+        elif each.name.endswith(".py"):
+            yield f"{inside}{each.name}", each.read_bytes()
 
 
 def installed_version(distribution: str) -> str | None:

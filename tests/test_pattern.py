@@ -1,6 +1,7 @@
 """A pattern says which keys a query sees; counts are closed forms of that."""
 
 import pickle
+import time
 from itertools import chain
 
 import numpy as np

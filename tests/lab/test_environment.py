@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,24 @@ def test_code_hash_follows_names_and_contents_and_nothing_else(tmp_path):
     assert write("moved", {"a.py": base["a.py"], "b.py": b""}) != expected
     assert write("split", {"a.py": b"x = 1\n", "sub/b.py": b"y = 2\n"}) != expected
     assert re.fullmatch("[0-9a-f]{12}", code_hash())
+    (tmp_path / "compiled").mkdir()
+    with pytest.raises(RuntimeError, match="the library's Python files are not there"):
+        write("compiled", {"a.pyc": b""})
+
+
+def test_code_hash_of_a_library_in_a_zip_is_that_of_its_files(tmp_path):
+    root = Path(module.__file__).parent
+    with zipfile.ZipFile(tmp_path / "library.zip", "w") as archive:
+        for path in root.rglob("*.py"):
+            archive.write(path, path.relative_to(root.parent).as_posix())
+    script = "import hilbert_lib.machine as m; print(m.__file__, m.code_hash())"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "library.zip")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    file, found = done.stdout.split()
+    assert "library.zip" in file
+    assert found == code_hash()
 
 
 def test_commit_and_dirt_come_from_our_own_repository_else_from_variables(tmp_path, monkeypatch):
