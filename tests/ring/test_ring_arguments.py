@@ -18,8 +18,9 @@ from hilbert_lib.attention.call import Call
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
-from hilbert_lib.ring import agreement
+from hilbert_lib.ring import agreement, attention
 from hilbert_lib.ring import module as modules
+from hilbert_lib.ring import neighbourhood as on_grids
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
@@ -135,6 +136,42 @@ def test_what_stands_for_out_in_a_backward_is_right_at_every_scale(scale):
 def test_ranks_are_told_by_the_names_that_they_have_in_the_world():
     asked = {2: (None, {"pattern": "a"}), 3: (None, {"pattern": "b"})}
     assert agreement._difference(asked) == "pattern must be the same on all ranks, got a on rank 2; b on rank 3"
+
+
+PADDED, WITH_GRADIENT = torch.zeros(1, 4, dtype=torch.bool), X.clone().requires_grad_()
+EXTRA = {"extra_k": X[:, :2], "extra_v": X[:, :2]}
+# What one rank may ask for that the others do not, beside q, k and v of another shape or dtype.
+ASKED = [{"is_causal": True}, {"scale": 0.25}, {"dropout_p": 0.1}, {"key_padding_mask": PADDED}, {"backend": "eager"}]
+ASKED += [{"kv_ordering": OrderingSpec("residue", rate=2)}, {"q": WITH_GRADIENT}, {"transport": "ring"}]
+ASKED += [{"weights": (1, 1, 1, 2)}, {"memory_limit": 2**30}, {"pattern": DilatedPattern((4,), (2,))}]
+ONE = DilatedPattern((4,), (1,))
+ON_GRID = [{"scale": 0.25}, {"key_padding_mask": PADDED}, {"backend": "eager"}, {"q": WITH_GRADIENT}, EXTRA]
+ON_GRID += [{"neighbourhood": Neighbourhood((8, 2), (3, 2))}, {"shards": Rectangles((2, 2))}]
+OF_EXTRA = [{"extra_k": X[:, :2].clone().requires_grad_()}, {"extra_padding_mask": PADDED[:, :2]}]
+
+
+def request(q=X, pattern=ONE, transport="auto", weights=None, memory_limit=None, **asked):
+    options = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "kv_ordering": None}
+    options |= {"backend": "auto", "return_lse": False} | asked
+    planning = transport, weights, memory_limit
+    return attention._request(attention._checked(q, X, X, pattern, options, dist.group.WORLD, planning, True))
+
+
+def request_on_grid(q=X, neighbourhood=NEAR, shards=None, backend="auto", **asked):
+    spread = on_grids.spread(shards, None, neighbourhood, 4)
+    checked = on_grids._checked(q, X, X, neighbourhood, spread, asked | {"backend": backend}, dist.group.WORLD)
+    return on_grids._words(checked, backend)
+
+
+@pytest.mark.parametrize(("words", "asked"), [*((request, x) for x in ASKED), *((request_on_grid, x) for x in ON_GRID)])
+def test_ranks_compare_all_that_they_ask_for(four_ranks, words, asked):
+    assert words() == words()
+    assert words(**asked) != words()
+
+
+@pytest.mark.parametrize("asked", OF_EXTRA)
+def test_ranks_compare_what_they_ask_of_extra_keys(four_ranks, asked):
+    assert request_on_grid(**EXTRA | asked) != request_on_grid(**EXTRA)
 
 
 @pytest.mark.parametrize("what", ["asks for another", "refused"])
