@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,6 +139,13 @@ def test_each_column_of_a_pair_is_of_its_own_side():
     (row,) = ratio_table([pair], "s").to_dict("records")
     expected = {"a": "x", "b": "y", "sweep": "s", "of": "y", "ratio": 2.0, "low": 1.5, "high": 3.0}
     assert row == expected | {"output_difference": 0.125, "error_a": 0.25, "error_b": 0.5}
+
+
+def test_pairs_that_differ_in_the_parameters_of_either_side_are_others():
+    found = {"interval": (1.5, 3.0), "output_difference": 0.0}
+    sides = [told("x", 0.0), told("x", 0.0) | {"parameters": {"sweep": "s", "of": "z"}}]
+    records = [{"a": a, "b": b, "ratio": float(n)} | found for n, (a, b) in enumerate(product(sides, sides))]
+    assert ratio_table(records, "s").ratio.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("figures", [(0.5, 9), (0.25, 8), (0.125, 7)], ids=["first", "middle", "last"])

@@ -96,6 +96,17 @@ def test_what_must_stay_free_is_a_limit_of_its_own_of_gpu_and_host(monkeypatch, 
     assert bool(cause) == bool(words)
 
 
+def test_the_highest_values_of_a_gpu_are_kept_and_a_limit_itself_is_allowed(monkeypatch):
+    looks = iter([(Memory("cuda:0", 80 * GB, 80 * GB - used * GB), hot) for used, hot in ((1, 60), (3, 90), (2, 70))])
+    monkeypatch.setattr(watch, "_Gpu", lambda device: SimpleNamespace(look=lambda: next(looks)))
+    monkeypatch.setattr(watch, "host_memory", lambda: Memory("host", 80 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    one = Watcher(SafetyConfig(max_temperature_c=90), "cuda:0")
+    one._start = time.monotonic()
+    assert [one._look() for _ in range(3)] == ["", "", ""]
+    assert (one.peaks.gpu_bytes, one.peaks.temperature_c) == (3 * GB, 90)
+
+
 def test_another_process_is_ended_with_all_that_it_started():
     # A process, what it started, and what that started.
     process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 600 & echo up; wait' & wait"], stdout=subprocess.PIPE)

@@ -109,6 +109,15 @@ def grid(**changed):
     return GridOverRanks("grid", 2, **{"shape": (4, 4), "window": (3, 3), "heads": 1, "head_dim": 8} | changed)
 
 
+@pytest.mark.parametrize("made", [work(), grid()], ids=["sequence", "grid"])
+def test_a_record_is_known_by_all_that_its_side_was_asked_for(made):
+    asked = made.identity("auto")
+    assert asked.keys() >= {"ranks", "heads", "head_dim", "backward", "dtype", "side"}
+    others = [ring._key(asked | {name: "another"}) for name in asked]
+    assert len({ring._key(asked), *others}) == 1 + len(asked)
+    assert ring._key(asked | {"out_error": 1.0}) == ring._key(asked)
+
+
 WRONG = [
     (lambda: work(sides=("fast",)), "sides must be of auto"),
     (lambda: work(tokens=65), "tokens must be a multiple of the ranks, 2"),
