@@ -104,6 +104,14 @@ def test_grids_and_what_reordering_costs_are_those_of_the_record():
     assert numbers()["small_once"] == f"{left[min(left)]:.2f}"
 
 
+def test_the_narrowest_window_that_was_timed_is_wider_than_those_where_raster_is_ahead():
+    hilbert = pairs("08_where_a_curve_pays", "neighbourhood", "raster", "hilbert", direction="forward")
+    windows = [str(each["b"]["parameters"]["window"]) for each in hilbert]
+    narrowest = min(int(side) for window in windows for side in window.split(" x ")[-2:])
+    assert numbers()["timed_window"] == str(narrowest)
+    assert int(numbers()["least_window_128"]) < int(numbers()["least_window_64"]) < narrowest
+
+
 def test_what_another_program_makes_is_told_of_every_record_of_it():
     runs = [newest_run("04_safe_benchmarking"), *REPORTS.glob("h*/*/causes")]
     causes = [each for run in runs for each in read_records(run / RESULTS) if each.get("cause") == "two programs"]
