@@ -104,6 +104,20 @@ def test_a_block_that_the_grid_does_not_fill_is_never_full(cells, rules):
         assert not (blocks.partial & blocks.full).any()
 
 
+@pytest.mark.parametrize("extra", [1, 2, 10, 18, 34])
+@pytest.mark.parametrize("cells", [16, 30])
+def test_blocks_of_the_kernel_with_keys_that_all_see_are_those_of_the_pairs(cells, extra):
+    """Blocks of 16, which the cells, or cells and extra keys, fill or do not."""
+    near = Neighbourhood((cells,), 15)
+    mask = flex.block_mask((near,), None, extra, False, 16, torch.device("cpu"))
+    seen = torch.nn.functional.pad(mask_of(near), (0, extra), value=True)
+    blocks = [list(rows.split(16, 1)) for rows in seen.split(16)]
+    full = torch.tensor([[bool(block.all()) and block.shape == (16, 16) for block in row] for row in blocks])
+    some = torch.tensor([[bool(block.any()) for block in row] for row in blocks])
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).equal(full)
+    assert listed(mask.kv_num_blocks, mask.kv_indices).equal(some & ~full)
+
+
 @pytest.mark.parametrize(("near", "order"), GRIDS)
 def test_pairs_of_a_block_are_counted(near, order):
     perm = ordering(near, order).perm

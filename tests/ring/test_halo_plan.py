@@ -100,6 +100,7 @@ def test_rows_that_travel_are_those_that_windows_of_other_ranks_reach(case):
 @given(cases())
 @example(((Neighbourhood((16,), 3, edge="wrap"),) * 2, Rectangles((4,))))
 @example(((Neighbourhood((16,), 3, edge="wrap"),) * 2, Runs(Ordering.linear(16), (8, 8))))
+@example(((Neighbourhood((8, 4), 3, edge="wrap"),) * 2, Rectangles((2, 1))))  # a whole axis that goes round
 def test_interior_and_slabs_are_a_ranks_queries_once_with_all_that_they_see(case):
     each, shards = case
     plan, shape = plan_halo(each, shards, **SIZES), each[0].shape

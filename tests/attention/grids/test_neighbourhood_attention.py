@@ -271,7 +271,9 @@ test_bad_arguments_and_neighbourhoods_are_named = refusals({(TypeError, ValueErr
 
 def test_an_empty_extra_k_may_have_an_empty_mask():
     none, mask = torch.zeros(2, 0, *K.shape[2:], dtype=K.dtype), torch.zeros(2, 0, dtype=torch.bool)
-    assert torch.equal(asked(extra_k=none, extra_v=none, extra_padding_mask=mask), asked())
+    given = {"extra_k": none, "extra_v": none, "extra_padding_mask": mask}
+    assert torch.equal(asked(**given), asked())
+    assert api.validated(Q, K, V, NEAR, **given)[1].extra_padding_mask is None  # kernels load no mask of no keys
 
 
 @pytest.mark.parametrize(
