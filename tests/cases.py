@@ -30,7 +30,8 @@ ORDERINGS = {
     **{kind: lambda n, kind=kind: Ordering.from_curve(kind, n) for kind in ("hilbert", "morton", "snake", "tile")},
     "chunked": lambda n: Ordering.from_curve("hilbert", n, chunk=8),
 }
-# out, lse, gradient; float64 inputs are exact, and halves are rounded once on the way in and once on the way out.
+# out, lse, gradient; float64 inputs are exact, and halves are rounded once on the way in and once on the way out. Their
+# lse has an error of its own on the CPU: `lse_error`.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12, 1e-11),
     torch.float32: (2e-4, 2e-4, 2e-4),
@@ -158,6 +159,16 @@ def assert_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
     tolerances = [tolerances] * len(pairs) if isinstance(tolerances, float) else tolerances
     for (mine, theirs), tolerance in zip(pairs, tolerances, strict=True):
         torch.testing.assert_close(mine.cpu().double(), theirs.cpu().double(), atol=tolerance, rtol=0)
+
+
+def lse_error(backend: str, dtype: torch.dtype, device: str = "cpu") -> float:
+    """How far lse may be off, as the docstring of `dilated_attention` says."""
+    if dtype == torch.float64:
+        return 4e-15
+    # torch's flash kernel for the CPU has an exponential for half precision that is off by up to 1.1e-4 of itself, on
+    # processors with AVX2 or AVX-512. Which keys meet it depends on how many a vector holds.
+    is_fast = backend in ("sdpa", "auto") and device == "cpu" and dtype.itemsize == 2
+    return 1.2e-4 if is_fast else 2e-6
 
 
 def check(

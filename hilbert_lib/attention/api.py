@@ -75,7 +75,10 @@ def dilated_attention(
 
     Returns:
         out (batch, queries, heads, head_dim) in q's dtype; with return_lse also lse (batch, heads, queries),
-        float32 (float64 for float64), detached.
+        float32 (float64 for float64), detached. Of standard normal q and k, lse is off by at most 4e-15 in float64 and
+        2e-6 in other dtypes, measured on CPUs and an H100. In float16 and bfloat16 on a CPU, "sdpa", which "auto"
+        takes first, is off by up to 1.2e-4: torch's kernel has a fast exponential there. A branch's weight is then off
+        by up to 6e-5, which is below the rounding of out.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed; also where an explicit backend

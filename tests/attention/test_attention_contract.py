@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from allpairspy import AllPairs
-from cases import LAYOUTS, assert_close, attended, differentiated, drawn, norms, refused, stored
+from cases import LAYOUTS, assert_close, attended, differentiated, drawn, lse_error, norms, refused, stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
@@ -98,9 +98,12 @@ def test_scores_of_minus_infinity_weigh_nothing_in_any_branch(backend, device, i
         k[:, 6] = v[:, 6] = 0.0  # causal, lse 0 and out 0 of a single key, which does weigh
         call = partial(attended, (q, k, v, torch.ones_like(v)), pattern, is_causal=is_causal)
         found, exact = call(backend), call("reference")
+        # torch's own tolerances, for lse in half precision more where `lse_error` says so.
+        torch.testing.assert_close(found[0], exact[0])
+        torch.testing.assert_close(found[1], exact[1], atol=max(1e-5, lse_error(backend, dtype, device)), rtol=1.3e-6)
         # dq and dk are no numbers, nor is dv of such keys by Hopper's kernel.
-        told = (0, 1) if (backend, device) == ("triton", "cuda") else (0, 1, -1)
-        torch.testing.assert_close([found[n] for n in told], [exact[n] for n in told])
+        if (backend, device) != ("triton", "cuda"):
+            torch.testing.assert_close(found[-1], exact[-1])
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager"])
