@@ -16,6 +16,9 @@ from hilbert_lib.machine import get_gpu_info, prepare_kernels
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORKER_BYTES = 8 * 2**30  # of a GPU, for each process of tests that are not alone on it
+# Inductor takes from its cache what it compiled for another capability, whose vectors have another length (torch 2.13).
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["HILBERT_CACHE"] = tempfile.mkdtemp()  # what this machine remembers of backends changes no test
 settings.register_profile("suite", deadline=None)  # of the first call, which imports, and of busy cores
 settings.load_profile("suite")
