@@ -6,6 +6,12 @@ NBVAL := --nbval-current-env --nbval-cell-timeout=1800
 STRICT := notebooks/00_question.ipynb
 # Each file in one process, which starts once what its tests share; in the order of tests/conftest.py.
 XDIST := -n auto --dist loadfile --no-loadscope-reorder
+# Tests that compare numbers, which `make test` repeats as on other processors: without AVX-512, and without any vectors.
+# torch chooses its kernels by the first variable, and oneDNN, which it calls, its own by the second.
+NUMERIC := $(addprefix tests/attention/,test_attention.py test_attention_contract.py test_merge.py test_documents.py \
+	test_dropout.py test_torchscale.py grids/test_neighbourhood_attention.py::test_options_in_pairs)
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
@@ -35,6 +41,8 @@ test: setup lint  ## ruff, pytest and the notebooks under nbval
 	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser" \
 		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
 	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
+	@$(AVX2) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
+	@$(NO_VECTORS) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
 
 test-all: setup lint  ## the full product of the cases
 	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"
