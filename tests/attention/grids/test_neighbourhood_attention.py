@@ -38,7 +38,7 @@ from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain
 from hilbert_lib.attention.grids import api, eager, flex, operators
 from hilbert_lib.attention.grids.api import validated
 from hilbert_lib.attention.grids.registry import BACKENDS
-from hilbert_lib.attention.grids.request import Request, Tensors, on_its_keys
+from hilbert_lib.attention.grids.request import Part, Request, Tensors, on_its_keys
 from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
@@ -200,6 +200,23 @@ def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
     again = checkpoint(call, *leaves, use_reentrant=False)
     grads = (torch.autograd.grad(each.square().sum(), leaves) for each in (again, out))
     assert all(map(torch.equal, *grads))
+
+
+STORED = (
+    None, Ordering.from_curve("hilbert", 24, grid=(4, 6)), Ordering.from_curve("snake", 24, chunk=6),
+    Ordering.residue(24, 3, chunk=12), Ordering.random(24, 2**40),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [None, Part(*(tuple(map(range, NEAR.shape)),) * 3, in_float=True)], ids=["", "part"])
+@pytest.mark.parametrize("order", STORED, ids=repr)
+def test_the_operator_is_given_all_of_a_request(order, part):
+    masks = torch.zeros(2, 24, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)
+    asked = Request((NEAR, replace(NEAR, window=(2, 1))), 0.25, order, *masks, part, torch.arange(24).int())
+    found = operators._request(*operators._fields(asked))
+    assert found.options == asked.options
+    for name in ("key_padding_mask", "extra_padding_mask", "slots"):
+        assert getattr(found, name) is getattr(asked, name)
 
 
 def test_its_useful_flop_are_counted():
