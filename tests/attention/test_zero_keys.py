@@ -103,9 +103,9 @@ def test_one_kernel_adds_them_as_torch_does(dtype, monkeypatch):
 
 
 def test_their_memory_is_estimated():
-    sizes = {"length": 1000, "heads": 4, "head_dim": 16, "device": "cpu", "dtype": torch.float32}
+    sizes = {"length": 1000, "heads": 4, "kv_heads": 2, "head_dim": 16, "device": "cpu", "dtype": torch.float32}
     bare, padded = (estimate_memory(replace(PADDED, padding=p), backend="eager", **sizes) for p in ("none", "zeros"))
-    assert padded.workspace - bare.workspace == 4 * 1000 * 4  # the table
+    assert padded.workspace - bare.workspace == 2 * 1000 * 4  # the table, of KV heads
     causal = estimate_memory(PADDED, backend="eager", is_causal=True, **sizes)
     assert "workspace: zero keys" not in causal.items
 

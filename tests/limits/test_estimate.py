@@ -233,6 +233,13 @@ def test_sums_by_atomics_are_counted_unless_deterministic(monkeypatch):
     assert sums not in estimate_memory(REFERENCE, **sizes, direction="backward").items
 
 
+def test_all_positions_as_queries_are_no_decoding():
+    """Which dense kernels do not serve."""
+    sizes = {"length": 256, "heads": 4, "head_dim": 64, "backend": "sdpa", "device": "cuda"}
+    whole, named = (estimate_memory(DilatedPattern((64,), (1,)), **sizes, **more) for more in ({}, {"queries": 256}))
+    assert named == whole
+
+
 def test_decoding_holds_partial_results_of_chunks_of_keys():
     sizes = {"length": 2**20, "heads": 32, "kv_heads": 8, "head_dim": 128, "backend": "triton", "device": "cuda"}
     few = estimate_memory(REFERENCE, **sizes, queries=1)
