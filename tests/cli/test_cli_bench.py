@@ -32,6 +32,7 @@ def bench(tmp_path, monkeypatch):
         ("1k,4k,3000", [1024, 4096, 3000]),
         ("1:5,7", [1, 2, 4, 5, 7]),
         ("2K:2K", [2048]),
+        ("1024G", [2**40]),
     ],
 )
 def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, expected):
@@ -55,6 +56,20 @@ def test_lengths_double_to_the_end_of_a_range_or_are_a_list(text, expected):
 def test_a_wrong_word_is_refused_before_anything_runs(bench, tmp_path, words, message):
     assert message in " ".join(bench("attention", *words, status=2).split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [(("ok", "failed"), 1), (("failed", "ok"), 1), (("ok", "cannot serve"), 0), (("ok", "ok"), 0)],
+)
+def test_the_exit_status_is_1_if_anything_failed(bench, monkeypatch, statuses, status):
+    def run(runner, points, *, on_point, **_):
+        for number, (point, each) in enumerate(zip(points, statuses, strict=True)):
+            outcomes = {side: {"status": each, "cause": "", "paired": False} for side in point["sides"]}
+            on_point({"key": str(number), "point": point, "records": [], "outcomes": outcomes}, False)
+
+    monkeypatch.setattr("hilbert_lib.lab.guarded.runner.SafeBenchmarkRunner.run", run)
+    bench("attention", *SMALL, "--backends", "sdpa", "--direction", "forward,backward", status=status)
 
 
 def test_backends_are_timed_recorded_shown_and_reused(bench, tmp_path):

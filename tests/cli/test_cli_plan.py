@@ -3,14 +3,12 @@
 import re
 from itertools import product
 
-import click
 import pytest
 import torch
 from command import call
 
 from hilbert_lib import Neighbourhood, Rectangles
 from hilbert_lib.cli import plan as cli_plan
-from hilbert_lib.cli.options import numbers
 from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.pattern import DilatedPattern
@@ -29,20 +27,6 @@ def test_the_command_prints_the_plan_of_its_arguments():
     pattern = DilatedPattern((2**10, 2**30), (1, 2**12))
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.bfloat16}
     assert printed == f"{plan_ring(pattern, (2**27,) * 8, is_causal=True, transport='ring', **sizes)}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("1", [1]), ("3k", [3072]), ("1024G", [2**40]), ("1k:5k", [1024, 2048, 4096, 5120]), ("4,4:4", [4, 4])],
-)
-def test_numbers_of_the_command_line_go_up_to_their_ends(text, tokens):
-    assert numbers(text) == tokens
-
-
-@pytest.mark.parametrize("text", ["0", "k", "-1", "1.5", "1025g", "1099511627777", "4:2", ""])
-def test_other_numbers_are_refused(text):
-    with pytest.raises(click.BadParameter):
-        numbers(text)
 
 
 def test_the_command_gives_unequal_ranks_shards_by_their_work():

@@ -17,7 +17,7 @@ from own_processes import PATIENCE, child_with, let_time_pass_when, marked_proce
 from hilbert_lib import DilatedPattern
 from hilbert_lib.lab.guarded import cases as benchmarks
 from hilbert_lib.lab.guarded.cases import Benchmark
-from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner
+from hilbert_lib.lab.guarded.runner import SafeBenchmarkRunner, _conclude
 from hilbert_lib.lab.records import append_lines, read_records
 from hilbert_lib.launch import isolated
 from hilbert_lib.launch.isolated import MARK, run_isolated
@@ -317,6 +317,17 @@ def test_a_measurement_outlives_a_lack_of_memory(runner):
         seen.append(statuses(line))
     assert seen == [{"large": "not tried", "good": "ok"}] + [{"large": "ok", "good": "ok"}] * 2
     assert len(line["records"]) == len(read_records(runner().path)) == 2
+
+
+def test_a_side_that_is_measured_again_has_one_record():
+    def pair(name, number):
+        return {"a": {"name": "good"}, "b": {"name": name}, "number": number}
+
+    before = [pair("late", 1), pair("large", 2)]
+    line = {"records": [pair("late", 3)], "outcomes": {}, "attempts": [{"status": "ok", "sides": ["good", "late"]}]}
+    _conclude(line, ["good", "late"], before)
+    assert [record["number"] for record in line["records"]] == [2, 3]
+    assert statuses(line) == dict.fromkeys(("good", "late", "large"), "ok")
 
 
 def test_a_measurement_outlives_an_interrupted_retry(runner, monkeypatch):
