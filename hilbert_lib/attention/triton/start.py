@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from functools import cache, partial, reduce
-from inspect import getclosurevars, isfunction
+from inspect import getclosurevars, isfunction, signature
 from operator import call, itemgetter, or_
 from types import NoneType
 from typing import NamedTuple
@@ -154,13 +154,15 @@ def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addr
 
 
 def _through(run: Callable, grid: tuple, compiled: tuple) -> tuple[Callable, tuple[tuple, tuple, bool]]:
-    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start. And
-    # what it is given before the stream and after it, and whether the arguments, which come last, are one.
+    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start or
+    # gives Triton's sanitizer (gsan, from 3.8 on) more. And what it is given before the stream and after it, and
+    # whether the arguments, which come last, are one.
     stream, told = object(), []
-    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+    scratch = "global_scratch_size", "profile_scratch_size"
+    if any(getattr(run, name, 1) for name in scratch) or getattr(run, "gsan_enabled", False):
         return run, (grid, (*compiled, None, None, None), False)
     _like(run, launch=lambda *given: told.extend(given))(*grid, stream, *compiled, None, None, None)
-    place, is_one = told.index(stream), told[-1] == ()  # of Triton 3.7
+    place, is_one = told.index(stream), told[-1] == ()  # from Triton 3.7 on
     return run.launch, (tuple(told[:place]), tuple(told[place + 1 : len(told) - is_one]), is_one)
 
 
@@ -220,11 +222,19 @@ def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
     inside = getclosurevars(launch) if isfunction(launch) else None
     if inside is None or not {"launcher", "tensordesc_meta"} <= inside.nonlocals.keys():
         return run, iter(())
-    make, metas = inside.globals.get("make_tensordesc_arg"), inside.nonlocals["tensordesc_meta"]
-    if make is None or None in metas:
+    # A global name of the launcher's module in Triton 3.7, an argument of the wrapper from 3.8 on.
+    make = (inside.globals | inside.nonlocals).get("make_tensordesc_arg")
+    metas = inside.nonlocals["tensordesc_meta"]
+    if make is None or not metas or None in metas:
         return run, iter(())
     run = _like(run, launch=inside.nonlocals["launcher"])
-    return run, (partial(make, metadata=each) for each in metas)
+    # From Triton 3.8 on it takes a third argument, which is not read for NVIDIA's GPUs.
+    unread = (None,) * (len(signature(make).parameters) - 2)
+    return run, (partial(_map_of, make, meta, unread) for meta in metas)
+
+
+def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
+    return make(x, meta, *unread)
 
 
 def forget() -> None:

@@ -51,7 +51,7 @@ class Compiled:
         meta = {"swizzle": 1, "elem_size": 2, "elem_type": 0, "fp4_padded": False}
         metas = [meta | {"block_size": [self.function, n]} for n in range(descriptors)]
         vars(self.run).update(dict.fromkeys(("arg_annotations", "kernel_signature")), num_ctas=1)
-        vars(self.run).update(dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False))
+        vars(self.run).update(dict.fromkeys(("launch_cooperative_grid", "launch_pdl", "gsan_enabled"), False))
         vars(self.run).update({f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")})
         self.run.launch = wrap_handle_tensordesc(started, src.signature, metas)
 
