@@ -15,7 +15,7 @@ NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-browser lab lint
+.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-releases test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,14 +38,14 @@ numbers: setup  ## write the numbers of the newest records into README, reports/
 	@$(BIN)/python -m hilbert_lib.lab.ledger.numbers
 
 test: setup lint  ## ruff, pytest and the notebooks under nbval
-	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not browser" \
+	@$(BIN)/python -m pytest $(XDIST) -m "not full and not gpu and not multigpu and not releases and not browser" \
 		tests hilbert_lib notebooks --nbval-lax $(NBVAL) $(STRICT:%=--ignore=%)
 	@$(BIN)/python -m pytest --nbval $(NBVAL) $(STRICT)
 	@$(AVX2) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
 	@$(NO_VECTORS) $(BIN)/python -m pytest -m "not full and not gpu" $(NUMERIC)
 
 test-all: setup lint  ## the full product of the cases
-	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not browser"
+	@$(BIN)/python -m pytest $(XDIST) -m "not gpu and not multigpu and not releases and not browser"
 
 # A dozen at a time: each may take 4 GB, and a GPU has 80.
 test-gpu: setup  ## the tests that need a CUDA device
@@ -55,6 +55,9 @@ test-gpu: setup  ## the tests that need a CUDA device
 test-multigpu: setup  ## the tests that need several CUDA devices, on all that there are
 	@$(BIN)/python -m pytest -rs -n 6 --dist worksteal -m "multigpu and not alone"
 	@$(BIN)/python -m pytest -rs -m "multigpu and alone"
+
+test-releases: setup  ## a sample of all kernels, compiled by every release of triton that was tried; needs a network
+	@$(BIN)/python -m pytest -rs -m releases
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser

@@ -256,7 +256,7 @@ def test_doctor_says_what_is_well_what_is_broken_and_how_to_mend_it(hilbert, mon
     output = hilbert("doctor")
     assert "BROKEN" not in output
     kernels = [] if doctor.kernel_mode() == "absent" else ["kernels"]
-    for subject in ("gpu", *kernels, "python", "reports"):
+    for subject in ("gpu", "versions", *kernels, "python", "reports"):
         assert re.search(rf"^ok +{subject} ", output, re.MULTILINE)
     pytest.importorskip("triton")
     attend = doctor.dilated_attention
@@ -276,6 +276,17 @@ def test_doctor_says_what_is_well_what_is_broken_and_how_to_mend_it(hilbert, mon
     output = hilbert("doctor", status=1)
     assert re.search(r"^BROKEN +gpu +this torch .*\n +fix: install torch's CUDA build$", output, re.M)
     assert re.search(r"^BROKEN +reports .* cannot be written: Permission denied\n +fix: ", output, re.M)
+
+
+def test_doctor_says_whether_torch_and_triton_were_tried_together():
+    for torch_version, triton_version in doctor.TRIED:
+        said, fix = doctor.pair_of(f"{torch_version}+cpu", triton_version)
+        assert "were tried: " in said
+        assert fix == ""
+    said, fix = doctor.pair_of("2.13.0+cpu", "3.9.0")
+    assert said.startswith("torch 2.13 and triton 3.9 were not tried; of torch and triton these were: 2.11.0 and 3.6.")
+    assert fix == ""
+    assert "without triton" in doctor.pair_of("2.13.0", None)[0]
 
 
 def test_a_wrong_variable_is_told_without_a_traceback(hilbert, monkeypatch):

@@ -12,10 +12,17 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.lab.environment import environment
-from hilbert_lib.machine import check_gpu, kernel_mode, prepare_kernels
+from hilbert_lib.machine import check_gpu, installed_version, kernel_mode, prepare_kernels
 from hilbert_lib.pattern import DilatedPattern
 
 REINSTALL = "make setup, or: python -m pip install -c constraints.txt -e '.[dev]'"
+# Releases of torch and Triton that were tried together, and with what.
+TRIED = {
+    ("2.11.0", "3.6.0"): "all tests on an H100 and an H200",
+    ("2.13.0", "3.7.1"): "all tests without a GPU; it is the pinned set",
+    ("2.14.1", "3.8.0"): "all tests without a GPU",
+    ("2.15.0", "3.9.0"): "kernels compile; torch itself was not tried",
+}
 NEEDED_MB = 500  # room for many runs; a run of the suite with its defaults is far smaller
 
 Finding = tuple[str, str, str]  # what was looked at, what was found, and what mends it: "" where nothing is broken
@@ -24,6 +31,7 @@ Finding = tuple[str, str, str]  # what was looked at, what was found, and what m
 def examine(out: Path) -> Iterator[Finding]:
     """Look at everything that a run needs, one after another; reports are to be written to `out`."""
     yield (gpu := _gpu())
+    yield "versions", *pair_of(torch.__version__, installed_version("triton"))
     if not gpu[-1] and kernel_mode() != "absent":
         yield "kernels", *_kernels()
     yield "python", *_notebooks_python()
@@ -42,6 +50,26 @@ def _gpu() -> Finding:
     versions = f"Python {facts['python']}, torch {facts['torch']}, triton {facts['triton']}"
     where = " by notebooks, and elsewhere with TRITON_INTERPRET=1" if facts["kernel_mode"] == "interpreted" else ""
     return "gpu", f"{gpus}; {versions}, its kernels are {facts['kernel_mode']}{where}", ""
+
+
+def pair_of(torch_version: str, triton_version: str | None) -> tuple[str, str]:
+    """Whether releases of torch and Triton were tried together; Triton is None where it has no build.
+
+    >>> pair_of("2.13.1", "3.7.1")
+    ('torch 2.13 and triton 3.7 were tried: all tests without a GPU; it is the pinned set', '')
+    """
+    if triton_version is None:
+        return f"torch {_minor(torch_version)} without triton: its kernels and their tests are passed over", ""
+    given = _minor(torch_version), _minor(triton_version)
+    with_what = {tuple(map(_minor, pair)): how for pair, how in TRIED.items()}.get(given)
+    if with_what is not None:
+        return f"torch {given[0]} and triton {given[1]} were tried: {with_what}", ""
+    known = "; ".join(f"{torch} and {triton}" for torch, triton in TRIED)
+    return f"torch {given[0]} and triton {given[1]} were not tried; of torch and triton these were: {known}", ""
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _kernels() -> tuple[str, str]:

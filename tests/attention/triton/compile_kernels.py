@@ -17,7 +17,7 @@ from itertools import product
 
 import torch
 import triton
-from held_operands import held_operands, overwritten_tiles
+from held_operands import held_operands, overwritten_tiles, transposed_products
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -270,10 +270,12 @@ def facts(name: str, architecture: int) -> dict:
     ptx = made.asm["ptx"]
     assert "hilbert_lib" not in ptx, "a name of a module in the PTX changes with the module's place"
     return {
+        "triton": triton.__version__,
         "hash": f"{architecture} {name}: {hashlib.sha256(ptx.encode()).hexdigest()[:16]}",
         "shared": made.metadata.shared,
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
         "overwritten": overwritten_tiles(made.asm["ttgir"]),
+        "transposed": transposed_products(made.asm["ttgir"]),
         **(of_warp_specialised(made) if name.startswith("hopper") else {}),
     }
 
@@ -294,8 +296,9 @@ if __name__ == "__main__":
     triton.knobs.compilation.disable_line_info = True
     if sys.argv[1:]:
         architecture, which = int(sys.argv[1]), sys.argv[2]
-        names = SAMPLE if which == "sample" else kernels_for(architecture)
-        print(json.dumps({name: facts(name, architecture) for name in names}))
+        names = kernels_for(architecture)
+        chosen = [name for name in names if name in SAMPLE] if which == "sample" else names
+        print(json.dumps({name: facts(name, architecture) for name in chosen}))
     else:
         print("triton", triton.__version__)
         for architecture in ARCHITECTURES:

@@ -90,3 +90,12 @@ def overwritten_tiles(ttgir: str) -> list[str]:
                 same = [(n + ahead[tile] - m) % counts[tile] == 0 for m, tiles in running if tile in tiles]
                 found |= {tile} if any(same) else set()
     return sorted(found)
+
+
+def transposed_products(ttgir: str) -> list[str]:
+    """Results of products that are transposed in registers.
+
+    As the left operand of another product those of 64 columns came out wrong on Hopper with Triton 3.4 to 3.7.0
+    (flash-linear-attention's issue 640).
+    """
+    return re.findall(r"(%\w+) = tt\.trans .*: tensor<[^>]*#mma\w*>", ttgir)

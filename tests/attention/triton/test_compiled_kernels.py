@@ -2,31 +2,40 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
 import torch
-from held_operands import held_operands, overwritten_tiles
+from held_operands import held_operands, overwritten_tiles, transposed_products
+from packaging.requirements import Requirement
 
 from hilbert_lib.attention.triton.limits import SHARED_BYTES
+from hilbert_lib.lab.suite.doctor import TRIED
 
 arguments = pytest.importorskip(
     "hilbert_lib.attention.triton.arguments", reason="triton has no build for this platform"
 )
+from compile_kernels import SAMPLE  # noqa: E402
+
 from hilbert_lib.attention.triton.hopper import tiles as hopper_tiles  # noqa: E402
 
 ARCHITECTURES = (80, 90, 100)
 PTX_HASHES = Path(__file__).parent / "ptx_hashes.txt"
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # Every run compiles a few kernels for Hopper, the full one all of them for every architecture.
 RUNS = [(90, "sample"), *(pytest.param((each, "every"), marks=pytest.mark.full) for each in ARCHITECTURES)]
 
 
-def told_by(script: str, *arguments: str) -> dict:
-    """What a process without the interpreter prints."""
+def told_by(script: str, *arguments: str, packages: Path | None = None) -> dict:
+    """What a process without the interpreter prints. packages: a folder whose packages come before the installed."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if packages is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), env.get("PYTHONPATH"))))
     command = [sys.executable, Path(__file__).parent / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -131,6 +140,40 @@ def test_what_a_backward_holds_in_registers_is_not_written_over(on_hopper, some)
         assert (facts["held"], facts["spoilt"]) == (held, []), name
 
 
+@pytest.fixture(scope="module", params=[triton for _, triton in TRIED])
+def release(request, tmp_path_factory):
+    """A release of Triton that was tried, and a folder that holds it alone."""
+    folder = tmp_path_factory.mktemp("triton")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
+    subprocess.run([*command, f"triton=={request.param}"], check=True, capture_output=True)
+    yield request.param, folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sample_of_all_kernels_compiles_with_every_release_of_triton_that_was_tried(release, architecture):
+    version, folder = release
+    told = told_by("compile_kernels.py", str(architecture), "sample", packages=folder)
+    assert {facts["triton"] for facts in told.values()} == {version}
+    wanted = [name for name in SAMPLE if architecture == 90 or not name.startswith(("grid", "hopper"))]
+    assert list(told) == wanted
+    assert not any(facts["overwritten"] or facts.get("serialized") for facts in told.values())
+
+
+@pytest.mark.releases
+def test_a_kept_start_is_what_every_release_of_triton_starts(release):
+    assert_kept(told_by("kept_starts.py", packages=release[1]))
+
+
+def test_the_oldest_triton_that_is_allowed_is_among_those_tried():
+    requirements = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    (own,) = [Requirement(each) for each in requirements if each.startswith("triton")]
+    tried = [triton for _, triton in TRIED]
+    assert {each.operator: each.version for each in own.specifier}[">="] == ".".join(min(tried).split(".")[:2])
+    assert all(map(own.specifier.contains, tried))
+
+
 # A loop in a loop, in the form of nvdisasm: R8 to R11 are loaded before both, R4 to R7 made in every pass.
 LOOPS = [
     "LDSM.16.M88.4 R8, [R2]",
@@ -157,6 +200,17 @@ def test_a_held_operand_that_anything_writes_is_told(place, planted):
 def test_no_product_reads_a_tile_that_is_written_meanwhile(run):
     for name, facts in run[2].items():
         assert facts["overwritten"] == [], name
+
+
+def test_no_product_is_transposed_in_registers(run):
+    """Scores that are read transposed are computed so, or stored first: see `transposed_products`."""
+    for name, facts in run[2].items():
+        assert facts["transposed"] == [], name
+    of_tiles = "%b = ttg.memdesc_trans %a {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16, #shared, #smem>"
+    of_a_product = (
+        "%d = tt.trans %s {order = array<i32: 1, 0>} : tensor<64x64xbf16, #mma> -> tensor<64x64xbf16, #linear>"
+    )
+    assert transposed_products(f"{of_tiles}\n{of_a_product}") == ["%d"]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +291,11 @@ def test_a_first_call_compiles_its_kernels_at_once_and_a_second_none(head_dim, c
 
 
 def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_nothing():
-    told = told_by("kept_starts.py")
+    assert_kept(told_by("kept_starts.py"))
+
+
+def assert_kept(told: dict) -> None:
+    """Calls of a kind that came twice are started as Triton starts them, and bound by nobody."""
     assert told.pop("held") == 0, "a kept start holds a tensor of its call"
     assert told.pop("maps") == 0, "maps of descriptors are made anew"
     assert told.pop("places") == 4, "what is given is kept for each of two streams and of two tensors"
