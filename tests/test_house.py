@@ -41,6 +41,7 @@ FLOORS = {
             "dropout",
             "documents",
             "transforms",
+            "failures",
             "grids.request",
             "triton",
             "merge",

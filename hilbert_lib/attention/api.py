@@ -12,6 +12,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.choice import choose, explain, is_undone
 from hilbert_lib.attention.documents import check_documents
+from hilbert_lib.attention.failures import first_that_compiles
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive, suggesting, unscripted
 from hilbert_lib.ordering import Ordering, in_sequence
@@ -103,20 +104,29 @@ def attend(
     q, k, v, call = validated(
         q, k, v, pattern, kv_ordering=kv_ordering, backend=backend, return_lse=return_lse, **options
     )
+    if call.dropout_p > 0.0:
+        call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
+
+    def run(chosen: str) -> tuple[Tensor, Tensor]:
+        if kv_ordering is None:
+            return operators.forward(q, k, v, call, chosen)
+        if is_undone(backend, chosen, q.device, call, q.shape[1]):
+            return operators.forward(q, in_sequence(k, kv_ordering), in_sequence(v, kv_ordering), call, chosen)
+        return operators.forward(q, k, v, replace(call, inverse=kv_ordering.slots(k.device)), chosen)
+
+    out, lse = first_that_compiles(lambda: _chosen(q, k, v, call, backend), run, backend, level=4)
+    return (out, lse) if return_lse else out
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> str:
+    # The backend that serves a call; ValueError where none can.
     gradient = needs_gradient(q, k, v)
     chosen = choose(q, call, backend, gradient=gradient)
     if not chosen:
         reasons = explain(q, call, backend, gradient=gradient).reasons
         told = reasons.get(backend) or ", ".join(f"{name} {reason}" for name, reason in reasons.items())
         raise ValueError(f"backend={backend!r} {told}; see explain_backend")
-    if call.dropout_p > 0.0:
-        call = replace(call, seed=torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device))
-    if kv_ordering is not None and is_undone(backend, chosen, q.device, call, q.shape[1]):
-        k, v = in_sequence(k, kv_ordering), in_sequence(v, kv_ordering)
-    elif kv_ordering is not None:
-        call = replace(call, inverse=kv_ordering.slots(k.device))
-    out, lse = operators.forward(q, k, v, call, chosen)
-    return (out, lse) if return_lse else out
+    return chosen
 
 
 def validated(

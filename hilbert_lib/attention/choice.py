@@ -11,6 +11,7 @@ from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
 from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import LOOPED
+from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
 from hilbert_lib.machine import get_gpu_info
@@ -18,6 +19,7 @@ from hilbert_lib.machine import get_gpu_info
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
+FUNCTION = "dilated_attention"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ _known_rule._dynamo_marked_constant = True  # torch.compile cannot trace questio
 
 def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
-    asked = rule_for(q, call, gradient=gradient).order if name == "auto" else (name,)
+    asked = compiling(FUNCTION, rule_for(q, call, gradient=gradient).order, q) if name == "auto" else (name,)
     return first_that_serves(q, call, asked, BACKENDS)
 
 
@@ -100,7 +102,8 @@ def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: d
 def explain(q: Tensor, call: Call, name: str, *, gradient: bool, has_ordering: bool = False) -> Explanation:
     """What `choose` takes, and why not the others. has_ordering: whether k and v are stored in another order."""
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
-    found = explained(q, call, name, chosen, rule, BACKENDS, LOOPED if call.cu_seqlens is not None else "")
+    caveat = LOOPED if call.cu_seqlens is not None else ""
+    found = explained(FUNCTION, q, call, name, chosen, rule, BACKENDS, caveat)
     reasons = {**found.reasons, **WITHOUT_BUILD}
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
@@ -108,16 +111,20 @@ def explain(q: Tensor, call: Call, name: str, *, gradient: bool, has_ordering: b
 
 
 def explained(
-    q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend], caveat: str = ""
-) -> Explanation:
+    function: str, q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend],
+    caveat: str = "",
+) -> Explanation:  # fmt: skip
     """Why of some backends one was chosen, by its name or by a rule, and the others were not.
 
-    caveat: what holds for all that can serve, but those that read documents.
+    function: whose backends they are, by its name. caveat: what holds for all that can serve, but those that read
+    documents.
     """
     reasons = {}
     for candidate, backend in backends.items():
-        refusal = backend.refusal(q, call)
-        more = "".join(f"; {each}" for each in (backend.caveat, "" if backend.reads_documents else caveat) if each)
+        refusal, failed = backend.refusal(q, call), failure(function, candidate, q)
+        more = "".join(
+            f"; {each}" for each in (failed, backend.caveat, "" if backend.reads_documents else caveat) if each
+        )
         more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
         if candidate == chosen:
             reasons[candidate] = f"chosen: {backend.note}{more}"
@@ -126,6 +133,8 @@ def explained(
             reasons[candidate] = refusal if absent else f"cannot serve: {refusal}"
         elif name != "auto":
             reasons[candidate] = f"not asked for: {name!r} was"
+        elif failed:
+            reasons[candidate] = f"passed over: {failed}"
         else:
             passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
             reasons[candidate] = f"can serve, {passed_over}{more}"

@@ -14,7 +14,9 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Forward
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.choice import FUNCTION
 from hilbert_lib.attention.documents import documents, rows_of
+from hilbert_lib.attention.failures import remembering
 from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import as_given, as_kernels_load, register
 from hilbert_lib.attention.zero_keys import add_zero_keys
@@ -60,8 +62,8 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
     call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
-    run, _ = backend.functions(q.device)
-    with torch.cuda.device_of(q), as_given(q.device):
+    with remembering(FUNCTION, backend.name, q), torch.cuda.device_of(q), as_given(q.device):
+        run, _ = backend.functions(q.device)
         if call.cu_seqlens is None or backend.reads_documents:
             return _forward_of_one(run, q, k, v, call)
         out, lse = _fake_forward(q, k, v)
@@ -84,10 +86,10 @@ def _run_backward(
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
-    _, run = backend.functions(q.device)
     if call.pattern.padding == "zeros":
         call = replace(call, is_part=True)  # out and lse hold zero keys too
-    with torch.cuda.device_of(q), as_given(q.device):
+    with remembering(FUNCTION, backend.name, q), torch.cuda.device_of(q), as_given(q.device):
+        _, run = backend.functions(q.device)
         if call.cu_seqlens is None or backend.reads_documents:
             return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, call)
         grads = _fake_backward(dout, q, k, v, out, lse)
@@ -111,7 +113,7 @@ def _fake_backward(
 
 
 _forward, _backward, _Differentiable = register(
-    "dilated_attention",
+    FUNCTION,
     inputs={"q": "dq", "k": "dk", "v": "dv"},
     request=_REQUEST,
     forward=_run_forward,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
@@ -43,7 +44,8 @@ def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
 
 
 def _functions(device: torch.device) -> tuple[Forward, Backward]:
-    from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
+    with importing("the module of dilated kernels"):
+        from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
 
     return launch.forward, launch.backward
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.api import as_cast, check_mask, check_scale, check_tensors, dtype_in_words
 from hilbert_lib.attention.choice import Explanation, explained, first_that_serves
+from hilbert_lib.attention.failures import compiling, first_that_compiles
 from hilbert_lib.attention.grids import operators
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Request, Tensors
@@ -74,7 +75,12 @@ def neighbourhood_attention(
         q, k, v, neighbourhood, ordering=ordering, scale=scale, extra_k=extra_k, extra_v=extra_v, backend=backend,
         key_padding_mask=key_padding_mask, extra_padding_mask=extra_padding_mask,
     )  # fmt: skip
-    out, lse = operators.forward(given, request, choose(given, request, backend))
+    out, lse = first_that_compiles(
+        lambda: choose(given, request, backend),
+        lambda chosen: operators.forward(given, request, chosen),
+        backend,
+        level=3,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -91,7 +97,7 @@ def choose(given: Tensors, request: Request, backend: str) -> str:
 def explain(given: Tensors, request: Request, backend: str) -> Explanation:
     """Which backend serves a call on a grid, and why not the others."""
     chosen = first_that_serves(given.q, request, _order(given.q, request, backend), BACKENDS)
-    return explained(given.q, request, backend, chosen, _rule(given.q, request), BACKENDS)
+    return explained(operators.FUNCTION, given.q, request, backend, chosen, _rule(given.q, request), BACKENDS)
 
 
 def _rule(q: Tensor, request: Request) -> Rule:
@@ -105,7 +111,7 @@ def _rule(q: Tensor, request: Request) -> Rule:
 
 
 def _order(q: Tensor, request: Request, backend: str) -> tuple[str, ...]:
-    return _rule(q, request).order if backend == "auto" else (backend,)
+    return compiling(operators.FUNCTION, _rule(q, request).order, q) if backend == "auto" else (backend,)
 
 
 def validated(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.call import working_dtype
+from hilbert_lib.attention.failures import remembering
 from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.grids.registry import BACKENDS
 from hilbert_lib.attention.grids.request import Part, Request, Tensors
@@ -15,6 +16,7 @@ from hilbert_lib.attention.registration import as_given, as_kernels_load, regist
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import KINDS, Ordering
 
+FUNCTION = "neighbourhood_attention"
 _INPUTS = 5
 ORDERINGS = (*KINDS, "residue", "random", "linear")
 _REQUEST = (
@@ -89,8 +91,8 @@ def _run_forward(*args) -> tuple[Tensor, Tensor]:
     if not given.q.numel():
         out, lse = _fake_forward(*args)
         return out.zero_(), lse.fill_(-torch.inf)
-    run, _ = BACKENDS[backend].functions(given.q.device)
-    with torch.cuda.device_of(given.q), as_given(given.q.device):
+    with remembering(FUNCTION, backend, given.q), torch.cuda.device_of(given.q), as_given(given.q.device):
+        run, _ = BACKENDS[backend].functions(given.q.device)
         out, lse = run(Tensors(*map(as_kernels_load, given)), _request(*request))
     return out, lse.contiguous()
 
@@ -99,9 +101,9 @@ def _run_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
     given, (out, lse), request, backend = args[:_INPUTS], args[_INPUTS : _INPUTS + 2], args[_INPUTS + 2 : -1], args[-1]
     if not given[0].numel():
         return tuple(x.zero_() for x in _fake_backward(dout, *args))
-    _, run = BACKENDS[backend].functions(dout.device)
     dout, *given = map(as_kernels_load, (dout, *given))
-    with torch.cuda.device_of(dout), as_given(dout.device):
+    with remembering(FUNCTION, backend, dout), torch.cuda.device_of(dout), as_given(dout.device):
+        _, run = BACKENDS[backend].functions(dout.device)
         return tuple(x.contiguous() for x in run(dout, Tensors(*given), out, lse, _request(*request)))
 
 
@@ -118,7 +120,7 @@ def _fake_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
 
 
 _forward, _backward, _ = register(
-    "neighbourhood_attention",
+    FUNCTION,
     inputs={"q": "dq", "k": "dk", "v": "dv", "extra_k": "dextra_k", "extra_v": "dextra_v"},
     request=_REQUEST,
     forward=_run_forward,

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hilbert_lib.attention.failures import KernelError, not_compiled
 from hilbert_lib.attention.triton.geometry import products_of_float32
 
 KINDS = 4096  # of calls whose kernels are known to be compiled; more are looked up again, and found compiled
@@ -27,6 +28,7 @@ PLACES = 64  # addresses of tensors at which what is made of them is kept
 # Arguments that are tables of `graph_cache`: the only tensors that a kept start knows besides those of its call.
 TABLES = frozenset(("branches", "offsets", "branch_ids", "items", "classes", "table", "windows", "boxes", "part"))
 _compiled: set[tuple] = set()
+_failed: dict[tuple, str] = {}  # what was said of kernels that did not compile
 _kept: dict[tuple, "_Kept | None"] = {}  # None for a kind that came once
 
 
@@ -88,8 +90,14 @@ def start(
         return
     starts = make()
     compiled = _kind(starts)
+    if compiled in _failed:
+        raise KernelError(_failed[compiled])
     if compiled not in _compiled:
-        Context().run(_compile, starts)  # a context without another mode of compiling
+        try:
+            Context().run(_compile, starts)  # a context without another mode of compiling
+        except KernelError as error:
+            _failed[compiled] = str(error)
+            raise
         if len(_compiled) >= KINDS:
             _compiled.clear()
         _compiled.add(compiled)
@@ -186,7 +194,7 @@ def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | Non
     for one, compiled in zip(starts, kernels, strict=True):
         if compiled is None:
             return None
-        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        compiled = _finished(compiled)
         run, metas = _bare(compiled.run)
         given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
         places = []
@@ -240,6 +248,7 @@ def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
 def forget() -> None:
     """Forget the starts that are kept: for who puts other kernels or configurations in the place of these."""
     _kept.clear()
+    _failed.clear()
 
 
 def _kind(starts: Sequence[Start]) -> tuple:
@@ -264,15 +273,38 @@ def _compile(starts: Sequence[Start]) -> None:
     gc.disable()
     try:
         with ThreadPoolExecutor(len(starts), **at) as pool:
-            with triton.AsyncCompileMode(pool):
-                found = [each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named) for each in starts]
-            list(pool.map(_load, set(found)))
+            list(pool.map(_load, set(_compiled_at_once(starts, pool))))
     finally:
         if was_on:
             gc.enable()
 
 
-def _load(kernel) -> None:
+def _compiled_at_once(starts: Sequence[Start], pool: ThreadPoolExecutor) -> list:
+    found = []
+    try:
+        with triton.AsyncCompileMode(pool):
+            for each in starts:
+                found.append(each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.named))
+        return [*map(_finished, found)]  # one that did not compile in another call is among Triton's own
+    except Exception as error:  # of Triton's front end, of LLVM, of ptxas: whatever it is, the kernel is not there
+        raise not_compiled(f"kernel {_failing(starts, found).kernel.__name__}", error) from error
+
+
+def _failing(starts: Sequence[Start], found: list) -> Start:
+    # The first start whose kernel did not compile; the last that was begun where each of them says that it did.
+    for each, kernel in zip(starts, found, strict=False):
+        try:
+            _finished(kernel)
+        except Exception:
+            return each
+    return starts[min(len(found), len(starts) - 1)]
+
+
+def _finished(kernel: object) -> object:
+    # A compiled kernel, of one that may still be compiled by another thread.
+    return kernel.result() if hasattr(kernel, "result") else kernel
+
+
+def _load(compiled) -> None:
     # Triton 3.6 has the C compiler make what starts a kernel, when `run` is first asked for.
-    compiled = kernel.result() if hasattr(kernel, "result") else kernel
     _ = compiled.run

@@ -294,6 +294,48 @@ def test_a_call_of_a_kind_that_came_twice_starts_what_triton_would_and_binds_not
     assert_kept(told_by("kept_starts.py"))
 
 
+@pytest.fixture(scope="module")
+def failing():
+    """What calls say of a kernel that does not compile."""
+    return told_by("failing_kernels.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "backend", "following"),
+    [
+        ("sequence forward", "forward.forward_kernel", "triton", "sdpa"),
+        ("sequence backward", "backward.dq_kernel", "triton", "sdpa"),
+        ("grid forward", "hopper.grid_forward.forward_kernel", "hopper", "triton"),
+        ("grid backward", "hopper.grid_backward.backward_kernel", "hopper", "triton"),
+    ],
+)
+def test_a_kernel_that_does_not_compile_is_said_once_and_passed_over_by_auto(failing, name, kernel, backend, following):
+    first, second, by_name, again = failing[name]
+    said = f"kernel {kernel.rpartition('.')[2]} does not compile with triton {version_of('triton')}: Refused: "
+    said += "no 'tile.view' in this release; install a pair of torch and triton that `hilbert doctor` lists, or ask for"
+    for each in (by_name, again):
+        assert each["raised"].startswith(f"KernelError: {said}")
+        assert each["warned"] == []
+        assert each["chosen"] == backend
+        assert said in each["reasons"][backend]
+    assert (by_name["cause"], kernel in by_name["asked"], again["asked"]) == ("Refused", True, [])
+    assert kernel in first["asked"]
+    if name.endswith("forward"):
+        assert first["raised"] == ""
+        (warned,) = first["warned"]
+        assert warned.startswith(f"RuntimeWarning: backend='auto' passes over {backend!r}: {said}")
+        assert first["files"] == ["failing_kernels.py"]
+    else:  # the forward was this backend's: nothing else can have its gradient
+        assert first["raised"].startswith(f"KernelError: {said}")
+    assert (second["raised"], second["warned"]) == ("", [])
+    assert kernel not in second["asked"]
+    for each in (first, second):
+        assert each["chosen"] == following
+        assert each["reasons"][backend].startswith(f"passed over: {said}")
+    if following == "sdpa":  # which computes here, as what stands in for a compiled kernel does not
+        assert second["error"] < 0.02
+
+
 def assert_kept(told: dict) -> None:
     """Calls of a kind that came twice are started as Triton starts them, and bound by nobody."""
     assert told.pop("held") == 0, "a kept start holds a tensor of its call"

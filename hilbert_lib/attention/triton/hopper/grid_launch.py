@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.grids.request import Part, Request, Tensors, on_its_keys
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
@@ -50,7 +51,8 @@ def refusal(q: Tensor, request: Request) -> str:
 
 def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     """Output like q, and lse (batch, heads, seq)."""
-    from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
+    with importing("the module of the forward by boxes"):
+        from hilbert_lib.attention.triton.hopper.grid_forward import MOVES, forward_kernel, holds_queries
 
     request = on_its_keys(request) if request.part else request
     q, k, v, extra_k, extra_v = given = Tensors(*_as_read(given, request))
@@ -73,7 +75,8 @@ def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
 
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients of q, k, v and of the extra keys, from out and lse; the same bits every time."""
-    from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
+    with importing("the module of the backward by boxes"):
+        from hilbert_lib.attention.triton.hopper.grid_backward import MOVES, backward_kernel
 
     request = on_its_keys(request) if request.part else request
     in_float = request.part is not None and request.part.in_float

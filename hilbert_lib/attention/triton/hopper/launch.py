@@ -5,6 +5,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.failures import importing
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.hopper import division
@@ -74,8 +75,9 @@ def forward(
     flag is the kernel's, or None where no tile can be cut off.
     """
     # Imported only where it runs: the interpreter knows no Gluon.
-    from hilbert_lib.attention.triton.hopper import forward as kernels
-    from hilbert_lib.attention.triton.hopper import tiles
+    with importing("the module of the warp-specialised forward"):
+        from hilbert_lib.attention.triton.hopper import forward as kernels
+        from hilbert_lib.attention.triton.hopper import tiles
 
     columns = columns_of(q)
     config = HOPPER_FORWARD[columns]
@@ -96,8 +98,9 @@ def backward(
 
     It adds dq, without its scale, to sums in an order that varies. Without sums the bits are always the same.
     """
-    from hilbert_lib.attention.triton.hopper import backward as kernels
-    from hilbert_lib.attention.triton.hopper import tiles
+    with importing("the module of the warp-specialised backward"):
+        from hilbert_lib.attention.triton.hopper import backward as kernels
+        from hilbert_lib.attention.triton.hopper import tiles
 
     columns = columns_of(q)
     config = HOPPER_BACKWARD[columns]

@@ -1,0 +1,80 @@
+"""Kernels that the installed Triton does not compile: the error that says so, and the backends that met it."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.machine import installed_version
+
+# What a backend answered for tensors of one dtype and head_dim, by function, backend, dtype and head_dim.
+_failed: dict[tuple, str] = {}
+
+
+class KernelError(RuntimeError):
+    """A kernel that the installed Triton does not compile; the compiler's own error is its cause the first time."""
+
+
+def not_compiled(kernel: str, error: BaseException) -> KernelError:
+    """The error that says it in a sentence: which kernel, which release of Triton, why, and what helps."""
+    *_, last = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return KernelError(
+        f"{kernel} does not compile with triton {installed_version('triton')}: {type(error).__name__}: {last[:300]}; "
+        "install a pair of torch and triton that `hilbert doctor` lists, or ask for another backend or 'auto', which "
+        "passes over this one from now on"
+    )
+
+
+def failure(function: str, backend: str, q: Tensor) -> str:
+    """Which kernel of a backend did not compile in an earlier call of such tensors, or "" where none is known."""
+    # Asked first whether there is any: torch.compile then guards on that alone.
+    return _failed.get((function, backend, q.dtype, q.shape[-1]), "") if _failed else ""
+
+
+def compiling(function: str, names: Sequence[str], q: Tensor) -> tuple[str, ...]:
+    """Those of some backends of which no kernel is known not to compile."""
+    return tuple(name for name in names if not failure(function, name, q))
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Raises `KernelError` where a module of kernels does not load: a name of Triton's is another today."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise not_compiled(module, error) from error
+
+
+@contextmanager
+def remembering(function: str, backend: str, q: Tensor) -> Iterator[None]:
+    """Remembers of a backend that a kernel did not compile, for `failure`."""
+    try:
+        yield
+    except KernelError as error:
+        _failed[function, backend, q.dtype, q.shape[-1]] = str(error)
+        raise
+
+
+def first_that_compiles(
+    choose: Callable[[], str], run: Callable[[str], tuple[Tensor, Tensor]], asked: str, level: int
+) -> tuple[Tensor, Tensor]:
+    """What `run` returns of the backend that `choose` names; level: how far above this the user's call stands.
+
+    For "auto" a backend whose kernel does not compile is passed over with a warning: `run` remembers it, and `choose`
+    names the next. A compiled graph has nothing that could catch the error: it is raised there.
+    """
+    if asked != "auto" or torch.compiler.is_compiling():
+        return run(choose())
+    while True:
+        chosen = choose()
+        try:
+            return run(chosen)
+        except KernelError as error:
+            warnings.warn(f"backend='auto' passes over {chosen!r}: {error}", RuntimeWarning, stacklevel=level + 1)
+
+
+def forget() -> None:
+    """Forget what was remembered, for who installs what failed anew."""
+    _failed.clear()
