@@ -47,14 +47,20 @@ def importing(module: str) -> Iterator[None]:
         raise not_compiled(module, error) from error
 
 
-@contextmanager
-def remembering(function: str, backend: str, q: Tensor) -> Iterator[None]:
-    """Remembers of a backend that a kernel did not compile, for `failure`."""
-    try:
-        yield
-    except KernelError as error:
-        _failed[function, backend, q.dtype, q.shape[-1]] = str(error)
-        raise
+def remembering(function: str, run: Callable) -> Callable:
+    """An operator's implementation that remembers, for `failure`, the backend of which a kernel did not compile.
+
+    run: takes q or dout first, and the backend's name last.
+    """
+
+    def remembered(*args):
+        try:
+            return run(*args)
+        except KernelError as error:
+            _failed[function, args[-1], args[0].dtype, args[0].shape[-1]] = str(error)
+            raise
+
+    return remembered
 
 
 def first_that_compiles(

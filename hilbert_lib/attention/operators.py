@@ -62,8 +62,8 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Ten
         out, lse = _fake_forward(q, k, v, *request)
         return out.zero_(), lse.fill_(-torch.inf)
     call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
-    with remembering(FUNCTION, backend.name, q), torch.cuda.device_of(q), as_given(q.device):
-        run, _ = backend.functions(q.device)
+    run, _ = backend.functions(q.device)
+    with torch.cuda.device_of(q), as_given(q.device):
         if call.cu_seqlens is None or backend.reads_documents:
             return _forward_of_one(run, q, k, v, call)
         out, lse = _fake_forward(q, k, v)
@@ -86,10 +86,10 @@ def _run_backward(
     if not (q.numel() and k.numel()):
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
+    _, run = backend.functions(q.device)
     if call.pattern.padding == "zeros":
         call = replace(call, is_part=True)  # out and lse hold zero keys too
-    with remembering(FUNCTION, backend.name, q), torch.cuda.device_of(q), as_given(q.device):
-        _, run = backend.functions(q.device)
+    with torch.cuda.device_of(q), as_given(q.device):
         if call.cu_seqlens is None or backend.reads_documents:
             return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, call)
         grads = _fake_backward(dout, q, k, v, out, lse)
@@ -116,8 +116,8 @@ _forward, _backward, _Differentiable = register(
     FUNCTION,
     inputs={"q": "dq", "k": "dk", "v": "dv"},
     request=_REQUEST,
-    forward=_run_forward,
-    backward=_run_backward,
+    forward=remembering(FUNCTION, _run_forward),
+    backward=remembering(FUNCTION, _run_backward),
     fakes=(_fake_forward, _fake_backward),
 )
 

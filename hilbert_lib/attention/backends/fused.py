@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
 from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.failures import importing
+from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
@@ -44,8 +44,10 @@ def kernel_limits(q: Tensor, positions: int, scale: float) -> str:
 
 
 def _functions(device: torch.device) -> tuple[Forward, Backward]:
-    with importing("the module of dilated kernels"):
+    try:  # every call comes here: a context would take a microsecond
         from hilbert_lib.attention.triton import launch  # triton is imported only where a kernel is used
+    except (ImportError, AttributeError) as error:
+        raise not_compiled("the module of dilated kernels", error) from error
 
     return launch.forward, launch.backward
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
-from hilbert_lib.attention.failures import importing
+from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.grids.request import Request
 from hilbert_lib.machine import kernel_mode
 
@@ -13,8 +13,10 @@ PROGRAMS = 65535
 
 
 def _plain_functions(device: torch.device) -> tuple[Forward, Backward]:
-    with importing("the module of kernels by rectangles"):
+    try:
         from hilbert_lib.attention.triton import grid_launch  # triton is imported only where a kernel is used
+    except (ImportError, AttributeError) as error:
+        raise not_compiled("the module of kernels by rectangles", error) from error
 
     return grid_launch.forward, grid_launch.backward
 
@@ -25,8 +27,7 @@ def _workspace(given: tuple, request: Request, direction: str, device: torch.dev
 
 
 def _hopper_functions(device: torch.device) -> tuple[Forward, Backward]:
-    with importing("the module of kernels by boxes"):
-        from hilbert_lib.attention.triton.hopper import grid_launch
+    from hilbert_lib.attention.triton.hopper import grid_launch
 
     return grid_launch.forward, grid_launch.backward
 

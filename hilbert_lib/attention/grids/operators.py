@@ -91,8 +91,8 @@ def _run_forward(*args) -> tuple[Tensor, Tensor]:
     if not given.q.numel():
         out, lse = _fake_forward(*args)
         return out.zero_(), lse.fill_(-torch.inf)
-    with remembering(FUNCTION, backend, given.q), torch.cuda.device_of(given.q), as_given(given.q.device):
-        run, _ = BACKENDS[backend].functions(given.q.device)
+    run, _ = BACKENDS[backend].functions(given.q.device)
+    with torch.cuda.device_of(given.q), as_given(given.q.device):
         out, lse = run(Tensors(*map(as_kernels_load, given)), _request(*request))
     return out, lse.contiguous()
 
@@ -101,9 +101,9 @@ def _run_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
     given, (out, lse), request, backend = args[:_INPUTS], args[_INPUTS : _INPUTS + 2], args[_INPUTS + 2 : -1], args[-1]
     if not given[0].numel():
         return tuple(x.zero_() for x in _fake_backward(dout, *args))
+    _, run = BACKENDS[backend].functions(dout.device)
     dout, *given = map(as_kernels_load, (dout, *given))
-    with remembering(FUNCTION, backend, dout), torch.cuda.device_of(dout), as_given(dout.device):
-        _, run = BACKENDS[backend].functions(dout.device)
+    with torch.cuda.device_of(dout), as_given(dout.device):
         return tuple(x.contiguous() for x in run(dout, Tensors(*given), out, lse, _request(*request)))
 
 
@@ -123,8 +123,8 @@ _forward, _backward, _ = register(
     FUNCTION,
     inputs={"q": "dq", "k": "dk", "v": "dv", "extra_k": "dextra_k", "extra_v": "dextra_v"},
     request=_REQUEST,
-    forward=_run_forward,
-    backward=_run_backward,
+    forward=remembering(FUNCTION, _run_forward),
+    backward=remembering(FUNCTION, _run_backward),
     fakes=(_fake_forward, _fake_backward),
 )
 
