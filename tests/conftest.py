@@ -26,6 +26,10 @@ settings.load_profile("suite")
 # in the notebooks that run beside them.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor would start a process that imports torch once more to compile what this one can, and would compile a program
+# for each width of vectors that the processor says it has.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # The files that take longest, which begin first: none of them is then the last, beside cores with nothing left to do.
 LONG = ("test_triton", "test_ring_faults", "test_compiled_kernels", "test_ring_attention", "test_operators")
 LONG += ("04_safe_benchmarking", "06_kernel_benchmarks")
