@@ -38,7 +38,9 @@ def told_by(script: str, *arguments: str, packages: Path | None = None) -> dict:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), env.get("PYTHONPATH"))))
     command = [sys.executable, Path(__file__).parent / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # Triton 3.9 ends a process that failed with hundreds of lines about its own objects.
+    errors = [line for line in done.stderr.splitlines() if "nanobind" not in line and not line.startswith(" - ")]
+    assert done.returncode == 0, "\n".join(errors)[-2000:]
     return json.loads(done.stdout)
 
 
