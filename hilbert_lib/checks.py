@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -71,6 +72,28 @@ def dense_tensor(name: str, value: object) -> Tensor:
     if value.is_quantized:
         raise TypeError(f"{name} must be a dense (strided) tensor, got a quantised one: x.dequantize() is dense")
     return value
+
+
+def json_text(name: str, value: object, **options) -> str:
+    """The argument as JSON gives it to another process: TypeError if it holds what JSON cannot, or would change.
+
+    JSON makes strings of other keys: {1: 2} would arrive as {"1": 2}.
+    """
+    try:
+        text = json.dumps(value, **options)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold values of JSON, got {value!r}: {error}") from None
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            for key in each:
+                if not isinstance(key, str):
+                    raise TypeError(f"{name} must have strings as the keys of dictionaries, got {key!r}")
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return text
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:

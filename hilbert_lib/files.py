@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and what is written: JSON, and lines."""
 
 import json
 import os
@@ -24,6 +24,26 @@ def json_text(value: object, **layout) -> str:
 
 _NUMBERS = {"NaN": "null", "Infinity": "1e999", "-Infinity": "-1e999"}
 _WORDS = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN')  # strings too, which may hold any of these
+
+
+LONGEST_LINE = 500
+_ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-_])")  # colours and the like, of a terminal
+
+
+def one_line(text: object) -> str:
+    """The first line of a text that says something, in printable characters, at most 500; "" if there is none.
+
+    An error's message may hold anything: line ends of every kind, a terminal's colours, a megabyte.
+
+    >>> one_line("\\x1b[31m\\r\\n too\\tshort \\x00\\n at line 3")
+    'too short'
+    """
+    for line in str(text).splitlines():
+        printable = _ESCAPE_SEQUENCES.sub("", line[: 20 * LONGEST_LINE])
+        words = "".join(each if each.isprintable() else " " for each in printable).split()
+        if found := " ".join(words):
+            return found if len(found) <= LONGEST_LINE else f"{found[: LONGEST_LINE - 1]}…"
+    return ""
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

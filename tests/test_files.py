@@ -10,7 +10,7 @@ import pytest
 from full_disk import room_for
 
 from hilbert_lib.cli.options import print_json
-from hilbert_lib.files import json_text, write_whole
+from hilbert_lib.files import json_text, one_line, write_whole
 from hilbert_lib.lab.figures.record import read_figures, write_figures
 from hilbert_lib.lab.records import append_lines, pack_records
 
@@ -83,3 +83,24 @@ def test_every_file_of_records_and_figures_is_json(tmp_path):
 def test_what_the_command_prints_as_json_is_json(capsys):
     print_json([{"ratio": math.nan, "when": math.inf}])
     assert strict(capsys.readouterr().out) == [{"ratio": None, "when": math.inf}]
+
+
+LINES = {
+    "": "",
+    "\n \t\r\n": "",
+    "one\ntwo": "one",
+    "\r\n\x0b one\rtwo": "one",
+    "one\u2028two": "one",
+    "\x1b[0;31mred\x1b[0m\tand\x07 \x00black\udcff": "red and black",
+    "a\u200bb \u0905 \u00e9": "a b \u0905 \u00e9",
+}
+
+
+@pytest.mark.parametrize("text", LINES, ids=ascii)
+def test_of_a_text_of_any_kind_one_line_that_can_be_printed_is_left(text):
+    assert one_line(text) == LINES[text]
+
+
+def test_a_long_line_is_cut():
+    assert one_line("x" * 500) == "x" * 500
+    assert one_line("x" * 10**7) == "x" * 499 + "\u2026"

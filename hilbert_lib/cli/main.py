@@ -14,6 +14,7 @@ from hilbert_lib.cli.claims import claims
 from hilbert_lib.cli.options import LOCAL, json_option, option, out_option, print_json, seconds, together, usage_errors
 from hilbert_lib.cli.plan import plan
 from hilbert_lib.cli.stop import Interrupted, interruptible
+from hilbert_lib.files import one_line
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 SET = (
@@ -30,7 +31,7 @@ class Commands(click.Group):
         """Run the command that was asked for."""
         try:
             with interruptible(), warnings.catch_warnings():
-                warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {message}", err=True)
+                warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {one_line(message)}", err=True)
                 return super().invoke(ctx)
         except Interrupted as stop:
             goes_on = ctx.invoked_subcommand in ("run", "sweep", "bench")

@@ -10,6 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from hilbert_lib.files import one_line
 from hilbert_lib.lab.records import Kept
 from hilbert_lib.lab.sustained import back_to_back, seconds_of_a_call
 from hilbert_lib.lab.tables import BACK_TO_BACK, identity_of, sides_of
@@ -145,7 +146,7 @@ def sweep(
         try:
             records.append(kept.add(measured()) if record is None else record)
         except torch.OutOfMemoryError as error:
-            print(f"{_label(sides)}: left out, no room: {str(error).splitlines()[0]}", flush=True)
+            print(f"{_label(sides)}: left out, no room: {one_line(error)}", flush=True)
             continue
         if tells:
             print(f"{_label(sides)}: {_line(records[-1])}", flush=True)

@@ -4,7 +4,6 @@ A sample is one timed stretch of calls; a measurement is the samples of one case
 cases in turn, so that both see the same machine.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,10 +35,7 @@ class Case:
     useful_bytes: float | None = None
 
     def __post_init__(self):
-        try:
-            json.dumps(self.parameters, allow_nan=False)
-        except (TypeError, ValueError) as cause:
-            raise TypeError(f"parameters must hold values of JSON, got {self.parameters!r}: {cause}") from None
+        checks.json_text("parameters", self.parameters, allow_nan=False)
         if not 0 <= checks.number("error", self.error) < math.inf:
             raise ValueError(f"error must be finite and at least 0, got {self.error!r}")
 

@@ -22,7 +22,8 @@ from typing import TextIO
 
 import psutil
 
-from hilbert_lib.checks import positive
+from hilbert_lib.checks import json_text, positive
+from hilbert_lib.files import one_line
 from hilbert_lib.limits.config import LONGEST_SECONDS
 from hilbert_lib.limits.watch import Watcher
 
@@ -106,6 +107,9 @@ def run_isolated(
         raise RuntimeError(
             "a process of its own has a session of its own, which this platform lacks: use Linux, macOS or WSL"
         )
+    order = {"target": target, "arguments": list(arguments), "seconds": seconds}
+    order |= {"host_bytes": host_bytes, "gpu_share": gpu_share, "device": device}
+    order = json_text("arguments", order)
     start = time.monotonic()
     mark = uuid.uuid4().hex
     paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the child imports what this process can
@@ -118,13 +122,11 @@ def run_isolated(
     lines, last = SimpleQueue(), deque(maxlen=LAST_LINES)
     streams = ((process.stdout, lines.put, -1), (process.stderr, last.append, LONGEST_LINE))
     readers = [Thread(target=_read, args=stream, daemon=True) for stream in streams]
-    order = {"target": target, "arguments": list(arguments), "seconds": seconds}
-    order |= {"host_bytes": host_bytes, "gpu_share": gpu_share, "device": device}
     try:
         for reader in readers:
             reader.start()
         with suppress(BrokenPipeError):  # it is dead already: `diagnosis` says why
-            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.write(order + "\n")
             process.stdin.flush()
         with nullcontext() if watch is None else watch(process.pid) as watcher:
             stopped, error = _follow(process, readers[0], lines, start + seconds + DUMP_SECONDS, on_record, watcher)
@@ -236,16 +238,16 @@ def diagnosis(error: dict | None, returncode: int, output: tuple[str, ...]) -> t
         if returncode == 0:
             return "ok", ""
         if lines := list(filter(NO_MEMORY.search, output)):
-            return "out of memory", lines[0]
+            return "out of memory", one_line(lines[0])
         if returncode > 0:
-            return "failed", f"exit status {returncode}" + (f": {output[-1]}" if output else "")
+            return "failed", f"exit status {returncode}" + (f": {one_line(output[-1])}" if output else "")
         name = SIGNALS.get(-returncode, f"signal {-returncode}")
         if name in CRASHES:
             return "crashed", f"by {name}"
         hint = ": from outside, or by the kernel for want of memory" if name == "SIGKILL" else ""
         return "killed", f"by {name}{hint}"
     kind, message = error["type"], error["message"].strip().split("\n")[0]
-    cause = f"{kind}: {_without_paths(message)}" if message else kind
+    cause = one_line(f"{kind}: {_without_paths(message)}" if message else kind)
     lacks_memory = kind in ("MemoryError", "OutOfMemoryError") or error["errno"] == errno.ENOMEM
     if lacks_memory or NO_MEMORY.search(message):
         return "out of memory", cause

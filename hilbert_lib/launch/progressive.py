@@ -11,6 +11,7 @@ import torch
 
 from hilbert_lib import checks
 from hilbert_lib.attention.api import dilated_attention
+from hilbert_lib.files import one_line
 from hilbert_lib.launch.isolated import NO_MEMORY
 from hilbert_lib.limits.config import SafetyConfig, config_or_default
 from hilbert_lib.limits.estimate import estimate_memory
@@ -145,7 +146,7 @@ class ProgressiveTester:
             message = str(error).split("\n")[0]
             if not isinstance(error, MemoryError) and not NO_MEMORY.search(message):
                 raise
-            cause = f"out of memory: {message}"
+            cause = one_line(f"out of memory: {message}")
         return measured, time.perf_counter() - began[-1], cause
 
     def _attention(self, length: int) -> torch.Tensor:

@@ -67,7 +67,8 @@ def run_ranks(
             its GPU made the current device. Each rank imports the module: where that calls `run_ranks` itself, it must
             do so under `if __name__ == "__main__":`.
         ranks: how many, at least 1.
-        arguments: the function's one argument, a dictionary that JSON can hold; by default an empty one.
+        arguments: the function's one argument, a dictionary that JSON can hold, with strings as keys; by default an
+            empty one.
         seconds: all ranks are ended after this time.
         stall_seconds: a rank is stalled if it shows no sign of life for so long, or if others wait for it for so long
             in a collective. With nccl this includes the time in which a collective waits for earlier work of the GPU:
@@ -101,9 +102,9 @@ def run_ranks(
     seconds = checks.positive("seconds", seconds, most=LONGEST_SECONDS / 2)
     stall_seconds = checks.positive("stall_seconds", stall_seconds, most=LONGEST_SECONDS)
     try:
-        text = json.dumps(dict(arguments or {}))
-    except (TypeError, ValueError):
-        raise TypeError(f"arguments must be a dictionary that JSON can hold, got {arguments!r}") from None
+        text = checks.json_text("arguments", dict(arguments or {}))
+    except ValueError:
+        raise TypeError(f"arguments must be a dictionary, got {arguments!r}") from None
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         order = folder / "arguments.json"

@@ -160,6 +160,7 @@ WRONG = {
         (lambda: case(error=None), "error must be a number"),
         (lambda: case(parameters={"dtype": torch.float32}), "parameters must hold values of JSON.*float32"),
         (lambda: case(parameters={"scale": float("nan")}), "parameters must hold values of JSON"),
+        (lambda: case(parameters={"sides": {1: 2}}), "parameters must have strings as the keys .*, got 1"),
     ],
     ValueError: [
         (lambda: case(error=float("nan")), "error must be finite"),

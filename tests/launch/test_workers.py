@@ -59,7 +59,8 @@ def refused(target="faulty_ranks:sum_of_ranks", ranks=2, **options):
 DTYPE = {"dtype": torch.float32}
 TYPES = [
     (lambda: refused(seconds="5"), "seconds must be a number, got '5'"),
-    (lambda: refused(arguments=DTYPE), "arguments must be a dictionary that JSON can hold, got .*float32"),
+    (lambda: refused(arguments=DTYPE), "arguments must hold values of JSON, got .*float32"),
+    (lambda: refused(arguments={"a": [{1: 2}]}), "arguments must have strings as the keys of dictionaries, got 1"),
 ]
 VALUES = [
     (lambda: refused(3), "target must be 'module:function', got 3"),

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import click
 
-from hilbert_lib.files import json_text, write_whole
+from hilbert_lib.files import json_text, one_line, write_whole
 from hilbert_lib.lab.environment import MACHINE, sm_clocks_mhz
 from hilbert_lib.lab.records import FAILED, pack_records
 from hilbert_lib.lab.suite.points import OUTPUT_DIR, Point, say_values
@@ -53,7 +53,9 @@ def run_points(
             manifest = run_point(point, run_folder, facts, timeout=timeout, resume=not force)
             outcome = manifest["status"]
             if outcome != "ok":
-                line += f"  {error_line(manifest)}; see {final_folder(run_folder, manifest)}"
+                line += f"  {error_line(manifest)}"
+                if (final := final_folder(run_folder, manifest)).exists():
+                    line += f"; see {final}"
         outcomes[point.name] = outcome
         click.echo(f"{outcome:<11} {line}".rstrip())
     return outcomes
@@ -85,8 +87,19 @@ def run_point(point: Point, run_folder: Path, facts: dict, *, timeout: float = 3
         # papermill's own record says "completed" even of a killed kernel: only its return counts.
         error = caught and _describe(caught, len(begun))
         status = "interrupted" if isinstance(caught, KeyboardInterrupt) else ""
-        end_manifest(manifest, work, error, seconds=time.monotonic() - start, status=status)
-        put_in_place(work, run_folder, manifest)
+        try:
+            end_manifest(manifest, work, error, seconds=time.monotonic() - start, status=status)
+            put_in_place(work, run_folder, manifest)
+        except OSError:
+            if work.exists():
+                raise
+            # There is nothing left to write into, which is no reason to end the others.
+            gone = {
+                "type": "FileNotFoundError",
+                "message": "its folder went away while it ran",
+                "cell": len(begun) or None,
+            }
+            manifest |= {"status": status or "failed", "error": gone}
     if isinstance(caught, KeyboardInterrupt):
         raise caught
     return manifest
@@ -171,7 +184,7 @@ def _describe(error: BaseException, cell: int) -> dict:
     kind = type(error).__name__
     if kind == "PapermillExecutionError":
         return {"type": error.ename, "message": error.evalue, "cell": error.exec_count}
-    message = str(error).strip().split("\n")[0]
+    message = one_line(error)
     if kind == "DeadKernelError":
         message = "the kernel process died: killed from outside, out of memory, or crashed"
     return {"type": kind, "message": message, "cell": cell or None}
@@ -278,7 +291,7 @@ def put_in_place(work: Path, run_folder: Path, manifest: dict) -> None:
     try:
         work.rename(final)
     except OSError:
-        if final.exists():  # another job's has appeared, and goes the same way
+        if work.exists() and final.exists():  # another job's has appeared, and goes the same way
             shutil.rmtree(earlier, ignore_errors=True)
             return put_in_place(work, run_folder, manifest)
         if earlier.exists():
@@ -313,4 +326,4 @@ def error_line(manifest: dict) -> str:
     """
     error = manifest["error"]
     place = f" (cell In [{error['cell']}])" if error["cell"] else ""
-    return f"{error['type']}: {error['message']}{place}"
+    return f"{one_line(error['type'])}: {one_line(error['message'])}{place}"

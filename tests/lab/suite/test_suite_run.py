@@ -374,3 +374,35 @@ def test_a_notebook_that_prints_one_long_line_ends_well(tmp_path, facts):
     assert runs.run_points([point], tmp_path / "run", facts, timeout=300) == {"00_a": "ok"}
     printed = nbformat.read(tmp_path / "run" / "00_a" / "00_a.ipynb", 4).cells[3].outputs
     assert [(each.name, len(each.text)) for each in printed] == [("stdout", 1_000_005), ("stderr", 1_000_000)]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ({"type": "ValueError", "message": "\n\x1b[31mtoo\r\nshort", "cell": 3}, "ValueError: too (cell In [3])"),
+        ({"type": "Two\nlines", "message": "", "cell": None}, "Two: "),
+        ({"type": "ValueError", "message": "x" * 10**6, "cell": None}, f"ValueError: {'x' * 499}\u2026"),
+    ],
+)
+def test_what_ended_a_run_is_told_in_one_line_whatever_it_said(error, line):
+    assert runs.error_line({"error": error}) == line
+
+
+GOING = {"its folder": "Path.cwd()", "the run's folder": "Path.cwd().parent"}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("what", GOING)
+def test_a_notebook_whose_folder_goes_away_fails_alone(tmp_path, facts, capsys, what, earlier):
+    point, other = (
+        point_of(tmp_path, f"import shutil\nfrom pathlib import Path\nshutil.rmtree({GOING[what]})"),
+        point_of(tmp_path, "print(1)", name="01_b"),
+    )
+    if earlier:  # a result of other code, which stays where only the new one's folder goes
+        (tmp_path / "run" / "00_a").mkdir(parents=True)
+        (tmp_path / "run" / "00_a" / "kept").touch()
+    assert runs.run_points([point, other], tmp_path / "run", facts) == {"00_a": "failed", "01_b": "ok"}
+    assert "00_a    FileNotFoundError: its folder went away while it ran (cell In [3])\n" in capsys.readouterr().out
+    assert (tmp_path / "run" / "01_b" / runs.MANIFEST).exists()
+    assert (tmp_path / "run" / "00_a" / "kept").exists() == (earlier and what == "its folder")
+    assert not list((tmp_path / "run").glob(".*"))
