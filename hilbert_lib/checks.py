@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST_SIZE = 2**40  # positions or cells: more than a machine holds, and torch counts their bytes in 64 bits
+LARGEST_EMBED_DIM = 2**24  # a matrix of such a side has bytes that torch can count
+LARGEST_RANKS = 2**16
 P, T = ParamSpec("P"), TypeVar("T")
 
 

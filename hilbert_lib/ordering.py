@@ -70,7 +70,7 @@ class Ordering:
         for name in ("grid", "chunk", "rate", "seed"):
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
-        length = integer("length", self.length, least=1)
+        length = integer("length", self.length, least=1, most=checks.LARGEST_SIZE)
         checked = {"length": length, "device": checks.device(self.device)}
         if self.chunk is not None:
             checked["chunk"] = integer("chunk", self.chunk, least=1)

@@ -14,6 +14,7 @@ OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
 PADDING_RULES = ("none", "zeros")
 LARGEST = 2**63 - 1  # torch's operators take no larger integer
+MOST_BRANCHES = 1024  # of a row that is made by a rule
 FLOP_FORWARD, FLOP_BACKWARD = 4, 10  # of a pair and an element of head_dim: two and five matrix products
 
 
@@ -90,7 +91,7 @@ class DilatedPattern:
         >>> DilatedPattern.geometric().branches
         ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
         """
-        first, steps = integer("first", first, least=1), integer("branches", branches, least=2) - 1
+        first, steps = integer("first", first, least=1), integer("branches", branches, least=2, most=MOST_BRANCHES) - 1
         last, ratio = integer("last", last, least=first, most=LARGEST - 1), integer("rate_ratio", rate_ratio, least=1)
         products = (first ** (steps - i) * last**i for i in range(steps + 1))  # of which a length is the root
         lengths = (bisect(range(last + 1), each, key=lambda w: w**steps) - 1 for each in products)
@@ -112,7 +113,8 @@ class DilatedPattern:
         >>> pattern.branches, f"{work.flop_forward:.3g}"
         (((630, 1), (6425, 8), (65536, 64)), '9.99e+10')
         """
-        length, branches = integer("length", length, least=1), integer("branches", branches, least=2)
+        length = integer("length", length, least=1)
+        branches = integer("branches", branches, least=2, most=MOST_BRANCHES)
         head_dim, (heads, kv_heads) = integer("head_dim", head_dim, least=1), grouped(heads, kv_heads)
         sizes = {"heads": heads, "kv_heads": kv_heads, "is_causal": is_causal}
         fits = min(int(positive("flop", flop) / (FLOP_FORWARD * head_dim * heads * length * branches)), length)
@@ -234,7 +236,7 @@ class DilatedPattern:
 
         A key found through two branches stands twice. With is_causal keys after the query are left out.
         """
-        length = integer("length", length, least=1)
+        length = integer("length", length, least=1, most=LARGEST)
         position = integer("position", position, least=0, most=length - 1)
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for w, r, offset in self._used_branches(kv_head, kv_heads):

@@ -324,3 +324,57 @@ def test_a_public_name_or_command_that_lacks_the_suite_names_it(tmp_path, monkey
     done = subprocess.run([sys.executable, "-c", command, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "click is missing. The command needs the packages of [suite]" in done.stderr
+
+
+def read_or_written_as_the_system_spells(text: str) -> list[str]:
+    """Calls that read or write text without naming its encoding, which is another one on other systems."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        written = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        is_text = name in ("read_text", "write_text") or (
+            name == "open" and isinstance(node.func, ast.Name) and not any("b" in str(mode) for mode in written[-1:])
+        )
+        is_named = any(each.arg == "encoding" for each in node.keywords) or (name == "read_text" and node.args)
+        if is_text and not is_named and not any(str(each).startswith("/proc/") for each in constants_of(node)):
+            found.append(ast.unparse(node))
+    return found
+
+
+def constants_of(node: ast.AST) -> list:
+    return [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+
+
+def test_text_is_read_and_written_in_a_named_encoding():
+    found = {name: read_or_written_as_the_system_spells(text) for name, text in sources().items()}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+    assert read_or_written_as_the_system_spells("path.read_text()\nopen('a', 'w')\npath.write_text('x')") != []
+    assert read_or_written_as_the_system_spells("open('a', 'rb')\npath.read_text('utf-8')") == []
+
+
+def test_a_checkout_holds_the_same_bytes_where_git_writes_other_line_ends(tmp_path):
+    """On Windows git writes carriage returns, and knows no executable files."""
+    root = ROOT.parent
+    if not (root / ".git").exists():
+        pytest.skip("no repository")
+    options = ["-c", "core.autocrlf=true", "-c", "core.eol=crlf", "-c", "core.fileMode=false"]
+    kept = [".gitattributes", "scripts", "Makefile", "hilbert_lib/files.py", "notebooks/00_question.ipynb", "README.md"]
+    command = [
+        "git",
+        *options,
+        f"--work-tree={tmp_path}",
+        "checkout-index",
+        "--all",
+        "--force",
+        f"--prefix={tmp_path}/",
+    ]
+    index = subprocess.run(["git", "ls-files", "-z", *kept], cwd=root, capture_output=True, check=True).stdout
+    command[command.index("--all")] = "-z"
+    subprocess.run([*command, "--stdin"], cwd=root, input=index, check=True)
+    names = index.decode().strip("\0").split("\0")
+    assert len(names) > 5
+    for name in names:
+        content = (tmp_path / name).read_bytes()
+        assert b"\r\n" not in content, name

@@ -220,7 +220,7 @@ WRONG = {
         (lambda: DilatedPattern((4,), (1,), "heads"), "offsets must be one of head, head_block, .*; got 'heads'"),
         (lambda: DilatedPattern((4,), (1,), "head", "mean"), "mixing must be one of softmax, head_groups; got 'mean'"),
         (lambda: DilatedPattern.geometric(8, 4), "last must be an integer from 8 to .*, got 4"),
-        (lambda: DilatedPattern.geometric(8, 64, 1), "branches must be an integer of at least 2, got 1"),
+        (lambda: DilatedPattern.geometric(8, 64, 1), "branches must be an integer from 2 to 1024, got 1"),
         (lambda: DilatedPattern.geometric(8, 64, 3, 9), "dilation_rates must be from 1 to .* 64, got 81"),
         (lambda: DilatedPattern.within(64, flop=1e3, branches=3, **SIZES), "flop must be at least 12288 for 3"),
         (lambda: DilatedPattern.within(64, flop=0, branches=3, **SIZES), "flop must be finite and above 0"),

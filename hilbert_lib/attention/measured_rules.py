@@ -127,7 +127,7 @@ def _rules_in(place: Path, _changed: int) -> tuple[tuple[ShapeClass, Rule], ...]
     rules = []
     for path in sorted(place.glob(f"{_digest(machine)}-*.json")):
         try:
-            held = json.loads(path.read_text())
+            held = json.loads(path.read_text(encoding="utf-8"))
             if held.pop("digest") != _digest(held):
                 raise ValueError("it was changed")
             pattern = DilatedPattern(*held["shape"].pop("pattern"))

@@ -170,7 +170,7 @@ class MultiheadDilatedAttention(Layer):
         super().__init__()
         checks.boolean("bias", bias)
         checks.boolean("batch_first", batch_first)
-        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1)
+        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
         self.num_heads = checks.integer("num_heads", num_heads, least=1)
         self.kv_heads = self.num_heads if kv_heads is None else checks.integer("kv_heads", kv_heads, least=1)
         if self.embed_dim % self.num_heads:

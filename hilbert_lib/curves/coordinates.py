@@ -47,6 +47,8 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
     sides = checked_shape(shape)
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if prod(sides) > checks.LARGEST_SIZE:  # of which there is no table
+        raise ValueError(f"shape must hold at most {checks.LARGEST_SIZE} cells, got {sides}")
     return _CURVES[kind](sides, checks.device(device))
 
 
@@ -107,6 +109,8 @@ def checked_shape(shape: Sequence[int], name: str = "shape") -> tuple[int, ...]:
     sides = checks.integers(name, shape, least=1)
     if len(sides) not in (2, 3):
         raise ValueError(f"{name} must have 2 or 3 sides, got {sides}")
+    if prod(sides) >= 2**63:
+        raise ValueError(f"{name} must have fewer than 2^63 cells, got {sides}")
     return sides
 
 

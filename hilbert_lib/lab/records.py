@@ -173,7 +173,7 @@ def run_environment(run: Path, file: str = RESULTS) -> dict:
     """The environment of a run: that of its manifest, or of the newest record where there is none."""
     manifest = run / "manifest.json"
     if manifest.exists():
-        return json.loads(manifest.read_text())["environment"]
+        return json.loads(manifest.read_text(encoding="utf-8"))["environment"]
     return read_records(run / (RESULTS if has_records(run / RESULTS) else file))[-1]["environment"]
 
 

@@ -99,7 +99,7 @@ def _call(asked: argparse.Namespace, path: Path) -> None:
     os.environ[IMPORTING] = asked.target
     function = function_of(asked.target)
     del os.environ[IMPORTING]
-    order = {} if asked.arguments is None else json.loads(asked.arguments.read_text())
+    order = {} if asked.arguments is None else json.loads(asked.arguments.read_text(encoding="utf-8"))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = asked.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     on_gpu, options = {}, TOGETHER
@@ -135,7 +135,7 @@ def _beat(path: Path) -> None:
 def _live(path: Path) -> None:
     # A rank has a session of its own: no signal comes when torchrun is gone.
     draft = path.with_suffix(".new")
-    draft.write_text(str(os.getpid()))
+    draft.write_text(str(os.getpid()), encoding="utf-8")
     _beat(draft)  # before the file has its name: the time of its making is the system's
     draft.replace(path)
     agent = int(os.environ.pop(AGENT, os.getppid()))  # what this rank starts has another one

@@ -91,7 +91,7 @@ def run_ranks(
         raise RuntimeError(
             f"run_ranks was called while a rank imports {importing!r}: put the call under if __name__ == '__main__'"
         )
-    ranks = checks.integer("ranks", ranks, least=1)
+    ranks = checks.integer("ranks", ranks, least=1, most=checks.LARGEST_RANKS)
     gpus = torch.cuda.device_count()
     backend = ("nccl" if gpus else "gloo") if backend is None else backend
     checks.one_of("backend", backend, BACKENDS)
@@ -108,7 +108,7 @@ def run_ranks(
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         order = folder / "arguments.json"
-        order.write_text(text)
+        order.write_text(text, encoding="utf-8")
         options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"]
         options += [f"--log-dir={folder}", "--redirects=3", "-m", "hilbert_lib.launch.worker_main", target]
         options += [f"--arguments={order}", f"--results={folder}", f"--backend={backend}"]
@@ -128,7 +128,7 @@ def run_ranks(
         if ending.status != "ok":
             raise RankError((), ending.status, ending.cause, ending.output)
         paths = [result_file(folder, rank) for rank in range(ranks)]
-        reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+        reports = [json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} for path in paths]
         if not all("result" in report for report in reports):
             raise _fault(folder, reports, exits)
         return [report["result"] for report in reports]
@@ -236,7 +236,7 @@ def _last_beat(folder: Path, rank: int) -> float:
 
 
 def _pid(folder: Path, rank: int) -> int:
-    return int(beat_file(folder, rank).read_text())
+    return int(beat_file(folder, rank).read_text(encoding="utf-8"))
 
 
 def _stderr(folder: Path, rank: int) -> tuple[str, ...]:

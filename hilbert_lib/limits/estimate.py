@@ -133,6 +133,9 @@ def estimate_memory(
     start = None if queries is None else length - queries or None  # all of them are no decoding
     batch = checks.integer("batch", batch, least=1)
     head_dim = checks.integer("head_dim", head_dim, least=1, most=LARGEST_HEAD_DIM)
+    if batch * (length + extra) * heads * head_dim > checks.LARGEST_SIZE * LARGEST_HEAD_DIM:
+        asked = f"batch {batch}, length {length}, heads {heads}, head_dim {head_dim}"
+        raise ValueError(f"length must be one whose bytes can be counted in 64 bits, got {asked}")
     q = torch.empty(batch, rows, heads, head_dim, dtype=dtype, device="meta")
     k = torch.empty(batch, length, kv_heads, head_dim, dtype=dtype, device="meta")
     more = k.new_empty(batch, extra, kv_heads, head_dim)

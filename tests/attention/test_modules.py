@@ -307,7 +307,7 @@ WRONG = {
         (lambda: DilatedAttention(DILATED, scale=0), "scale must be finite and above 0, got 0"),
         (lambda: multihead(backend="fast"), "backend must be one of auto, .* got 'fast'"),
         (lambda: multihead(backend="flash")(tokens(1, 9)), "backend='flash' .*needs a CUDA device"),
-        (lambda: multihead(embed_dim=0), "embed_dim must be an integer of at least 1, got 0"),
+        (lambda: multihead(embed_dim=0), "embed_dim must be an integer from 1 to 16777216, got 0"),
         (lambda: multihead(heads=3), "num_heads must divide embed_dim 16, got 3"),
         (lambda: multihead(embed_dim=514, heads=2), "embed_dim / num_heads must be at most 256, got 514 / 2 = 257"),
         (lambda: multihead(kv_heads=3), "kv_heads must divide num_heads 4, got 3"),

@@ -72,10 +72,10 @@ def test_an_error_names_no_path_of_this_machine():
 def test_records_are_read_however_late_their_reader_is(monkeypatch):
     read, records = isolated._read, []
 
-    def late(stream, take):
+    def late(*reading):
         wait_for(lambda: not any(runs(child.pid) for child in psutil.Process().children()))
         time.sleep(0.5)  # as on a machine with more to do
-        read(stream, take)
+        read(*reading)
 
     monkeypatch.setattr(isolated, "_read", late)
     ending = run_isolated("builtins:list", [[{"length": 8}]], seconds=PATIENCE, on_record=records.append)

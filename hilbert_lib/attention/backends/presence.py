@@ -88,7 +88,7 @@ def _named(package: str) -> str:
 def _xformers_build() -> dict | None:
     """What xformers was compiled for; None where it has no compiled part."""
     build = _folders("xformers")[0] / "cpp_lib.json"
-    return json.loads(build.read_text())["version"] if build.exists() else None
+    return json.loads(build.read_text(encoding="utf-8"))["version"] if build.exists() else None
 
 
 def _loads(library: str) -> bool:

@@ -51,7 +51,7 @@ class NeighbourhoodAttention(Layer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1)
+        self.embed_dim = checks.integer("embed_dim", embed_dim, least=1, most=checks.LARGEST_EMBED_DIM)
         self.num_heads, self.kv_heads = checks.grouped(num_heads, kv_heads)
         if self.embed_dim % self.num_heads or self.embed_dim // self.num_heads > LARGEST_HEAD_DIM:
             raise ValueError(

@@ -105,7 +105,7 @@ def read_ledger() -> dict[str, Claim]:
     """The entries of the ledger by id, in the order of the file."""
     if not LEDGER.exists():
         raise ValueError(f"no ledger of claims at {LEDGER}: it is part of the checkout, with its records")
-    entries = yaml.safe_load(LEDGER.read_text())
+    entries = yaml.safe_load(LEDGER.read_text(encoding="utf-8"))
     for entry in entries.values():
         entry["claimed"] = tuple(Band(**band) for band in entry.get("claimed", ()))
     return {name: Claim(name, **entry) for name, entry in entries.items()}

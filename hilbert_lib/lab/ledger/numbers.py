@@ -274,7 +274,7 @@ def _hidden_on_grids() -> dict[str, str]:
 
 def _claims() -> dict:
     """How many claims there are, and how many hold, hold under a condition, do not hold, and cannot be tested."""
-    verdicts = pd.Series(yaml.safe_load(VERDICTS.read_text()))
+    verdicts = pd.Series(yaml.safe_load(VERDICTS.read_text(encoding="utf-8")))
     told = {"claims": len(verdicts), "claims_hold": int(verdicts.str.fullmatch(f"{HOLDS}( as planned)?").sum())}
     told["claims_hold_when"] = int(verdicts.str.startswith(HOLDS).sum()) - told["claims_hold"]
     kinds = {"claims_hold_not": HOLDS_NOT, "claims_untested": UNTESTED}

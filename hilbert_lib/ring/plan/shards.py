@@ -55,7 +55,8 @@ class Rectangles:
         >>> Rectangles.compact((512, 512), 8).parts
         (2, 4)
         """
-        return cls(_compact_parts(checks.integers("shape", shape, least=1), checks.integer("ranks", ranks, least=1)))
+        ranks = checks.integer("ranks", ranks, least=1, most=checks.LARGEST_RANKS)
+        return cls(_compact_parts(checks.integers("shape", shape, least=1), ranks))
 
     @property
     def ranks(self) -> int:
