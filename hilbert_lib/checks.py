@@ -16,7 +16,7 @@ from torch import Tensor
 
 LARGEST_SIZE = 2**40  # positions or cells: more than a machine holds, and torch counts their bytes in 64 bits
 LARGEST_EMBED_DIM = 2**24  # a matrix of such a side has bytes that torch can count
-LARGEST_RANKS = 2**16
+LARGEST_RANKS = 2**20
 P, T = ParamSpec("P"), TypeVar("T")
 
 

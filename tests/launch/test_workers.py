@@ -65,7 +65,7 @@ TYPES = [
 VALUES = [
     (lambda: refused(3), "target must be 'module:function', got 3"),
     (lambda: refused("faulty_ranks"), "target must be 'module:function', got 'faulty_ranks'"),
-    (lambda: refused(ranks=0), "ranks must be an integer from 1 to 65536, got 0"),
+    (lambda: refused(ranks=0), "ranks must be an integer from 1 to 1048576, got 0"),
     (lambda: refused(backend="mpi"), "backend must be one of gloo, nccl; got 'mpi'"),
     (lambda: refused(backend="nccl", ranks=10**6), "ranks must be at most [0-9]+ with nccl, .* got 1000000"),
     (lambda: refused(seconds=6e7), r"seconds must be at most 5e\+07, got 6e\+07"),

@@ -160,7 +160,7 @@ WRONG = [
     (lambda: Rectangles((2, 2)).box((5, 6), rank=4), "rank must be an integer from 0 to 3, got 4"),
     (lambda: Rectangles((2, 2)).count((5,), rank=0), "parts must have one for each of the 1 axes"),
     (lambda: Rectangles((2, 2)).owner((4, 4), torch.tensor([16, 1])), r"cells must be 0 to 15, .* got 1 to 16"),
-    (lambda: Rectangles.compact((4, 4), 0), "ranks must be an integer from 1 to 65536, got 0"),
+    (lambda: Rectangles.compact((4, 4), 0), "ranks must be an integer from 1 to 1048576, got 0"),
     (lambda: Runs(Ordering.linear(16), (8, 8)).cells((4, 4), 2), "rank must be an integer from 0 to 1, got 2"),
     (lambda: Runs(Ordering.linear(16), (8, 8)).count((4, 5), 0), "ordering must have the 20 cells"),
     (lambda: Runs(Ordering.linear(16), (8, 8)).owner((4, 4), torch.tensor([-1])), "cells must be 0 to 15"),
