@@ -249,7 +249,7 @@ WRONG = {
         (lambda: Ordering.from_curve("linear", 4), "kind must be one of hilbert.*'linear'"),
         (lambda: Ordering.from_curve("tile", 4, grid=(2, 2, 1, 1)), "grid must have 2 or 3 sides"),
         (lambda: Ordering("hilbret", 4), "kind must be one of hilbert.*random, linear; got 'hilbret'"),
-        (lambda: Ordering("hilbert", 0), "length must be .* at least 1, got 0"),
+        (lambda: Ordering("hilbert", 0), "length must be .* from 1 to 1099511627776, got 0"),
         (lambda: Ordering("linear", 4, chunk=2), "chunk must be None for kind 'linear', got 2"),
         (lambda: Ordering("residue", 4, rate=2, seed=1), "seed must be None for kind 'residue', got 1"),
         (lambda: Ordering.linear(4).to("gpu"), "device must be .*, got 'gpu'"),

@@ -146,7 +146,7 @@ class ProgressiveTester:
             message = str(error).split("\n")[0]
             if not isinstance(error, MemoryError) and not NO_MEMORY.search(message):
                 raise
-            cause = one_line(f"out of memory: {message}")
+            cause = f"out of memory: {one_line(message)}"
         return measured, time.perf_counter() - began[-1], cause
 
     def _attention(self, length: int) -> torch.Tensor:
