@@ -144,6 +144,14 @@ def integers(
     return found
 
 
+def countable(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sides of a grid, if its cells are at most LARGEST_SIZE; else ValueError."""
+    is_known = all(type(side) is int for side in shape)  # not of torch.compile's symbols, which this would bind
+    if is_known and math.prod(shape) > LARGEST_SIZE:
+        raise ValueError(f"{name} must hold at most {LARGEST_SIZE} cells, got {shape}")
+    return shape
+
+
 def is_listed(values: object) -> bool:
     """Whether values are a sequence, or a numpy array of one axis; text and bytes are none."""
     if isinstance(values, np.ndarray):

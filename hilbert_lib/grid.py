@@ -106,10 +106,7 @@ class Neighbourhood:
 
     def __post_init__(self) -> None:
         shape = (self.shape,) if isinstance(self.shape, int) else self.shape
-        shape = checks.integers("shape", shape, least=1)
-        is_known = all(type(side) is int for side in shape)  # no symbol of torch.compile, of which this would be asked
-        if is_known and prod(shape) > checks.LARGEST_SIZE:
-            raise ValueError(f"shape must hold at most {checks.LARGEST_SIZE} cells, got {shape}")
+        shape = checks.countable("shape", checks.integers("shape", shape, least=1))
         if len(shape) > 3:
             raise ValueError(f"shape must have 1 to 3 sides, got {shape}")
         made = {"shape": shape}

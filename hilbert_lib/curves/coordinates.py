@@ -47,8 +47,7 @@ def curve_coordinates(kind: str, shape: Sequence[int], *, device: torch.device |
     sides = checked_shape(shape)
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if prod(sides) > checks.LARGEST_SIZE:  # of which there is no table
-        raise ValueError(f"shape must hold at most {checks.LARGEST_SIZE} cells, got {sides}")
+    checks.countable("shape", sides)  # of more there is no table
     return _CURVES[kind](sides, checks.device(device))
 
 
