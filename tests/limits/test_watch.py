@@ -1,5 +1,7 @@
 """The watch over a run: what it sees, and that it ends the run at each limit."""
 
+import faulthandler
+import os
 import signal
 import subprocess
 import threading
@@ -217,3 +219,16 @@ def test_the_gpus_memory_and_temperature_are_seen(next_look):
     assert one.cause == ""
     assert one.peaks.gpu_bytes > x.nbytes
     assert 10 < one.peaks.temperature_c < 100
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform forks nothing")
+def test_a_forked_child_leaves_the_block_without_a_wait_for_the_thread_that_it_does_not_have():
+    with Watcher(SafetyConfig(), "cpu", on_limit=print) as watcher:
+        with watcher._stop._cond:  # as the thread holds it for a moment in every look
+            child = os.fork()
+            if not child:
+                faulthandler.dump_traceback_later(20, exit=True)  # instead of waiting for ever
+                watcher.__exit__(None, None, None)
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
