@@ -7,11 +7,11 @@ more, and uses out and lse only where they hold more than the call, as in a ring
 from collections.abc import Callable
 from functools import cache
 from math import lcm
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
 from hilbert_lib.attention.call import Call, working_dtype
@@ -20,6 +20,9 @@ from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, Permuted
 from hilbert_lib.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention's mask: its own default
 COMPILATIONS = 64  # one for each pattern and shape; torch's own limit of 8 ends a sweep with an error
@@ -61,6 +64,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     On CUDA it is compiled and differentiable. On the CPU it runs in eager mode, with memory for length squared and
     without a gradient.
     """
+    # Imported where it runs: from torch 2.14 on it is what loads sympy, which takes longer than this library.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     orders = [residue_order(call.pattern, x.shape[1]).to(q.device) for x in (q, k, v)]
     # A generator: nothing but the call holds the copies, which are as large as q, k and v.
     stored = (Permuted.apply(x, order.perm, order.inverse) for x, order in zip((q, k, v), orders, strict=True))
@@ -97,7 +103,7 @@ def residue_order(pattern: DilatedPattern, length: int) -> Ordering:
 @torch.inference_mode(False)  # masks made in inference mode could not serve a later backward pass
 def _masks(
     pattern: DilatedPattern, is_causal: bool, length: int, heads: int, kv_heads: int, device: torch.device
-) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockMask]:
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], "BlockMask"]:
     # A function that FlexAttention traces: through how many branches a query finds a key, of slots in `residue_order`.
     # And the mask of blocks, made without a table of length squared; in a full block every pair attends.
     position = residue_order(pattern, length).to(device).perm.int()
@@ -124,6 +130,8 @@ def _masks(
     lists = {own: _block_lists(position.long(), branches, own, is_causal) for own in set(used)}
     per_head = [lists[used[h // (heads // kv_heads)]] for h in range(heads)]
     partial_count, partial, full_count, full = (torch.stack(x)[None] for x in zip(*per_head, strict=True))
+    from torch.nn.attention.flex_attention import BlockMask
+
     mask = BlockMask.from_kv_blocks(
         partial_count, partial, full_count, full, FLEX_BLOCK, mask_mod=attends, seq_lengths=(length, length)
     )
@@ -191,6 +199,8 @@ def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
 
 @cache
 def _compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal
 from hilbert_lib.attention.backends.flex import (
@@ -29,6 +29,9 @@ from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Axis, Neighbourhood, mask_blocks
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attend(
@@ -50,6 +53,8 @@ def attend(
     if padded:
         mask, attends, padding = copy(mask), mask.mask_mod, padding_of(given, request)
         mask.mask_mod = lambda b, h, query, key: attends(b, h, query, key) & ~padding[b, key]
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     run = compiled_flex_attention if q.is_cuda else flex_attention
     asked = AuxRequest(lse=True) if kernel_options is None else None
     with _tiles_within(block_size) if q.is_cuda else warnings.catch_warnings():
@@ -87,7 +92,7 @@ def block_mask(
     padded: bool,
     block_size: int,
     device: torch.device,
-) -> BlockMask:
+) -> "BlockMask":
     """FlexAttention's mask of some heads, or of one for all, with keys that everyone sees at the end.
 
     padded: whether some keys may have no weight, so that no block counts as full. block_size: tokens of a block, each
@@ -107,6 +112,8 @@ def block_mask(
 
     lists = [_lists(near, ordering, extra, padded, block_size, device) for near in windows]
     stacked = [torch.stack(x)[None] for x in zip(*lists, strict=True)]
+    from torch.nn.attention.flex_attention import BlockMask
+
     return BlockMask.from_kv_blocks(*stacked, block_size, mask_mod=attends, seq_lengths=(seq, seq + extra))
 
 
