@@ -76,8 +76,8 @@ def time_passes_once_it_prints(monkeypatch, tmp_path):
     def install(expression):
         read, printed = isolated._read, []
 
-        def noting(stream, take):
-            read(stream, lambda line: (take(line), printed.append(re.search(expression, line))))
+        def noting(stream, take, *more):
+            read(stream, lambda line: (take(line), printed.append(re.search(expression, line))), *more)
 
         monkeypatch.setattr(isolated, "_read", noting)
         let_time_pass_when(lambda: any(printed), monkeypatch)
