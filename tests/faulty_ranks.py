@@ -1,5 +1,6 @@
 """What ranks run in the tests of the workers: one of them breaks, in every way a rank can."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -24,6 +25,12 @@ def sum_of_ranks(arguments: dict) -> dict:
     dist.all_reduce(total)
     facts = {"rank": dist.get_rank(), "threads": torch.get_num_threads(), "backend": dist.get_backend()}
     return {**facts, "total": total.item(), "device": total.device.index, "is_heard": _is_heard(arguments.get("file"))}
+
+
+def aborting_at_its_end(arguments: dict) -> int:
+    """Its rank; Python's own end then aborts, as where a library's thread still wants the interpreter."""
+    atexit.register(os.abort)
+    return dist.get_rank()
 
 
 def _is_heard(file: str | None) -> bool:

@@ -50,7 +50,7 @@ def main() -> None:
         if os.getppid() != supervisor:  # it was killed before the line above
             os._exit(1)
         _run(order)
-        return
+        leave()
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()
@@ -61,6 +61,18 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def leave() -> None:
+    """End this process with status 0, now that all of its results are written.
+
+    Python's own end is left out. In it a thread of a library may still want the interpreter, and end the process by
+    SIGABRT ("terminate called without an active exception"): a finished result would then look like a crash.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or its reader is gone
+            stream.flush()
+    os._exit(0)
 
 
 def _ask_linux(option: int, value: int) -> None:

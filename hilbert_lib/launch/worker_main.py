@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hilbert_lib.files import write_whole
-from hilbert_lib.launch.child import function_of, kill_all_below, report_of
+from hilbert_lib.launch.child import function_of, kill_all_below, leave, report_of
 from hilbert_lib.limits.config import LONGEST_SECONDS
 from hilbert_lib.machine import prepare_kernels
 
@@ -152,3 +152,4 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("Aborted!")
+    leave()

@@ -38,6 +38,14 @@ def test_an_end_is_told_with_its_cause(program, status, cause):
     assert (ending.status, ending.cause) == (status, cause)
 
 
+def test_what_ends_python_badly_after_the_last_result_is_no_crash():
+    # As a thread of a library that still wants the interpreter: SIGABRT, after all work is done.
+    records, program = [], "import atexit, os; atexit.register(os.abort); print('done')"
+    ending = run_isolated("builtins:exec", [program], seconds=PATIENCE, on_record=records.append)
+    assert (ending.status, ending.cause) == ("ok", "")
+    assert ending.output == ("done",)
+
+
 @pytest.mark.parametrize(
     ("message", "status"),
     [

@@ -44,6 +44,10 @@ def test_every_rank_is_called_and_what_rank_0_prints_is_seen_while_it_runs(tmp_p
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_rank_that_ends_badly_after_its_result_has_not_failed():
+    assert run_ranks("faulty_ranks:aborting_at_its_end", 2, backend="gloo") == [0, 1]
+
+
 def test_a_file_that_runs_ranks_where_it_is_imported_starts_them_once(tmp_path, monkeypatch):
     call = "from hilbert_lib.launch.workers import run_ranks\nrun_ranks('without_guard:attend', 1, backend='gloo')\n"
     (tmp_path / "without_guard.py").write_text(f"{call}\ndef attend(arguments):\n    return 1\n")
