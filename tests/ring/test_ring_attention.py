@@ -262,7 +262,7 @@ def _answers(ranks: int, backend: str) -> list[list]:
 
 @cache
 def _all_answers(**waiting) -> list[dict] | RankError:
-    calls = {ranks: calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
+    calls = {str(ranks): calls_of(ranks, "gloo") for ranks in sorted(CALLS) if ranks <= TOGETHER}
     try:
         return run_ranks("ring_ranks:run_on_fewer", TOGETHER, {"calls": calls}, **waiting)
     except RankError as error:  # of every test that asks, without another start
