@@ -150,7 +150,7 @@ def _execute(work: Path, point: Point, timeout: float, begun: list) -> None:
 
 
 def coalesced(outputs: list[dict]) -> list[dict]:
-    """The outputs of a cell, each stream as one, standard output before errors that stand next to it.
+    r"""The outputs of a cell, each stream as one, standard output before errors that stand next to it.
 
     Of a line that carriage returns rewrote, as bars do, the last state is left.
 
