@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,8 +29,17 @@ def sum_of_ranks(arguments: dict) -> dict:
 
 
 def aborting_at_its_end(arguments: dict) -> int:
-    """Its rank; Python's own end then aborts, as where a library's thread still wants the interpreter."""
+    """Its rank; Python's own end then aborts, as where a library's thread still wants the interpreter.
+
+    Rank 0 has no result yet when torchrun learns how the last rank ended.
+    """
     atexit.register(os.abort)
+    pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    pids[dist.get_rank()] = os.getpid()
+    dist.all_reduce(pids)
+    while dist.get_rank() == 0 and psutil.pid_exists(pids[-1].item()):
+        time.sleep(0.05)
+    time.sleep(dist.get_rank() == 0)  # in which torchrun would end this rank
     return dist.get_rank()
 
 
