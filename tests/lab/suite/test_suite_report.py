@@ -87,7 +87,7 @@ def test_the_page_of_a_failed_run_says_why_literally_at_its_top(executed):
     page = page_of(executed, status="failed", error={"type": "ValueError", "message": said, "cell": 3})
     assert page.index("did not finish") < page.index("<mfrac>")
     (shown,) = re.findall(r"<pre>(ValueError: .*?)</pre>", page)
-    assert html.unescape(shown) == f"ValueError: {' '.join(said.split())} (cell In [3])"
+    assert html.unescape(shown) == f"ValueError: {said.splitlines()[0]} (cell In [3])"
 
 
 def links_of(page):
