@@ -282,7 +282,7 @@ def test_the_time_of_a_first_sample_holds_no_collection(monkeypatch):
 def test_a_point_is_predicted_with_all_that_its_process_holds(monkeypatch, backends, direction):
     monkeypatch.setattr(benchmarks, "measure_peak", lambda run, device: run() and 0)  # one profiler is enough
     sizes = {"heads": 4, "head_dim": 64, "directions": [direction]}
-    (point,) = benchmarks.attention_points(ALIGNED, lengths=[8192], backends=backends, **sizes)
+    (point,) = benchmarks.attention_points(ALIGNED, lengths=[2048], backends=backends, **sizes)
 
     def measure():
         cases = benchmarks.attention_cases(point)
