@@ -185,29 +185,44 @@ def printed_by(code: str, *options: str) -> str:
 SUITE = ("pandas", "matplotlib", "click", "yaml", "papermill", "nbformat", "IPython", "PIL", "packaging")
 
 
-def test_the_library_loads_neither_the_laboratory_nor_its_packages():
-    rooms = printed_by("import sys, hilbert_lib, hilbert_lib.ring; print(*sys.modules)").split()
-    assert not {"torch", "hilbert_lib.ring.attention"} & set(rooms)
+@pytest.fixture(scope="module")
+def imported():
+    """What importing the library takes beyond torch, first of what most programs name and then of all its product.
+
+    In one process: calls, and the names of modules that came with the first and with both.
+    """
     product = [name for name, module in HOME.items() if not module.startswith("hilbert_lib.lab")]
     assert set(HOME) - set(product) == {"SafeBenchmarkRunner", "select_attention_backend"}
-    code = "import sys, torch, torch.distributed; own = set(sys.modules); import hilbert_lib"
-    loaded = printed_by(f"{code}; [getattr(hilbert_lib, name) for name in {product}]; print(*sys.modules.keys() - own)")
-    assert "hilbert_lib.ring.attention" in loaded.split()
-    assert not [name for name in loaded.split() if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))]
-    assert not [name for name in loaded.split() if name.split(".")[0] in SUITE]
-
-
-def test_the_library_takes_a_quarter_of_a_second_beyond_torch():
-    """As the calls that so much time has room for: a time would hang on what runs beside."""
-    script = """
+    script = f"""
 import sys, torch
 from cProfile import Profile
 before, profile = set(sys.modules), Profile()
-profile.runctx("from hilbert_lib import DilatedPattern, Ordering, dilated_attention", {}, {})
-print(sum(entry.callcount for entry in profile.getstats()), *sys.modules.keys() - before)
+profile.runctx("from hilbert_lib import DilatedPattern, Ordering, dilated_attention", {{}}, {{}})
+first = sys.modules.keys() - before
+import hilbert_lib, torch.distributed
+before = set(sys.modules)
+[getattr(hilbert_lib, name) for name in {product}]
+print(sum(entry.callcount for entry in profile.getstats()))
+print(*first)
+print(*first, *sys.modules.keys() - before)
 """
-    calls, *loaded = printed_by(script).split()
-    assert int(calls) < 50_000
+    calls, first, every = printed_by(script).splitlines()
+    return int(calls), first.split(), every.split()
+
+
+def test_the_library_loads_neither_the_laboratory_nor_its_packages(imported):
+    rooms = printed_by("import sys, hilbert_lib, hilbert_lib.ring; print(*sys.modules)").split()
+    assert not {"torch", "hilbert_lib.ring.attention"} & set(rooms)
+    _, _, loaded = imported
+    assert "hilbert_lib.ring.attention" in loaded
+    assert not [name for name in loaded if name.startswith(("hilbert_lib.lab", "hilbert_lib.cli"))]
+    assert not [name for name in loaded if name.split(".")[0] in SUITE]
+
+
+def test_the_library_takes_a_quarter_of_a_second_beyond_torch(imported):
+    """As the calls that so much time has room for: a time would hang on what runs beside."""
+    calls, loaded, _ = imported
+    assert calls < 50_000
     assert {name.split(".")[0] for name in loaded} <= {"hilbert_lib", "torch", *sys.stdlib_module_names}
 
 
