@@ -4,8 +4,8 @@
 
 q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first used.
 
-attention   dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
-grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood
+attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
+grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
 many GPUs   ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
             ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 from hilbert_lib.lazy import lazily
 
 PUBLIC = {
-    "hilbert_lib.attention.api": ("dilated_attention",),
+    "hilbert_lib.attention.api": ("attend", "dilated_attention", "neighbourhood_attention"),
     "hilbert_lib.attention.explain": ("explain_backend",),
-    "hilbert_lib.attention.grids.api": ("neighbourhood_attention",),
-    "hilbert_lib.attention.grids.module": ("NeighbourhoodAttention",),
+    "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
     "hilbert_lib.grid": ("Neighbourhood",),
@@ -39,6 +38,7 @@ PUBLIC = {
     "hilbert_lib.machine": ("GpuInfo", "get_gpu_info"),
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.pattern": ("DilatedPattern",),
+    "hilbert_lib.patterns.union": ("Union",),
     "hilbert_lib.ring.attention": ("ring_dilated_attention",),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
     "hilbert_lib.ring.neighbourhood": ("ring_neighbourhood_attention",),
@@ -63,10 +63,11 @@ def _version() -> str:
 
 
 if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, with which help() prints every docstring
+    from hilbert_lib.attention.api import attend as attend
     from hilbert_lib.attention.api import dilated_attention as dilated_attention
+    from hilbert_lib.attention.api import neighbourhood_attention as neighbourhood_attention
     from hilbert_lib.attention.explain import explain_backend as explain_backend
-    from hilbert_lib.attention.grids.api import neighbourhood_attention as neighbourhood_attention
-    from hilbert_lib.attention.grids.module import NeighbourhoodAttention as NeighbourhoodAttention
+    from hilbert_lib.attention.grid_module import NeighbourhoodAttention as NeighbourhoodAttention
     from hilbert_lib.attention.modules import (
         DilatedAttention as DilatedAttention,
     )
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     from hilbert_lib.ordering import Ordering as Ordering
     from hilbert_lib.ordering import OrderingSpec as OrderingSpec
     from hilbert_lib.pattern import DilatedPattern as DilatedPattern
+    from hilbert_lib.patterns.union import Union as Union
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
     from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention
     from hilbert_lib.ring.module import RingNeighbourhoodAttention as RingNeighbourhoodAttention

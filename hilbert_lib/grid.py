@@ -5,18 +5,21 @@ them. `axis_tiles` gives them as rectangles of queries within rectangles of keys
 `mask_blocks` the blocks of the mask for cells stored in any order. Nothing holds a table of length squared.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hilbert_lib import checks
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern, Specification
 
 EDGES = ("shift", "clip", "wrap")
+# The arguments of `attend` that patterns on grids take besides those of every kind.
+ON_GRIDS = frozenset(("ordering", "extra_k", "extra_v", "extra_padding_mask"))
 WORD_BITS = 64
 CELLS_ON_CPU, CELLS_ON_GPU = 2**18, 2**22  # that hold sets of blocks at a time: within a cache, and within 130 MB
 
@@ -70,7 +73,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Neighbourhood:
+class Neighbourhood(Pattern):
     """Each cell of a grid attends to a window of cells around it; position p is cell p, row by row.
 
     Neighbourhood attention as in Hassani et al., "Neighborhood Attention Transformer" (arXiv 2204.07143), with its
@@ -97,6 +100,9 @@ class Neighbourhood:
     [0, 1, 5]
     """
 
+    kind: ClassVar[str] = "neighbourhood"
+    options: ClassVar[frozenset[str]] = ON_GRIDS
+
     shape: tuple[int, ...]
     window: tuple[int, ...]
     dilation: tuple[int, ...] = 1
@@ -118,11 +124,6 @@ class Neighbourhood:
         for n, axis in enumerate(axes):
             _check_axis(n, axis)
         object.__setattr__(self, "axes", axes)  # the rules along each axis
-
-    @property
-    def length(self) -> int:
-        """Cells of the grid."""
-        return prod(self.shape)
 
     @property
     def pairs(self) -> int:
@@ -171,6 +172,98 @@ class Neighbourhood:
         for line in lines:
             inside = (inside[:, None] * len(line) + line.nonzero()[:, 0]).flatten()
         return inside
+
+    def of_heads(self, kv_heads: int) -> "HeadNeighbourhoods":
+        """The same neighbourhood for every KV head."""
+        return HeadNeighbourhoods((self,) * kv_heads)
+
+    @property
+    def specification(self) -> Specification:
+        """The pattern as words and integers."""
+        numbers = (*self.shape, *self.window, *self.dilation, *self.stride, *self.is_causal)
+        return "neighbourhood " + ",".join(self.edge), numbers
+
+    @classmethod
+    def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
+        edge = tuple(words[0].split(","))
+        axes = len(edge)
+        shape, window, dilation, stride, is_causal = (tuple(numbers[n : n + axes]) for n in range(0, 5 * axes, axes))
+        return cls(shape, window, dilation, stride, tuple(map(bool, is_causal)), edge)
+
+
+@dataclass(frozen=True)
+class HeadNeighbourhoods(Pattern):
+    """A `Neighbourhood` for each KV head; they differ in window alone.
+
+    Args:
+        by_head: one for each KV head.
+
+    Raises:
+        TypeError, ValueError: where by_head holds something else, nothing, or ones that differ in more than window.
+
+    >>> near = HeadNeighbourhoods((Neighbourhood((4,), 1), Neighbourhood((4,), 3)))
+    >>> near.mask(0, torch.arange(1), torch.arange(4), kv_head=1, kv_heads=2).int().tolist()
+    [[1, 1, 1, 0]]
+    """
+
+    kind: ClassVar[str] = "neighbourhoods"
+    function: ClassVar[str] = "neighbourhood_attention"
+    noun: ClassVar[str] = "Neighbourhood"
+    options: ClassVar[frozenset[str]] = ON_GRIDS
+
+    by_head: tuple[Neighbourhood, ...]
+
+    def __post_init__(self) -> None:
+        for near in self.by_head:
+            if not isinstance(near, Neighbourhood):
+                raise TypeError(
+                    f"neighbourhood must be a Neighbourhood, or a tuple of one for each KV head; got {near!r}"
+                )
+        if not self.by_head:
+            raise ValueError("neighbourhood must hold one for each KV head, got none")
+        first = self.by_head[0]
+        rules = first.shape, first.dilation, first.stride, first.is_causal, first.edge
+        for near in self.by_head:
+            if (near.shape, near.dilation, near.stride, near.is_causal, near.edge) != rules:
+                raise ValueError(f"neighbourhood must hold ones that differ in window alone, got {self.by_head}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sides of the grid."""
+        return self.by_head[0].shape
+
+    def of_any_heads(self) -> Pattern:
+        """The neighbourhood of every KV head, where it is one."""
+        first = self.by_head[0]
+        return first if all(near == first for near in self.by_head) else self
+
+    def of_heads(self, kv_heads: int) -> Self:
+        """The pattern itself; ValueError where it is not of so many KV heads."""
+        if len(self.by_head) != kv_heads:
+            raise ValueError(
+                f"neighbourhood must hold one for each of the {kv_heads} KV heads, got {len(self.by_head)}"
+            )
+        return self
+
+    def mask(
+        self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
+    ) -> Tensor:
+        """Which pairs of cells attend: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
+        return self.by_head[kv_head].attends(queries[:, None], keys)
+
+    @property
+    def specification(self) -> Specification:
+        """The pattern as words and integers."""
+        words, rules = self.by_head[0].specification
+        windows = [side for near in self.by_head for side in near.window]
+        return words.replace("neighbourhood", "neighbourhoods", 1), (*rules, *windows)
+
+    @classmethod
+    def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
+        axes = len(words[0].split(","))
+        first, windows = Neighbourhood._of_words(words, numbers[: 5 * axes]), numbers[5 * axes :]
+        each = [tuple(windows[n : n + axes]) for n in range(0, len(windows), axes)]
+        return cls(tuple(replace(first, window=window) for window in each))
 
 
 def _by_axis(name: str, value: object, axes: int) -> tuple:

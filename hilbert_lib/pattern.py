@@ -2,12 +2,13 @@
 
 from bisect import bisect
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.checks import grouped, integer, integers, one_of, positive
+from hilbert_lib.patterns.pattern import Pattern, Specification
 from hilbert_lib.residues import covered, rows_in_segment
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
@@ -30,7 +31,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class DilatedPattern:
+class DilatedPattern(Pattern):
     """Dilated attention of LongNet (arXiv 2307.02486): branches of segments w with dilation rates r.
 
     A position p is in branch i for KV head g when (p mod w_i) mod r_i equals the offset o_i(g). A query attends,
@@ -55,6 +56,12 @@ class DilatedPattern:
     >>> pattern.keys(3, kv_head=1, kv_heads=2, length=8).tolist()
     [0, 1, 1, 2, 3, 3, 5, 7]
     """
+
+    kind: ClassVar[str] = "dilated"
+    function: ClassVar[str] = "dilated_attention"
+    options: ClassVar[frozenset[str]] = frozenset(
+        ("is_causal", "dropout_p", "query_start", "kv_ordering", "cu_seqlens", "max_seqlen")
+    )
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -133,6 +140,26 @@ class DilatedPattern:
         longest = bisect(range(length + 1), flop, lo=fits + 1, key=cost) - 1
         pattern = cls.geometric(longest, length, branches, ratio, **rules)
         return pattern, pattern.work(length, head_dim=head_dim, **sizes)
+
+    @property
+    def specification(self) -> Specification:
+        """The pattern as words and integers."""
+        words = f"dilated {self.offsets} {self.mixing} {self.padding}"
+        return words, (*self.segment_lengths, *self.dilation_rates)
+
+    @classmethod
+    def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
+        count = len(numbers) // 2
+        return cls(tuple(numbers[:count]), tuple(numbers[count:]), *words)
+
+    def of_heads(self, kv_heads: int) -> Self:
+        """The pattern itself; ValueError where "head_groups" has fewer KV heads than branches."""
+        self.check_heads(kv_heads)
+        return self
+
+    def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
+        """The branches of a KV head."""
+        return self.head_branches(kv_head, kv_heads)
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -361,8 +388,9 @@ class DilatedPattern:
         return "\n".join([rules, *lines])
 
 
-def check_pattern(pattern: object) -> DilatedPattern:
+def check_dilated(pattern: object) -> DilatedPattern:
     """The argument; TypeError unless it is a DilatedPattern."""
     if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        hint = ": call neighbourhood_attention, or attend" if isinstance(pattern, Pattern) else ""
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}{hint}")
     return pattern

@@ -15,8 +15,8 @@ from oracle import weighted
 from torch import Tensor
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
-from hilbert_lib.attention.grids import operators
-from hilbert_lib.attention.grids.request import Part, Request, Tensors
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.grid import EDGES
 
 # shape, window, dilation, stride, is_causal, edge
@@ -253,7 +253,7 @@ def boxed(near: Neighbourhood, rows: tuple, queries: tuple) -> tuple:
         rules = (near.window, near.dilation, near.stride, near.is_causal, near.edge)
         seen = set().union(*seen_along(side, *(rule[n] for rule in rules))[own.start : own.stop])
         keys.append(shortest(side, seen, near.edge[n] == "wrap"))
-    part = Part(rows, queries, tuple(keys), in_float=rows == queries)
+    part = GridPart(rows, queries, tuple(keys), in_float=rows == queries)
     at_rows, at_queries, at_keys = (positions(box, near.shape) for box in part[:3])
     return near, part, at_rows, torch.isin(at_rows, at_queries), at_keys, False
 
@@ -270,7 +270,7 @@ def listed(near: Neighbourhood, count: int, seed: int) -> tuple:
     own, rest = torch.randperm(near.length, generator=torch.Generator().manual_seed(seed)).tensor_split([count])
     keys = torch.cat([own, rest[mask_of(near)[own][:, rest].any(0)]])
     whole = tuple(map(range, near.shape))
-    return near, Part(whole, whole, whole, True), own, torch.ones(count, dtype=torch.bool), keys, True
+    return near, GridPart(whole, whole, whole, True), own, torch.ones(count, dtype=torch.bool), keys, True
 
 
 @st.composite
@@ -337,7 +337,9 @@ def check_part(case, backend, device="cpu", dtype=torch.float64, head_dim=4) -> 
         slots[keys] = torch.arange(len(keys), dtype=torch.int32)
         slots = slots.to(device)
     mine = [x[:, at].to(device) for x, at in zip(whole, (rows, keys, keys, slice(None), slice(None)), strict=True)]
-    request = Request((near,), scale, None, hidden[:, keys].to(device), None, part, slots)
+    request = Request(
+        near.of_heads(1), scale=scale, key_padding_mask=hidden[:, keys].to(device), part=part, slots=slots
+    )
     got, got_lse = forward(Tensors(*mine), request, *named)
     close, close_lse, close_grad = TOLERANCE[dtype]
     assert_close([got[:, computed], got_lse[:, :, computed]], [out[:, queries], lse[:, :, queries]], (close, close_lse))

@@ -19,7 +19,7 @@ from hilbert_lib.attention import merge, operators
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
@@ -209,7 +209,7 @@ def compare(
 def _flex_on_the_cpu():
     """The oracle, which is differentiable, in the place of FlexAttention, which has no backward on the CPU."""
 
-    def attend(q, k, v, call: Call):
+    def attend(q, k, v, call: Request):
         out, lse = oracle.attention(q, k, v, call.pattern, is_causal=call.is_causal, scale=call.scale)
         return out.to(q.dtype), lse.to(working_dtype(q.dtype))
 

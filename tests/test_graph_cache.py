@@ -18,7 +18,7 @@ import torch
 
 import hilbert_lib
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.grids.flex import block_mask
+from hilbert_lib.attention.backends.flex_grid import block_mask
 from hilbert_lib.attention.triton import decode, packed, schedule
 from hilbert_lib.graph_cache import GraphCache, cached_for_graphs, made_to_share
 from hilbert_lib.ordering import ordering_tables

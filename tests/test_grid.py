@@ -10,8 +10,9 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from hilbert_lib import NeighbourhoodAttention, grid, neighbourhood_attention
-from hilbert_lib.attention.grids import eager, flex
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.backends import flex_grid as flex
+from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.grid import Neighbourhood, axis_tiles, mask_blocks
 from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
@@ -36,7 +37,7 @@ def ordering(near, order):
 
 def attend(q, k, v, near, own, block_size):
     """FlexAttention's output and lse, of tokens that are stored in an order."""
-    request = Request((near,) * k.shape[2], q.shape[3] ** -0.5, own)
+    request = Request(near.of_heads(k.shape[2]), scale=q.shape[3] ** -0.5, ordering=own)
     return flex.attend(Tensors(q, k, v, k[:, :0], v[:, :0]), request, block_size)
 
 
@@ -234,7 +235,7 @@ def test_nothing_depends_on_the_default_device():
 
     def clear():
         flex.block_mask.cache_clear()
-        eager._axes.cache_clear()
+        tiles._axes.cache_clear()
 
     results = [
         lambda: near.keys(9),

@@ -1,6 +1,8 @@
-"""Exact dilated attention.
+"""Exact attention: one function, for which a pattern says which keys a query sees.
 
-api            checks the arguments, chooses a backend, runs it
+api            attend, for every pattern, and a door for each kind
+validation     the arguments, checked: tensors, and a request of all else
+request        one validated request
 operators      forward and backward as torch operators, one node each to torch.compile
 choice         which backend serves a call, and why
 rules          what "auto" goes by, as data
@@ -9,10 +11,10 @@ backends       what computes a call
 triton         the fused kernels: all branches in one pass
 merge          the one associative merge of partial results
 dropout        dropout bits keyed by position
-call           one validated request
 modules        the function as layers
-grids          attention to neighbourhoods of cells on a grid
-explain        which backend serves a call, along a sequence and on a grid
+grid_parts     parts of a grid, and which cells lie in which rows
+grid_module    attention on grids as a layer
+explain        which backend serves a call
 transforms     transforms of torch that have no rule here, refused by name
 registration   a function and its gradient as torch operators
 """
@@ -22,13 +24,12 @@ from hilbert_lib.lazy import lazily
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "hilbert_lib.attention.api": ("dilated_attention",),
+        "hilbert_lib.attention.api": ("attend", "dilated_attention", "neighbourhood_attention"),
         "hilbert_lib.attention.explain": ("explain_backend",),
         "hilbert_lib.attention.modules": (
             "DilatedAttention",
             "MultiheadDilatedAttention",
         ),
-        "hilbert_lib.attention.grids.api": ("neighbourhood_attention",),
-        "hilbert_lib.attention.grids.module": ("NeighbourhoodAttention",),
+        "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
     },
 )

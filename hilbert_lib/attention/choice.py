@@ -1,25 +1,24 @@
 """Which backend serves a call: by rule, with its reasons."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD, backends_for
 from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
-from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule
+from hilbert_lib.attention.request import Request
+from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule, grid_rule
 from hilbert_lib.machine import get_gpu_info
 
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
 # branches. On an H100 two copies cost less than a table from there on (reports/HISTORY.md, "An ordering's cost").
 UNDONE_FROM, UNDONE_KEYS = 16_384, 1_024
-FUNCTION = "dilated_attention"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Explanation:
         return "\n".join(f"{name.ljust(width)}  {reason}" for name, reason in rows.items())
 
 
-def rule_for(q: Tensor, call: Call, *, gradient: bool) -> Rule:
+def rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     """The rule that "auto" goes by: one measured on this machine where there is one, otherwise the library's."""
     # torch 2.11 says "exporting" to every program that torch.compile traces.
     is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -56,10 +55,19 @@ def rule_for(q: Tensor, call: Call, *, gradient: bool) -> Rule:
         for shape, rule in remembered_rules(q.device, q.dtype):
             if shape.fits(q, call, gradient):
                 return _of_documents_first(rule, call)
+    if call.pattern.length is not None:
+        order = "" if call.ordering is None else call.ordering.kind
+        return _that_serves(grid_rule(q.device.type, q.element_size(), order), call)
     return _of_documents_first(_known_rule(q.device, q.dtype), call)
 
 
-def _of_documents_first(rule: Rule, call: Call) -> Rule:
+def _that_serves(rule: Rule, call: Request) -> Rule:
+    # Of the names in a rule those that serve this kind of pattern at all.
+    backends = backends_for(call.pattern)
+    return Rule(tuple(name for name in rule.order if name in backends), rule.record)
+
+
+def _of_documents_first(rule: Rule, call: Request) -> Rule:
     # Of packed documents, those that take all in one call stand before loops, for which the host waits.
     if call.cu_seqlens is None:
         return rule
@@ -76,66 +84,73 @@ def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
 _known_rule._dynamo_marked_constant = True  # torch.compile cannot trace questions to the machine (as in ordering.py)
 
 
-def choose(q: Tensor, call: Call, name: str, *, gradient: bool) -> str:
+def choose(q: Tensor, call: Request, name: str, *, gradient: bool) -> str:
     """The backend that serves a validated call, or "" where none can. name: a backend's, or "auto" for the first."""
-    asked = compiling(FUNCTION, rule_for(q, call, gradient=gradient).order, q) if name == "auto" else (name,)
-    return first_that_serves(q, call, asked, BACKENDS)
+    asked = (name,)
+    if name == "auto":
+        asked = compiling(call.pattern.function, rule_for(q, call, gradient=gradient).order, q)
+    return first_that_serves(q, call, asked)
 
 
-def is_undone(asked: str, chosen: str, device: torch.device, call: Call, rows: int) -> bool:
+def serving(q: Tensor, call: Request, name: str, *, gradient: bool) -> str:
+    """`choose`; ValueError, with the reasons, where no backend can serve."""
+    chosen = choose(q, call, name, gradient=gradient)
+    if not chosen:
+        reasons = explain(q, call, name, gradient=gradient).reasons
+        told = reasons.get(name) or ", ".join(f"{each} {reason}" for each, reason in reasons.items())
+        raise ValueError(f"backend={name!r} {told}; see explain_backend")
+    return chosen
+
+
+def is_undone(asked: str, chosen: str, device: torch.device, call: Request, rows: int) -> bool:
     """Whether k and v are put in sequence order before a call, rather than found through a table in the kernels.
 
     asked: the backend asked for; chosen: the one that serves. A copy costs each row once, a table each read of a row.
     """
-    if not BACKENDS[chosen].reads_orderings:
+    if not backends_for(call.pattern)[chosen].reads_orderings:
         return True
     keys = sum(min(w, rows) / r**2 for w, r in call.pattern.branches)
     is_short = rows < UNDONE_FROM or keys < UNDONE_KEYS
     return asked == "auto" and device.type == "cuda" and call.query_start is None and not is_short
 
 
-def first_that_serves(q: Tensor, call: object, names: Sequence[str], backends: dict[str, Backend]) -> str:
+def first_that_serves(q: Tensor, call: Request, names: Sequence[str]) -> str:
     """The first of some backends that serves a call, or ""."""
+    backends = backends_for(call.pattern)
     return next((name for name in names if not backends[name].refusal(q, call)), "")
 
 
-def explain(q: Tensor, call: Call, name: str, *, gradient: bool, has_ordering: bool = False) -> Explanation:
-    """What `choose` takes, and why not the others. has_ordering: whether k and v are stored in another order."""
+def explain(q: Tensor, call: Request, name: str, *, gradient: bool, has_ordering: bool = False) -> Explanation:
+    """What `choose` takes, and why not the others.
+
+    has_ordering: whether k and v of a sequence are stored in another order.
+    """
     chosen, rule = choose(q, call, name, gradient=gradient), rule_for(q, call, gradient=gradient)
-    caveat = LOOPED if call.cu_seqlens is not None else ""
-    found = explained(FUNCTION, q, call, name, chosen, rule, BACKENDS, caveat)
-    reasons = {**found.reasons, **WITHOUT_BUILD}
+    reasons = {}
+    for candidate, backend in backends_for(call.pattern).items():
+        reasons[candidate] = _reason(backend, q, call, name, chosen, rule)
+    if call.pattern.length is None:
+        reasons |= WITHOUT_BUILD
     if has_ordering and chosen and is_undone(name, chosen, q.device, call, q.shape[1]):
         reasons[chosen] += "; k and v are copied in sequence order first"
-    return replace(found, reasons=reasons)
-
-
-def explained(
-    function: str, q: Tensor, call: object, name: str, chosen: str, rule: Rule, backends: dict[str, Backend],
-    caveat: str = "",
-) -> Explanation:  # fmt: skip
-    """Why of some backends one was chosen, by its name or by a rule, and the others were not.
-
-    function: whose backends they are, by its name. caveat: what holds for all that can serve, but those that read
-    documents.
-    """
-    reasons = {}
-    for candidate, backend in backends.items():
-        refusal, failed = backend.refusal(q, call), failure(function, candidate, q)
-        more = "".join(
-            f"; {each}" for each in (failed, backend.caveat, "" if backend.reads_documents else caveat) if each
-        )
-        more += f" ({presence.state(backend.package)})" if backend.package and not refusal else ""
-        if candidate == chosen:
-            reasons[candidate] = f"chosen: {backend.note}{more}"
-        elif refusal:
-            absent = refusal.startswith(presence.ABSENT)
-            reasons[candidate] = refusal if absent else f"cannot serve: {refusal}"
-        elif name != "auto":
-            reasons[candidate] = f"not asked for: {name!r} was"
-        elif failed:
-            reasons[candidate] = f"passed over: {failed}"
-        else:
-            passed_over = f"after {chosen!r}" if candidate in rule.order else "when asked for by name"
-            reasons[candidate] = f"can serve, {passed_over}{more}"
     return Explanation(chosen, reasons, rule.record)
+
+
+def _reason(backend: Backend, q: Tensor, call: Request, asked: str, chosen: str, rule: Rule) -> str:
+    # Say why a backend was chosen, or why it was not.
+    refusal = backend.refusal(q, call)
+    looped = LOOPED if call.cu_seqlens is not None and not backend.reads_documents else ""
+    failed = failure(call.pattern.function, backend.name, q)
+    more = "".join(f"; {caveat}" for caveat in (failed, backend.caveat, looped) if caveat)
+    if backend.package and not refusal:
+        more += f" ({presence.state(backend.package)})"
+    if backend.name == chosen:
+        return f"chosen: {backend.note}{more}"
+    if refusal:
+        return refusal if refusal.startswith(presence.ABSENT) else f"cannot serve: {refusal}"
+    if asked != "auto":
+        return f"not asked for: {asked!r} was"
+    if failed:
+        return f"passed over: {failed}"
+    passed_over = f"after {chosen!r}" if backend.name in rule.order else "when asked for by name"
+    return f"can serve, {passed_over}{more}"

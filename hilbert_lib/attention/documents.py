@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import NAME, name_table, named
+from hilbert_lib.attention.request import Request
 from hilbert_lib.checks import dense_tensor, integer
 
 LOOPED = "attends to one document after the other; the host waits for the device to tell their lengths"
@@ -84,7 +84,7 @@ def _some(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) <= 8 else f"{str(numbers[:4])[:-1]}, ..., {str(numbers[-4:])[1:]}"
 
 
-def documents(call: Call, q: Tensor) -> Iterator[tuple[slice, Call]]:
+def documents(call: Request, q: Tensor) -> Iterator[tuple[slice, Request]]:
     """The rows of each document and the call that it is by itself. Dropout is that of a batch of them."""
     heads = torch.arange(q.shape[2], device=q.device)
     for number, rows in enumerate(rows_of(call.cu_seqlens, q.shape[1], call.max_seqlen)):

@@ -47,17 +47,18 @@ def importing(module: str) -> Iterator[None]:
         raise not_compiled(module, error) from error
 
 
-def remembering(function: str, run: Callable) -> Callable:
+def remembering(function: Callable[[tuple], str], run: Callable) -> Callable:
     """An operator's implementation that remembers, for `failure`, the backend of which a kernel did not compile.
 
-    run: takes q or dout first, and the backend's name last.
+    function: of the arguments, the name of the function that users called. run: takes q or dout first, and the
+    backend's name last.
     """
 
     def remembered(*args):
         try:
             return run(*args)
         except KernelError as error:
-            _failed[function, args[-1], args[0].dtype, args[0].shape[-1]] = str(error)
+            _failed[function(args), args[-1], args[0].dtype, args[0].shape[-1]] = str(error)
             raise
 
     return remembered

@@ -25,7 +25,7 @@ def count_flop(
 
     def register(counter: ModuleType) -> None:
         def shapes(given: tuple) -> tuple:
-            return tuple(x.shape for x in given[:inputs])
+            return tuple(None if x is None else x.shape for x in given[:inputs])
 
         @counter.register_flop_formula(forward, get_raw=True)
         def forward_flop(*given, out_val=None) -> int:

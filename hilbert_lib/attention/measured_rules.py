@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
-from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.files import write_whole
 from hilbert_lib.machine import get_gpu_info, machine_facts
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.pattern import Pattern, Specification, from_specification
 
 VARIABLE = "HILBERT_CACHE"  # names another folder
 MEASURED = "measured on this machine"  # how the record of such a rule begins
@@ -38,26 +38,24 @@ class ShapeClass(NamedTuple):
     head_dim: int
     is_causal: bool
     gradient: bool  # whether the backward will run
-    pattern: DilatedPattern | tuple  # a tuple of its fields once it is kept: torch.compile reads no other constants
+    pattern: Pattern | Specification  # the latter once it is kept: torch.compile reads no other constants
+    order: str = ""  # on a grid the kind of order in which tokens are stored; "" row by row, and for sequences
 
     def kept(self) -> "ShapeClass":
         """The same class, by its largest length and heads."""
         length, heads = (1 << (number - 1).bit_length() for number in (self.length, self.heads))
-        return self._replace(length=length, heads=heads, pattern=_fields(self.pattern))
+        return self._replace(length=length, heads=heads, pattern=self.pattern.of_any_heads().specification)
 
-    def fits(self, q: Tensor, call: Call, gradient: bool) -> bool:
+    def fits(self, q: Tensor, call: Request, gradient: bool) -> bool:
         """Whether a call on this device and in this dtype is of the class, which is `kept`."""
         batch, length, heads, head_dim = q.shape
         # Number by number: torch.compile then compiles no length anew.
         for most, number in ((self.length, length), (self.heads, batch * heads)):
             if number > most or number <= most // 2:
                 return False
+        order = "" if call.ordering is None else call.ordering.kind
         same = self.head_dim == head_dim and self.is_causal == call.is_causal and self.gradient == gradient
-        return same and self.pattern == _fields(call.pattern)
-
-
-def _fields(pattern: DilatedPattern) -> tuple:
-    return pattern.segment_lengths, pattern.dilation_rates, pattern.offsets, pattern.mixing, pattern.padding
+        return same and self.order == order and self.pattern == call.pattern.of_any_heads().specification
 
 
 def device_name(device: torch.device) -> str:
@@ -87,8 +85,9 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
         ValueError: for another order.
         OSError: if the folder cannot be written.
     """
-    if not set(order) <= set(BACKENDS):
-        raise ValueError(f"order must be of {', '.join(BACKENDS)}; got {order!r}")
+    names = backends_for(shape.pattern.of_heads(1))
+    if not set(order) <= set(names):
+        raise ValueError(f"order must be of {', '.join(names)}; got {order!r}")
     if "eager" not in order:
         raise ValueError(f"order must hold eager, got {order!r}")
     shape, machine = shape.kept()._asdict(), _machine()
@@ -130,7 +129,8 @@ def _rules_in(place: Path, _changed: int) -> tuple[tuple[ShapeClass, Rule], ...]
             held = json.loads(path.read_text(encoding="utf-8"))
             if held.pop("digest") != _digest(held):
                 raise ValueError("it was changed")
-            pattern = DilatedPattern(*held["shape"].pop("pattern"))
+            words, numbers = held["shape"].pop("pattern")
+            pattern = from_specification(words, tuple(numbers))
             shape = ShapeClass(**held["shape"], pattern=pattern)
             rules.append((shape.kept(), Rule(tuple(held["order"]), held["record"])))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -9,19 +9,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import (
+from hilbert_lib.attention.api import computed
+from hilbert_lib.attention.torchscale import layer_of_torchscale
+from hilbert_lib.attention.transforms import Layer, refuse_tracers, refuse_vmap
+from hilbert_lib.attention.validation import (
     LARGEST_HEAD_DIM,
-    attend,
     autocast_dtype,
     check_backend,
     check_dropout,
     check_dtype,
     check_scale,
 )
-from hilbert_lib.attention.torchscale import layer_of_torchscale
-from hilbert_lib.attention.transforms import Layer, refuse_tracers, refuse_vmap
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern, check_dilated
 
 KvOrdering = Ordering | Callable[[int], Ordering] | None
 
@@ -61,14 +61,14 @@ class DilatedAttention(Layer):
         backend: str = "auto",
     ):
         super().__init__()
-        self.pattern = check_pattern(pattern)
+        self.pattern = check_dilated(pattern)
         if not (kv_ordering is None or isinstance(kv_ordering, Ordering) or callable(kv_ordering)):
             allowed = "None, an Ordering, or a function from a length to one"
             raise TypeError(f"kv_ordering must be {allowed}; got {kv_ordering!r}")
         self.dropout = check_dropout("dropout", dropout)  # eval would not refuse it
         self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = kv_ordering
-        self.backend = check_backend(backend)
+        self.backend = check_backend(backend, DilatedPattern)
 
     def forward(
         self,
@@ -98,7 +98,7 @@ class DilatedAttention(Layer):
                 if ordering.length != k.shape[1]:
                     raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
                 k, v = ordering.apply(k, dim=1), ordering.apply(v, dim=1)
-        return attend(
+        return computed(
             q,
             k,
             v,

@@ -1,137 +1,269 @@
-"""Dilated attention as two torch operators, forward and backward, that serve every backend.
+"""Attention as two torch operators, forward and backward, that serve every pattern and every backend.
 
-`torch.ops.hilbert_lib.dilated_attention` and `torch.ops.hilbert_lib.dilated_attention_backward` take the fields of a
-`Call` and a backend's name one by one, as torch.compile, export and checkpointing need them, and are one node each to
-all of these. They check nothing: `api.py` does.
+`torch.ops.hilbert_lib.attention` and `torch.ops.hilbert_lib.attention_backward` take the tensors, the pattern as words
+and integers, the fields of a `Request` and a backend's name one by one, as torch.compile, export and checkpointing need
+them, and are one node each to all of these. They check nothing: `api.py` does.
 """
 
+import operator
 from dataclasses import fields, replace
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Forward
-from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call, working_dtype
-from hilbert_lib.attention.choice import FUNCTION
+from hilbert_lib.attention.backends.backend import Backend
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.documents import documents, rows_of
 from hilbert_lib.attention.failures import remembering
 from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import as_given, as_kernels_load, register
+from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.attention.zero_keys import add_zero_keys
+from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.ordering import KINDS, Ordering
 from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.pattern import KINDS as PATTERNS
+from hilbert_lib.patterns.pattern import Pattern, from_specification
+from hilbert_lib.patterns.union import Union
 
-# The schema of a request: the pattern's fields, then those of a call, one by one.
-_TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?", str: "str"}
-_TYPES |= {tuple[int, ...]: "int[]"}
-_PATTERN = {field.name: _TYPES[field.type] for field in fields(DilatedPattern)}
-_OPTIONS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name != "pattern"}
-_REQUEST = ", ".join([*(f"{kind} {name}" for name, kind in (_PATTERN | _OPTIONS).items()), "str backend"])
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention by one backend, both contiguous; differentiable once, through out."""
-    return _forward(q, k, v, *_fields(call), backend)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `forward` from the merged out and lse, which may hold more than this call."""
-    return _backward(dout, q, k, v, out, lse, *_fields(call), backend)
+_INPUTS = len(Tensors._fields)
+ORDERINGS = (*KINDS, "residue", "random", "linear")
+# The schema of a request: the pattern, then the other fields one by one.
+_TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
+_TYPES |= {Pattern: "str words, int[]", Ordering | None: "int[]", GridPart | None: "int[]"}
+_FIELDS = [field.name for field in fields(Request)]
+_REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), "str backend"])
 
 
-def _fields(call: Call) -> tuple:
-    # What `_call` makes a Call of again.
-    return *(getattr(call.pattern, name) for name in _PATTERN), *(getattr(call, name) for name in _OPTIONS)
+def forward(given: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
+    """Output and lse of attention by one backend, both contiguous; differentiable once, through out."""
+    return _forward(*given, *_arguments(request), backend)
+
+
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, backend: str) -> Tensors:
+    """Gradients of `forward` from the merged out and lse, which may hold more than this call."""
+    return Tensors(*_backward(dout, *given, out, lse, *_arguments(request), backend))
+
+
+def _arguments(request: Request) -> tuple:
+    # What `_request` makes a Request of again.
+    words, numbers = request.pattern.specification
+    return (
+        words,
+        numbers,
+        request.is_causal,
+        request.scale,
+        request.dropout_p,
+        request.seed,
+        request.key_padding_mask,
+        request.query_start,
+        request.inverse,
+        request.is_part,
+        request.cu_seqlens,
+        request.max_seqlen,
+        _numbers_of_ordering(request.ordering),
+        request.extra_padding_mask,
+        _numbers_of_part(request.part),
+        request.slots,
+    )
+
+
+def _request(words: str, numbers: list[int], *rest) -> Request:
+    options = dict(zip(_FIELDS[1:], rest, strict=True))
+    options["ordering"] = _ordering(tuple(options["ordering"]))
+    options["part"] = _part(tuple(options["part"]))
+    return Request(from_specification(words, tuple(numbers)), **options)
+
+
+def _numbers_of_ordering(ordering: Ordering | None) -> list[int]:
+    # An ordering as numbers, -1 for what it has not; torch.compile may have made symbols of them.
+    if ordering is None:
+        return []
+    own = ordering.length, ordering.chunk, ordering.rate, ordering.seed, *(ordering.grid or ())
+    return [ORDERINGS.index(ordering.kind), *(-1 if n is None else operator.index(n) for n in own)]
 
 
 @lru_cache(maxsize=256)
-def _pattern(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...], *rules: str) -> DilatedPattern:
-    return DilatedPattern(segment_lengths, dilation_rates, *rules)
+def _ordering(numbers: tuple[int, ...]) -> Ordering | None:
+    if not numbers:
+        return None
+    kind, length, *own = numbers
+    chunk, rate, seed = (None if n < 0 else n for n in own[:3])
+    return Ordering(ORDERINGS[kind], length, tuple(own[3:]) or None, chunk, rate, seed)
 
 
-def _call(segment_lengths: list[int], dilation_rates: list[int], *rest) -> Call:
-    rules, options = rest[: len(_PATTERN) - 2], rest[len(_PATTERN) - 2 :]
-    return Call(_pattern(tuple(segment_lengths), tuple(dilation_rates), *rules), *options)
+def _numbers_of_part(part: GridPart | None) -> list[int]:
+    # The ends of all ranges, then whether sums are returned in float32.
+    if part is None:
+        return []
+    *boxes, in_float = part
+    return [end for box in boxes for line in box for end in (line.start, line.stop)] + [int(in_float)]
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
-    if not (q.numel() and k.numel()):  # dense operators do not take empty tensors
-        out, lse = _fake_forward(q, k, v, *request)
+@lru_cache(maxsize=256)
+def _part(numbers: tuple[int, ...]) -> GridPart | None:
+    if not numbers:
+        return None
+    *ends, in_float = numbers
+    lines = [range(*ends[n : n + 2]) for n in range(0, len(ends), 2)]
+    axes = len(lines) // 3
+    rows, queries, keys = (tuple(lines[n : n + axes]) for n in range(0, len(lines), axes))
+    return GridPart(rows, queries, keys, bool(in_float))
+
+
+def _run_forward(*args) -> tuple[Tensor, Tensor]:
+    given, request, backend = _apart(args)
+    q = given.q
+    if not (q.numel() and given.k.numel()):  # dense operators do not take empty tensors
+        out, lse = _fake_forward(*args)
         return out.zero_(), lse.fill_(-torch.inf)
-    call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
-    run, _ = backend.functions(q.device)
     with torch.cuda.device_of(q), as_given(q.device):
-        if call.cu_seqlens is None or backend.reads_documents:
-            return _forward_of_one(run, q, k, v, call)
-        out, lse = _fake_forward(q, k, v)
-        for rows, own in documents(call, q):
-            out[:, rows], lse[:, :, rows] = _forward_of_one(run, *(x[:, rows] for x in (q, k, v)), own)
+        if request.cu_seqlens is None or backend.reads_documents:
+            return _forward_of_one(backend, given, request)
+        out, lse = _fake_forward(*args)
+        for rows, own in documents(request, q):
+            some = Tensors(*(x[:, rows] for x in given[:3]))
+            out[:, rows], lse[:, :, rows] = _forward_of_one(backend, some, own)
         return out, lse
 
 
-def _forward_of_one(run: Forward, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _forward_of_one(backend: Backend, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
     # One document, a batch of sequences, or documents where the backend reads their lengths.
-    out, lse = run(*map(as_kernels_load, (q, k, v)), call)
+    run, _ = backend.functions(given.q.device)
+    out, lse = run(_as_loaded(given), request)
     lse = lse if lse.is_contiguous() else lse.contiguous()  # one layout for all backends, which the fake one has too
-    add_zero_keys(out, lse, call, call.first_query, k.shape[1], k.shape[2])
+    if isinstance(request.pattern, DilatedPattern):
+        add_zero_keys(out, lse, request, request.first_query, given.k.shape[1], given.k.shape[2])
     return out, lse
 
 
-def _run_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not (q.numel() and k.numel()):
-        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-    call, backend = _call(*request[:-1]), BACKENDS[request[-1]]
-    _, run = backend.functions(q.device)
-    if call.pattern.padding == "zeros":
-        call = replace(call, is_part=True)  # out and lse hold zero keys too
-    with torch.cuda.device_of(q), as_given(q.device):
-        if call.cu_seqlens is None or backend.reads_documents:
-            return run(*map(as_kernels_load, (dout, q, k, v)), out, lse, call)
-        grads = _fake_backward(dout, q, k, v, out, lse)
-        for rows, own in documents(call, q):
-            given = (as_kernels_load(x[:, rows]) for x in (dout, q, k, v))
-            some = run(*given, out[:, rows], lse[:, :, rows].contiguous(), own)
-            for whole, part in zip(grads, some, strict=True):
+def _run_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
+    (out, lse), rest = args[_INPUTS : _INPUTS + 2], args[_INPUTS + 2 :]
+    given, request, backend = _apart((*args[:_INPUTS], *rest))
+    if not (given.q.numel() and given.k.numel()):
+        return tuple(x.zero_() for x in _fake_backward(dout, *args))
+    pattern = request.pattern
+    if isinstance(pattern, DilatedPattern) and pattern.padding == "zeros":
+        request = replace(request, is_part=True)  # out and lse hold zero keys too
+    with torch.cuda.device_of(dout), as_given(dout.device):
+        if request.cu_seqlens is None or backend.reads_documents:
+            return _backward_of_one(backend, dout, given, out, lse, request)
+        grads = _fake_backward(dout, *args)
+        for rows, own in documents(request, given.q):
+            some = Tensors(*(x[:, rows] for x in given[:3]))
+            own_lse = lse[:, :, rows].contiguous()
+            found = _backward_of_one(backend, dout[:, rows], some, out[:, rows], own_lse, own)
+            for whole, part in zip(grads[:3], found[:3], strict=True):
                 whole[:, rows] = part
         return grads
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *request) -> tuple[Tensor, Tensor]:
+def _backward_of_one(
+    backend: Backend, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+) -> tuple[Tensor, ...]:
+    _, run = backend.functions(dout.device)
+    found = run(as_kernels_load(dout), _as_loaded(given), out, lse, request)
+    grads = [dout.new_empty(0) if x is None else x.contiguous() for x in found]
+    return *grads, *(dout.new_empty(0) for _ in range(_INPUTS - len(grads)))
+
+
+def _apart(args: tuple) -> tuple[Tensors, Request, Backend]:
+    request = _request(*args[_INPUTS:-1])
+    return Tensors(*args[:_INPUTS]), request, backends_for(request.pattern)[args[-1]]
+
+
+def _as_loaded(given: Tensors) -> Tensors:
+    return Tensors(*(x if x is None else as_kernels_load(x) for x in given))
+
+
+def _fake_forward(q: Tensor, *rest) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch, heads, queries, dtype=working_dtype(q.dtype))
 
 
-def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *request
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _fake_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
+    # Of a tensor that is not given the gradient has no elements.
+    grads = [dout.new_empty(0 if x is None else x.shape) for x in args[:_INPUTS]]
+    part = args[_INPUTS + 2 + _PART]
+    if part and part[-1]:
+        grads[1:3] = [x.to(working_dtype(x.dtype)) for x in grads[1:3]]
+    return tuple(grads)
 
+
+def _function_of_request(arguments: tuple) -> str:
+    # The function that users call with a pattern, from the arguments of a request: its words are the first.
+    return PATTERNS[arguments[0].partition(" ")[0]].function
+
+
+def _function(args: tuple) -> str:
+    return _function_of_request(args[_INPUTS:])
+
+
+def _function_of_backward(args: tuple) -> str:
+    return _function_of_request(args[_INPUTS + 3 :])
+
+
+_PART = _FIELDS.index("part") + 1  # among the arguments of a request, of which the pattern is two
 
 _forward, _backward, _Differentiable = register(
-    FUNCTION,
-    inputs={"q": "dq", "k": "dk", "v": "dv"},
+    "attention",
+    said=_function_of_request,
+    inputs={"Tensor q": "dq", "Tensor k": "dk", "Tensor v": "dv"}
+    | {"Tensor? extra_k": "dextra_k", "Tensor? extra_v": "dextra_v"},
     request=_REQUEST,
-    forward=remembering(FUNCTION, _run_forward),
-    backward=remembering(FUNCTION, _run_backward),
+    forward=remembering(_function, _run_forward),
+    backward=remembering(_function_of_backward, _run_backward),
     fakes=(_fake_forward, _fake_backward),
 )
 
 
-def _pair_elements(shapes: tuple, request: tuple) -> int:
-    (batch, queries, heads, head_dim), (_, length, kv_heads, _), call = *map(tuple, shapes[:2]), _call(*request[:-1])
-    if call.query_start is None and queries != length:  # a ring's block: all its queries see all its keys
-        return batch * heads * queries * length * head_dim
-    at = range(int(call.first_query), int(call.first_query) + int(queries))
-    sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "is_causal": call.is_causal}
-    if call.cu_seqlens is not None:
-        lengths = (rows.stop - rows.start for rows in rows_of(call.cu_seqlens, length))
-        return sum(call.pattern.pairs(each, **sizes) for each in lengths) * head_dim
-    return batch * call.pattern.pairs(int(length), **sizes, at=at) * head_dim
+def _pair_elements(shapes: tuple, arguments: tuple) -> int:
+    request = _request(*arguments[:-1])
+    return _pairs(request, shapes) * shapes[0][3]
 
 
-count_flop(torch.ops.hilbert_lib.dilated_attention, torch.ops.hilbert_lib.dilated_attention_backward, 3, _pair_elements)
+def _pairs(request: Request, shapes: tuple) -> int:
+    # Of a query and a key that attend, over all batches and query heads.
+    if isinstance(request.pattern, Union):
+        total = 0
+        for number, pattern in enumerate(request.pattern.patterns):
+            own = shapes if number == 0 else (*shapes[:3], None, None)  # extra keys are seen once
+            total += _pairs(replace(request, pattern=pattern), own)
+        return total
+    if isinstance(request.pattern, DilatedPattern):
+        return _sequence_pairs(request, shapes)
+    if isinstance(request.pattern, HeadNeighbourhoods):
+        return _grid_pairs(request, shapes)
+    (batch, queries, heads, _), (_, keys, kv_heads, _) = map(tuple, shapes[:2])
+    return batch * request.pattern.pairs_of(int(queries), int(keys), heads=heads, kv_heads=kv_heads)
+
+
+def _sequence_pairs(request: Request, shapes: tuple) -> int:
+    (batch, queries, heads, _), (_, length, kv_heads, _) = map(tuple, shapes[:2])
+    if request.query_start is None and queries != length:  # a ring's block: all its queries see all its keys
+        return batch * heads * queries * length
+    at = range(int(request.first_query), int(request.first_query) + int(queries))
+    sizes = {"heads": int(heads), "kv_heads": int(kv_heads), "is_causal": request.is_causal}
+    if request.cu_seqlens is not None:
+        lengths = (rows.stop - rows.start for rows in rows_of(request.cu_seqlens, length))
+        return sum(request.pattern.pairs(each, **sizes) for each in lengths)
+    return batch * request.pattern.pairs(int(length), **sizes, at=at)
+
+
+def _grid_pairs(request: Request, shapes: tuple) -> int:
+    (batch, seq, heads, _), extra = shapes[0], shapes[3][1] if shapes[3] else 0
+    each, part = request.neighbourhoods, request.part
+    pairs = sum(near.pairs for near in each)
+    if request.slots is not None:  # some cells, counted as all on average
+        pairs = pairs * seq // each[0].length
+    elif part:
+        ends = [slice(line.start, line.stop) for line in part.queries]
+        pairs = sum(prod(axis.pairs(own) for axis, own in zip(near.axes, ends, strict=True)) for near in each)
+        seq = prod(map(len, part.queries))
+    return batch * (pairs * (heads // len(each)) + heads * seq * extra)
+
+
+_OPERATORS = torch.ops.hilbert_lib
+count_flop(_OPERATORS.attention, _OPERATORS.attention_backward, _INPUTS, _pair_elements)

@@ -31,6 +31,7 @@ _DENSE = _bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "Aut
 def register(
     name: str,
     *,
+    said: Callable[[tuple], str],
     inputs: dict[str, str],
     request: str,
     forward: Callable,
@@ -42,26 +43,27 @@ def register(
     Returns functions that do as these two do, with less of the host where nobody watches; and what autograd runs.
 
     Args:
-        name: of the function, as errors say it.
-        inputs: the tensors that have gradients, and what those gradients are called.
+        name: of the operator. said: of the arguments of a request, the function that errors name.
+        inputs: the tensors that have gradients, as the schema says them, and what those gradients are called. The
+            gradient of one that is not given has no elements.
         request: the schema of all else that is asked for.
         forward: (*inputs, *request) -> (out, lse).
         backward: (dout, *inputs, out, lse, *request) -> gradients.
         fakes: both on tensors without data.
     """
-    given = ", ".join(f"Tensor {x}" for x in inputs)
+    given = ", ".join(inputs)
     grads = ", ".join(f"Tensor {x}" for x in inputs.values())
     LIBRARY.define(f"{name}({given}, {request}) -> (Tensor out, Tensor lse)")
     LIBRARY.define(f"{name}_backward(Tensor dout, {given}, Tensor out, Tensor lse, {request}) -> ({grads})")
     masks = [n for n, each in enumerate(request.split(", ")) if each.startswith("Tensor")]
     calls = []
-    once = _once(name)
+    once = _once(said)
     differentiable = _differentiable(calls, len(inputs), masks)
     both = (name, forward, differentiable, len(inputs)), (f"{name}_backward", backward, once, len(inputs) + 3)
     for (own, run, function, count), fake in zip(both, fakes, strict=True):
         LIBRARY.impl(own, run, "CompositeExplicitAutograd")
-        LIBRARY.impl(own, _by_backward_alone(name, own, function, count), "Autograd")
-        LIBRARY.impl(own, _refusing_vmap(name), "FuncTorchBatched")
+        LIBRARY.impl(own, _by_backward_alone(said, own, function, count), "Autograd")
+        LIBRARY.impl(own, _refusing_vmap(said, count), "FuncTorchBatched")
         torch.library.register_fake(f"hilbert_lib::{own}", fake, lib=LIBRARY)
         calls.append(_directly(own, run, function, count))
     return *calls, differentiable
@@ -74,7 +76,7 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
     def call(*args):
         if _is_watched(args):
             return operator(*args)
-        needed = torch.is_grad_enabled() and any(x.requires_grad for x in args[:tensors])
+        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:tensors])
         if needed and not torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther):
             return function.apply(*args[:tensors], run, args[tensors:])
         return run(*args)
@@ -131,37 +133,40 @@ def _differentiable(calls: list[Callable], inputs: int, masks: list[int]) -> typ
             saved, request = ctx.saved_tensors, [*ctx.request]
             for n, x in zip(masks, saved[inputs + 2 :], strict=True):
                 request[n] = x
-            return *calls[1](dout, *saved[: inputs + 2], *request), None, None
+            grads = calls[1](dout, *saved[: inputs + 2], *request)
+            grads = (None if x is None else grad for x, grad in zip(saved[:inputs], grads, strict=True))
+            return *grads, None, None
 
     return Differentiable
 
 
-def _once(name: str) -> type[torch.autograd.Function]:
+def _once(said: Callable[[tuple], str]) -> type[torch.autograd.Function]:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args) -> tuple[Tensor, ...]:
             *given, run, request = args
+            ctx.said = said(request)
             return run(*given, *request)
 
         @staticmethod
         def backward(ctx, *_grads: Tensor) -> None:
-            raise RuntimeError(f"{name} can be differentiated once; its second derivative is not implemented")
+            raise RuntimeError(f"{ctx.said} can be differentiated once; its second derivative is not implemented")
 
     return Once
 
 
-def _by_backward_alone(name: str, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
+def _by_backward_alone(said: Callable, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
     def apply(*args):
-        if reason := unserved_derivative(name, args[:tensors]):
+        if reason := unserved_derivative(said(args[tensors:]), args[:tensors]):
             raise RuntimeError(reason)
         return function.apply(*args[:tensors], partial(_below_autograd, own), args[tensors:])
 
     return apply
 
 
-def _refusing_vmap(name: str) -> Callable:
-    def refuse(*_args) -> None:
-        raise RuntimeError(no_rule_for_vmap(name))
+def _refusing_vmap(said: Callable, tensors: int) -> Callable:
+    def refuse(*args) -> None:
+        raise RuntimeError(no_rule_for_vmap(said(args[tensors:])))
 
     return refuse
 

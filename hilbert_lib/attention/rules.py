@@ -32,3 +32,25 @@ HALF_RULES = {
 # where they take 0.1. float64 has eager alone on a GPU.
 FULL_RULE = Rule(("sdpa", "triton", "eager"), "float32 on an H200, reports/HISTORY.md; float64 has eager alone")
 CPU_RULE = Rule(("sdpa", "eager"), "notebook 05, which measures it where it runs")
+
+# On grids.
+_GRIDS = "256 x 256 and 30 x 48 x 80 cells on an H100, reports/HISTORY.md"
+GRID_BY_ROW = Rule(("hopper", "triton", "flex", "eager"), f"boxes on an H100 (notebook 08); others {_GRIDS}")
+GRID_ON_GPU = Rule(("triton", "flex", "eager"), _GRIDS)
+GRID_COMPACT = Rule(("flex", "triton", "eager"), _GRIDS)
+GRID_ON_CPU = Rule(("eager",), "the only one for a CPU that is not interpreted")
+COMPACT_ORDERS = ("hilbert", "morton", "tile")  # whose blocks are compact
+
+
+def grid_rule(device: str, element_size: int, order: str) -> Rule:
+    """The rule for a call on a grid.
+
+    device: its type. element_size: bytes of a number. order: the kind in which tokens are stored, "" row by row.
+    """
+    if device != "cuda":
+        return GRID_ON_CPU
+    if element_size != 2:
+        return GRID_ON_GPU
+    if not order:
+        return GRID_BY_ROW
+    return GRID_COMPACT if order in COMPACT_ORDERS else GRID_ON_GPU

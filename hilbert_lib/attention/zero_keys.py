@@ -7,16 +7,16 @@ these the backward needs nothing more. Padded keys of torchscale's LongNet are s
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import places_of
 from hilbert_lib.attention.merge import kernel_serves
+from hilbert_lib.attention.request import Request
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.pattern import DilatedPattern
 
 KEPT = 2**25  # numbers in the tables that are kept, 128 MiB in float32
 
 
-def add_zero_keys(out: Tensor, lse: Tensor, call: Call, first: int, length: int, kv_heads: int) -> None:
+def add_zero_keys(out: Tensor, lse: Tensor, call: Request, first: int, length: int, kv_heads: int) -> None:
     """Add a call's zero keys, if it has any, to out (batch, queries, heads, head_dim) and lse, in place.
 
     first: position of the first query in a sequence of this length.
@@ -41,7 +41,7 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Call, first: int, length: int,
     out.mul_(weight.flatten(1, 2).transpose(1, 2)[..., None])
 
 
-def has_zero_keys(call: Call, length: int) -> bool:
+def has_zero_keys(call: Request, length: int) -> bool:
     """Whether a query of a sequence of this length may see a zero key."""
     if call.pattern.padding == "none" or call.is_causal:  # they lie after the last position
         return False

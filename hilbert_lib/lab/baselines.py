@@ -16,7 +16,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.pattern import DilatedPattern, rows_in_segment
 
 
@@ -25,8 +25,8 @@ class Baseline(NamedTuple):
     output.
     """
 
-    refusal: Callable[[Tensor, Call], str]
-    run: Callable[[Tensor, Tensor, Tensor, Call], Tensor]
+    refusal: Callable[[Tensor, Request], str]
+    run: Callable[[Tensor, Tensor, Tensor, Request], Tensor]
 
 
 class _Torchscale(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _Torchscale(torch.autograd.Function):
     # each branch's backward gets the merged out and lse.
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Request) -> Tensor:
         kernel = Flash if q.is_cuda else CpuFlash
         outs, lses = [], []
         for branch in range(len(call.pattern.branches)):
@@ -113,13 +113,13 @@ def _gathers(
     return gathers
 
 
-def _eager_refusal(q: Tensor, call: Call) -> str:
+def _eager_refusal(q: Tensor, call: Request) -> str:
     if call.inverse is not None:
         return "no kv_ordering: it takes k and v in sequence order"
     return BACKENDS["flash" if q.is_cuda else "sdpa"].refusal(q, call)
 
 
-def _flex_refusal(q: Tensor, call: Call) -> str:
+def _flex_refusal(q: Tensor, call: Request) -> str:
     if not q.is_cuda and q.requires_grad and torch.is_grad_enabled():
         return f"FlexAttention has no backward on {q.device.type}"
     return _eager_refusal(q, call) or (BACKENDS["flex"].refusal(q, call) if q.is_cuda else "")

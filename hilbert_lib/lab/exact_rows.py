@@ -11,12 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.pairs import Results, relative_difference
 from hilbert_lib.pattern import DilatedPattern
 
-Seen = Call | Neighbourhood  # what a query sees
+Seen = Request | Neighbourhood  # what a query sees
 Blocks = list[tuple[Tensor, Tensor, Tensor]]  # which of the queries, which keys, and which pairs of them attend
 QUERIES_AT_ONCE = 2048  # rows whose weights are held in float64
 

@@ -10,12 +10,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import autocast_dtype
-from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import rule_for
 from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
+from hilbert_lib.attention.validation import as_pattern, autocast_dtype
 from hilbert_lib.checks import boolean
+from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.kernels import Named, Pairs
 from hilbert_lib.lab.tables import of_sweep, ratio_table
@@ -25,13 +26,16 @@ from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import DilatedPattern
 
 SWEEP = "selection"
+# Options of a call with which no measurement is made.
+SPECIAL = ("key_padding_mask", "query_start", "ordering", "extra_k", "cu_seqlens")
 
 
 def candidates(work: Workload, *, gradient: bool) -> list[str]:
     """The backends worth measuring: those that serve, without the reference and without interpreted kernels."""
     q = work.stand_in(gradient=gradient)
     passed_over = {"reference"} | ({"triton"} if kernel_mode() == "interpreted" else set())
-    return [name for name, backend in BACKENDS.items() if name not in passed_over and not backend.refusal(q, work.call)]
+    backends = backends_for(work.call.pattern)
+    return [name for name, backend in backends.items() if name not in passed_over and not backend.refusal(q, work.call)]
 
 
 def chosen(work: Workload, *, gradient: bool) -> str:
@@ -54,7 +58,7 @@ def _beside_choice(label: str, work: Workload, attend: Callable, names: Sequence
     q, base = work.stand_in(gradient=gradient), chosen(work, gradient=gradient)
     about = {"direction": BOTH if gradient else "forward", "sweep": SWEEP, "pattern": label}
     for name in names:
-        if name != base and not BACKENDS[name].refusal(q, work.call):
+        if name != base and not backends_for(work.call.pattern)[name].refusal(q, work.call):
             yield tuple(work.side(each, partial(attend, each), **about) for each in (name, base))
 
 
@@ -107,14 +111,20 @@ def shape_class(work: Workload, *, gradient: bool) -> ShapeClass:
 
 
 def select_attention_backend(
-    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, benchmark_backends: bool = False, **options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern | Neighbourhood | tuple[Neighbourhood, ...],
+    *,
+    benchmark_backends: bool = False,
+    **options,
 ) -> str:
-    """The name of the backend that `dilated_attention` would run for the same arguments; options as in
-    `explain_backend`.
+    """The name of the backend that `attend` would run for the same arguments; options as in `explain_backend`.
 
     With benchmark_backends the candidates are timed first, where this machine has not done so for calls of this class,
-    on random tensors of the size of q, and what came out is remembered. That is refused with dropout, a
-    key_padding_mask, a query_start or a backend, and raises RuntimeError where no two backends serve within memory.
+    on random tensors of the size of q, and what came out is remembered. Where one backend alone serves there is nothing
+    to time. That is refused with dropout, masks, extra keys, packed documents, a query_start, an ordering of a grid,
+    windows that differ by head, or a backend; and raises RuntimeError where no two backends serve within memory.
 
     >>> q = torch.ones(1, 8, 2, 4)
     >>> select_attention_backend(q, q, q, DilatedPattern((4,), (1,)))
@@ -124,7 +134,9 @@ def select_attention_backend(
     explain = partial(explain_backend, q, k, v, pattern, **options)
     explanation = explain()
     if benchmark_backends:
-        special = [name for name in ("key_padding_mask", "query_start") if options.get(name) is not None]
+        pattern = as_pattern(pattern).of_any_heads()
+        special = [name for name in SPECIAL if options.get(name) is not None]
+        special += ["a window for each head"] if isinstance(pattern, HeadNeighbourhoods) else []
         special += ["dropout_p"] if options.get("dropout_p", 0.0) > 0.0 else []
         special += ["backend"] if options.get("backend", "auto") != "auto" else []
         if special:
@@ -132,6 +144,8 @@ def select_attention_backend(
         if not explanation.is_measured and q.numel():
             gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             work = _like(q, pattern, options.get("is_causal", False))
+            if len(candidates(work, gradient=gradient)) < 2:
+                return explanation.chosen
             times, medians = measured_times(work, gradient=gradient)
             try:
                 remember_times(work, times, medians, gradient=gradient)
@@ -145,7 +159,7 @@ def select_attention_backend(
     return explanation.chosen
 
 
-def _like(q: Tensor, pattern: DilatedPattern, is_causal: bool) -> Workload:
+def _like(q: Tensor, pattern: DilatedPattern | Neighbourhood, is_causal: bool) -> Workload:
     # The sequences of a batch count as heads; autocast decides in which dtype a call will run.
     batch, length, heads, head_dim = q.shape
     dtype = str(autocast_dtype(q)).removeprefix("torch.")

@@ -8,13 +8,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.api import attend
+from hilbert_lib.attention.request import Request
+from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern
 
 SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2  # of each head, held against float64
 BOTH = "forward and backward"
@@ -28,7 +29,7 @@ class Workload:
     (heads, seq, head_dim), where the rows of a head lie side by side.
     """
 
-    pattern: DilatedPattern
+    pattern: DilatedPattern | Neighbourhood
     length: int
     heads: int
     head_dim: int
@@ -39,16 +40,18 @@ class Workload:
     dtype: str = "bfloat16"
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Request:
         start = None if self.queries is None else self.queries[0]
-        return Call(self.pattern, self.is_causal, self.head_dim**-0.5, query_start=start)
+        return Request(self.pattern.of_heads(self.heads), self.is_causal, self.head_dim**-0.5, query_start=start)
 
     @property
     def parameters(self) -> dict:
         """What distinguishes it, for a record."""
-        branches = " ".join(f"{w}:{r}" for w, r in self.pattern.branches)
         names = ("length", "heads", "head_dim", "is_causal", "dtype")
-        return {"branches": branches, **{name: getattr(self, name) for name in names}}
+        sizes = {name: getattr(self, name) for name in names}
+        if isinstance(self.pattern, Neighbourhood):
+            return {"grid": list(self.pattern.shape), "window": list(self.pattern.window), **sizes}
+        return {"branches": " ".join(f"{w}:{r}" for w, r in self.pattern.branches), **sizes}
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,23 +87,23 @@ class Workload:
         k, v = (ordering.apply(x, dim=2 if self.heads_first else 1) for x in (k, v))
         return (k.transpose(1, 2), v.transpose(1, 2)) if self.heads_first else (k, v)
 
-    def side(self, name: str, attend: Callable[..., Tensor], direction: str = "", **parameters) -> Side:
-        """A call on these inputs, to be timed by `run_sides`: the output of `attend`, or its gradients, or both as one.
+    def side(self, name: str, run_attention: Callable[..., Tensor], direction: str = "", **parameters) -> Side:
+        """A call on these inputs, to be timed by `run_sides`: the output, or its gradients, or both as one.
 
-        attend: the output of (q, k, v, work). direction: "forward", "backward" alone, or `BOTH`; "" is the forward of a
-        sweep that has no other. parameters: what else distinguishes the record, as sweep="backends".
+        run_attention: the output of (q, k, v, work). direction: "forward", "backward" alone, or `BOTH`; "" is the
+        forward of a sweep that has no other. parameters: what else distinguishes the record, as sweep="backends".
         """
-        out = cache(lambda: attend(*self.leaves, self))
+        out = cache(lambda: run_attention(*self.leaves, self))
 
         def forward() -> Results:
             with torch.no_grad():
-                return (attend(*self.tensors[:3], self),)
+                return (run_attention(*self.tensors[:3], self),)
 
         def backward() -> Results:
             return torch.autograd.grad(out(), self.leaves, self.tensors[3], retain_graph=True)
 
         def both() -> Results:
-            return torch.autograd.grad(attend(*self.leaves, self), self.leaves, self.tensors[3])
+            return torch.autograd.grad(run_attention(*self.leaves, self), self.leaves, self.tensors[3])
 
         of_forward, of_backward = self.flop_and_bytes[:2], self.flop_and_bytes[2:]
         run, (flop, moved) = {
@@ -118,7 +121,10 @@ class Workload:
 
     def estimate(self, backend: str, direction: str) -> MemoryEstimate:
         """What memory a call takes by one backend."""
-        sizes = {name: getattr(self, name) for name in ("length", "heads", "head_dim", "is_causal", "device")}
+        names = ["heads", "head_dim", "device"]
+        if self.pattern.length is None:
+            names += ["length", "is_causal"]
+        sizes = {name: getattr(self, name) for name in names}
         how = {"dtype": getattr(torch, self.dtype), "backend": backend, "direction": direction}
         return estimate_memory(self.pattern, **sizes, **how)
 
@@ -126,6 +132,10 @@ class Workload:
     def flop_and_bytes(self) -> tuple[int, int, int, int]:
         """Useful FLOP and bytes of the forward, then of the backward; of the forward alone where q is a few rows."""
         element = getattr(torch, self.dtype).itemsize
+        if isinstance(self.pattern, Neighbourhood):
+            pairs, rows = self.heads * self.pattern.pairs, self.length * self.heads * self.head_dim * element
+            flop = pairs * self.head_dim
+            return FLOP_FORWARD * flop, 4 * rows, FLOP_BACKWARD * flop, 8 * rows
         if self.queries is None:
             sizes = {"heads": self.heads, "head_dim": self.head_dim, "element_size": element}
             work = self.pattern.work(self.length, is_causal=self.is_causal, **sizes)
@@ -144,6 +154,10 @@ class Workload:
 
     @cached_property
     def _sampled(self) -> SampledRows:
+        if isinstance(self.pattern, Neighbourhood):
+            generator = torch.Generator("cpu").manual_seed(0)
+            rows = list(torch.randint(self.length, (self.heads, SAMPLED_QUERIES), generator=generator, device="cpu"))
+            return SampledRows(self.tensors, self.pattern, rows, keys=SAMPLED_KEYS)
         if self.queries is not None:
             rows = [torch.arange(self.queries[0], sum(self.queries))] * self.heads
         else:
@@ -153,8 +167,8 @@ class Workload:
 
 
 def by_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, work: Workload) -> Tensor:
-    """The output of `dilated_attention` by a backend of this name, or by "auto"."""
-    return dilated_attention(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
+    """The output of `attend` by a backend of this name, or by "auto"."""
+    return attend(q, k, v, work.pattern, is_causal=work.is_causal, backend=backend)
 
 
 def grid(

@@ -13,19 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import LARGEST_HEAD_DIM, check_dtype
-from hilbert_lib.attention.backends import registry
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.choice import is_undone
-from hilbert_lib.attention.explain import explain_backend, is_on_grid
-from hilbert_lib.attention.grids import registry as on_grids
-from hilbert_lib.attention.grids.api import by_kv_head
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.explain import explain_backend
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.limits.memory import GB, device_or_default
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern
 
 _aten = torch.ops.aten
 
@@ -117,16 +114,16 @@ def estimate_memory(
     device = device_or_default(device)
     heads, kv_heads = checks.grouped(heads, kv_heads)
     extra = checks.integer("extra", extra, least=0)
-    if on_grid := is_on_grid(pattern):
+    pattern = as_pattern(pattern)
+    if on_grid := pattern.length is not None:
         left_out = {"length": length, "queries": queries, "is_causal": is_causal, "dropout_p": dropout_p}
         for name, value in (left_out | {"has_kv_ordering": has_kv_ordering}).items():
             if value:
                 raise ValueError(f"{name} must be left out for a call on a grid, got {value!r}")
-        near = by_kv_head(pattern, kv_heads)
-        length, backends = near[0].length, on_grids.BACKENDS
+        near = pattern.of_heads(kv_heads)
+        length, backends = near.length, backends_for(near)
     else:
-        check_pattern(pattern)
-        length, backends = checks.integer("length", length, least=1), registry.BACKENDS
+        length, backends = checks.integer("length", length, least=1), backends_for(pattern)
         if extra:
             raise ValueError(f"extra must be 0 unless the call is on a grid, got {extra}")
     rows = length if queries is None else checks.integer("queries", queries, least=1, most=length)
@@ -143,14 +140,14 @@ def estimate_memory(
     asked = {} if on_grid else {"is_causal": is_causal, "dropout_p": dropout_p, "query_start": start}
     asked, named = asked | {"pattern": pattern}, backend
     backend = _serving(q, k, padding, device, named, direction == "backward", backends, asked)
-    is_gathered = has_kv_ordering and is_undone(named, backend, device, Call(pattern, query_start=start), rows)
+    is_gathered = has_kv_ordering and is_undone(named, backend, device, Request(pattern, query_start=start), rows)
     if on_grid:
-        call, leaves = Request(near, head_dim**-0.5, None, padding), (Tensors(q, k, k, more, more),)
+        call, leaves = Request(near, scale=head_dim**-0.5, key_padding_mask=padding), Tensors(q, k, k, more, more)
     else:
         seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
         slots = torch.empty(length, dtype=torch.int32, device="meta") if has_kv_ordering and not is_gathered else None
-        call = Call(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
-        leaves = q, k, k
+        call = Request(pattern, is_causal, head_dim**-0.5, dropout_p, seed, padding, start, slots)
+        leaves = Tensors(q, k, k)
     if device.type == "cuda" and not torch.cuda.is_available() and (reason := backends[backend].limits(q, call)):
         raise ValueError(f"backend={backend!r} cannot serve: {reason}")
 
@@ -160,7 +157,7 @@ def estimate_memory(
     if direction == "backward":
         grads = {f"d{name.replace(', ', ', d')}": size for name, size in inputs.items()}
         inputs, outputs = inputs | {"dout": q.nbytes, **outputs}, grads
-    given, returned = leaves if direction == "forward" else (q, *leaves, q, lse), sum(outputs.values())
+    given, returned = (leaves,) if direction == "forward" else (q, leaves, q, lse), sum(outputs.values())
     own = backends[backend].workspace
     workspace = own(given, call, direction, device, returned) if own else None
     if workspace is None:
@@ -247,11 +244,11 @@ def _inside(operator: torch._ops.OpOverload, args: tuple) -> int:
     return 0
 
 
-def _traced(given: tuple, call: Call | Request, backend: Backend, direction: str, device: torch.device) -> int:
+def _traced(given: tuple, call: Request, backend: Backend, direction: str, device: torch.device) -> int:
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = backend.functions(device)[DIRECTIONS.index(direction)]
-    others = [x for x in (getattr(call, "seed", None), call.key_padding_mask) if x is not None]
-    with torch.no_grad(), _Alive(tree_leaves(given) + others, device) as alive:
+    others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
+    with torch.no_grad(), _Alive([x for x in tree_leaves(given) if x is not None] + others, device) as alive:
         results = run(*given, call)
         if direction == "forward":
             results[1].contiguous()

@@ -15,14 +15,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import attend, needs_gradient, validated
+from hilbert_lib.attention.api import computed
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.transforms import refuse_tracers, unserved_derivative
+from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.pattern import DilatedPattern, check_dilated
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.plan.plan import check_planning, plan_ring
 from hilbert_lib.ring.rank import passes
@@ -122,7 +123,7 @@ class _Asked(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    call: Call
+    call: Request
     kv_ordering: OrderingSpec | None
     backend: str
     gradient: bool
@@ -136,7 +137,8 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
     if group.size() == 1:
         boolean("validate", validate)
         check_planning(*planning, ranks=1)
-        return attend(q, k, v, pattern, **options | {"kv_ordering": _ordering(options["kv_ordering"], k)})
+        options = options | {"kv_ordering": _ordering(options["kv_ordering"], k)}
+        return computed(q, k, v, check_dilated(pattern), **options)
     check = partial(_checked, q, k, v, pattern, options, group, planning, validate)
     asked, lengths, agreement = _agree(check, group, validate)
     if agreement:
@@ -144,7 +146,7 @@ def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tu
     elif asked.q.shape[0] and sum(lengths):
         out, lse = _run(asked, lengths)
     else:  # nothing to compute, and nothing to send
-        out, lse = operators.forward(asked.q, asked.k, asked.v, asked.call, "reference")
+        out, lse = operators.forward(Tensors(asked.q, asked.k, asked.v), asked.call, "reference")
     return (out, lse) if options["return_lse"] else out
 
 
@@ -268,7 +270,8 @@ def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tup
     if reason := unserved_derivative("ring_dilated_attention", (q, k, v)):
         raise TypeError(reason)
     spec, backend = options["kv_ordering"], options["backend"]
-    q, k, v, call = validated(q, k, v, pattern, **options | {"kv_ordering": _ordering(spec, k)})
+    given, call = validated(q, k, v, check_dilated(pattern), **options | {"kv_ordering": _ordering(spec, k)})
+    q, k, v, *_ = given
     if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
         raise ValueError(f"backend={backend!r} {reason}")
     return _Asked(q, k, v, call, spec, backend, needs_gradient(q, k, v), planning, group)

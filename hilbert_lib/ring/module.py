@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hilbert_lib.attention.api import check_backend, check_dropout, check_scale
-from hilbert_lib.attention.grids.registry import BACKENDS as GRID_BACKENDS
 from hilbert_lib.attention.transforms import Layer, refuse_tracers
-from hilbert_lib.checks import boolean, dense_tensor, integer, one_of, unscripted
-from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.attention.validation import check_backend, check_dropout, check_scale
+from hilbert_lib.checks import boolean, dense_tensor, integer, unscripted
+from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern, check_dilated
 from hilbert_lib.ring.agreement import check_group, resolved
 from hilbert_lib.ring.attention import checked_spec, ring_dilated_attention
 from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention, spread
@@ -67,13 +66,13 @@ class RingDilatedAttention(_OnRanks):
         validate: bool = True,
     ):
         super().__init__()
-        self.pattern = check_pattern(pattern)
+        self.pattern = check_dilated(pattern)
         self.group = check_group(group)
         self.transport, self.weights, self.memory_limit = check_planning(transport, weights, memory_limit).values()
         self.dropout = check_dropout("dropout", dropout)  # a call in eval would not check it
         self.scale = None if scale is None else check_scale(scale)
         self.kv_ordering = checked_spec(kv_ordering)
-        self.backend = check_backend(backend)
+        self.backend = check_backend(backend, DilatedPattern)
         self.validate = boolean("validate", validate)
 
     def forward(
@@ -127,7 +126,7 @@ class RingNeighbourhoodAttention(_OnRanks):
         spread(shards, ordering, neighbourhood, 1 if shards is None else None)
         self.group = check_group(group)
         self.scale = None if scale is None else check_scale(scale)
-        self.backend = one_of("backend", backend, ("auto", *GRID_BACKENDS))
+        self.backend = check_backend(backend, HeadNeighbourhoods)
         self.validate = boolean("validate", validate)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hilbert_lib.attention.api import needs_gradient
-from hilbert_lib.attention.grids import operators
-from hilbert_lib.attention.grids.api import by_kv_head, choose, neighbourhood_attention, validated
-from hilbert_lib.attention.grids.request import Part, Request, Tensors
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.api import check_neighbourhood, neighbourhood_attention
+from hilbert_lib.attention.choice import serving
+from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.transforms import unserved_derivative
+from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.grid import Neighbourhood
@@ -137,7 +138,7 @@ def spread(shards: object, ordering: object, neighbourhood: object, ranks: int |
     if ordering is not None:
         shards = _runs(ordering, ranks) if isinstance(ordering, Ordering) else Runs(ordering, ())  # which refuses it
     near = neighbourhood[0] if isinstance(neighbourhood, tuple | list) and neighbourhood else neighbourhood
-    shape = by_kv_head(near, 1)[0].shape
+    shape = check_neighbourhood(near).shape
     shards = Rectangles.compact(shape, ranks) if shards is None else check_shards(shards)
     shards.check(shape)
     if ranks is not None and shards.ranks != ranks:
@@ -154,11 +155,12 @@ def _checked(q, k, v, neighbourhood, shards: Shards, options: dict, group: Proce
     near = neighbourhood[0] if isinstance(neighbourhood, tuple | list) else neighbourhood
     rank = group.rank()
     held = shards.count(near.shape, rank), f"rank {rank} in {shards}"
-    given, request = validated(q, k, v, neighbourhood, held=held, **options)
+    given, request = validated(q, k, v, check_neighbourhood(neighbourhood), held=held, **options)
     if reason := unserved_derivative("ring_neighbourhood_attention", given):
         raise TypeError(reason)
     whole = tuple(map(range, near.shape))
-    choose(given, replace(request, part=Part(whole, whole, whole)), options["backend"])  # refuses what no rank can do
+    # Refuse what no rank can do.
+    _backend(given, replace(request, part=GridPart(whole, whole, whole)), options["backend"])
     asked = _Asked(given, request, shards, options["backend"])
     if asked.backend != "auto" and q.shape[0]:
         _job(asked, group)  # it may refuse this rank's parts alone, which all ranks have to hear
@@ -195,7 +197,7 @@ def _job(asked: _Asked, group: ProcessGroup) -> HaloJob:
 
 
 def _backend(given: Tensors, request: Request, asked: str) -> str:
-    return choose(given, request, asked) if request.part else ""
+    return serving(given.q, request, asked, gradient=needs_gradient(*given)) if request.part else ""
 
 
 @cached_for_graphs(maxsize=64)

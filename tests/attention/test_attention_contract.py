@@ -15,7 +15,7 @@ from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_bac
 from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.pattern import OFFSET_RULES
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
@@ -159,7 +159,7 @@ def test_the_steps_of_many_short_segments_take_no_memory_for_each_segment():
     q = torch.empty(1, 2**22, 1, 8, device="meta")
     tracemalloc.start()
     try:
-        steps = sum(1 for _ in strided.steps(Call(DilatedPattern((2,), (1,))), [q], [q, q]))
+        steps = sum(1 for _ in strided.steps(Request(DilatedPattern((2,), (1,))), [q], [q, q]))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -170,9 +170,9 @@ def test_the_steps_of_many_short_segments_take_no_memory_for_each_segment():
 def test_more_sequences_than_dense_kernels_on_cuda_take_are_refused_there():
     q = torch.empty(2**16, 4, 1, 64, dtype=torch.bfloat16, device="meta")
     for name in ("cudnn", "flash", "sdpa", "flash_attn_4"):
-        refusal = BACKENDS[name].limits(q, Call(ALIGNED))
+        refusal = BACKENDS[name].limits(q, Request(ALIGNED))
         assert refusal == "serves up to 65,535 sequences and heads, got 65,536"
-        assert not BACKENDS[name].limits(q[:-1], Call(ALIGNED))
+        assert not BACKENDS[name].limits(q[:-1], Request(ALIGNED))
 
 
 def test_autocast_leaves_float64_alone():
@@ -255,7 +255,7 @@ WRONG = {
         (given(key_padding_mask=True), r"bool tensor or None, got bool"),
         (given(kv_ordering="hilbert"), r"kv_ordering must be an Ordering such as .*\(.*\), or None; got 'hilbert'"),
         (given(backend=None), r"backend must be a string, got NoneType"),
-        (given(pattern=((8,), (1,))), "pattern must be a DilatedPattern, got tuple"),
+        (given(pattern=((8,), (1,))), r"pattern must be a DilatedPattern(| or a Neighbourhood), got tuple"),
     ],
     ValueError: [
         (given(q=X[0]), r"q must have 4 dimensions .* got shape \(32, 4, 8\)"),

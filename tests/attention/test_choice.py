@@ -22,9 +22,8 @@ from hilbert_lib.attention import measured_rules as remembered
 from hilbert_lib.attention.backends import fused, presence
 from hilbert_lib.attention.backends.dense import CpuFlash, Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.grids import api as grids
 from hilbert_lib.attention.measured_rules import ShapeClass, folder, remember, remembered_rules
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import FULL_RULE, HALF_RULES
 from hilbert_lib.lab.records import RESULTS, committed_records, committed_runs, read_records
 from hilbert_lib.lab.selection import choice_table, shape_class
@@ -111,7 +110,7 @@ def test_the_rules_for_hopper_lose_little_in_the_committed_choices(absent):
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize(("rule", "order"), [(grids.BY_ROW, "raster"), (grids.COMPACT, "hilbert")])
+@pytest.mark.parametrize(("rule", "order"), [(rules.GRID_BY_ROW, "raster"), (rules.GRID_COMPACT, "hilbert")])
 def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rule, order):
     names = {"boxes": "hopper", "rectangles": "triton", "blocks": "flex"}
     for run in committed_runs("08_where_a_curve_pays"):
@@ -127,9 +126,9 @@ def test_the_rules_for_grids_are_the_order_of_speeds_in_every_committed_work(rul
 def test_an_exported_program_asks_for_no_length(monkeypatch):
     remember(SHAPE, ("eager",), {})
     q, *_ = tensors()
-    assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "eager"
+    assert choice.choose(q, Request(PATTERN), "auto", gradient=False) == "eager"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert choice.choose(q, Call(PATTERN), "auto", gradient=False) == "sdpa"
+    assert choice.choose(q, Request(PATTERN), "auto", gradient=False) == "sdpa"
 
 
 def test_auto_goes_by_a_remembered_measurement_and_says_so_in_one_graph_too():
@@ -347,12 +346,12 @@ def test_each_gpu_of_a_machine_goes_by_what_was_measured_on_its_own_model(monkey
     remember(shape_class(work, gradient=False), ("eager",), {})
     given = {"dtype": torch.bfloat16, "shape": (1, 64, 2, 8)}
     tensors = (SimpleNamespace(device=torch.device(name), **given) for name in models)
-    orders = [choice.rule_for(q, Call(PATTERN), gradient=False).order for q in tensors]
+    orders = [choice.rule_for(q, Request(PATTERN), gradient=False).order for q in tensors]
     assert orders == [HALF_RULES["Ampere"].order, ("eager",), ("eager",)]
 
 
 def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
-    monkeypatch.setattr("hilbert_lib.attention.api.choose", lambda *_, **__: "")
+    monkeypatch.setattr("hilbert_lib.attention.choice.choose", lambda *_, **__: "")
     q = torch.ones(1, 8, 2, 4)
     with pytest.raises(ValueError, match=r"backend='auto' .*triton .*cudnn .*needs a CUDA device"):
         dilated_attention(q, q, q, DilatedPattern((4,), (1,)))
@@ -360,7 +359,7 @@ def test_auto_that_finds_no_backend_says_why_of_each(monkeypatch):
 
 def test_keys_are_put_in_sequence_order_where_a_copy_costs_less_than_a_table():
     gpu, many = torch.device("cuda"), choice.UNDONE_FROM
-    long, sparse = Call(DilatedPattern((1024, 4096), (1, 4))), Call(DilatedPattern((2048, 16384), (2, 8)))
+    long, sparse = Request(DilatedPattern((1024, 4096), (1, 4))), Request(DilatedPattern((2048, 16384), (2, 8)))
     assert choice.is_undone("auto", "triton", gpu, long, many)
     assert choice.is_undone("auto", "sdpa", CPU, sparse, 1)  # which reads through no table
     for asked, device, call, rows in (

@@ -19,7 +19,7 @@ from hilbert_lib import (
 )
 from hilbert_lib.attention import choice, operators
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import FULL_RULE
 
 LENGTHS = [0, 7, 1, 0, 12, 1, 5, 0]
@@ -61,8 +61,9 @@ def test_no_document_has_tokens(lengths):
 
 def test_it_is_one_operator_that_compiles_checkpoints_and_counts_flop():
     tensors = [x.requires_grad_() for x in drawn(TOTAL, 2, 1, 4)[:3]]
-    given = *tensors, *operators._fields(Call(PATTERN, True, 0.5, cu_seqlens=CU, max_seqlen=12)), "eager"
-    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
+    request = Request(PATTERN, True, 0.5, cu_seqlens=CU, max_seqlen=12)
+    given = *tensors, None, None, *operators._arguments(request), "eager"
+    torch.library.opcheck(torch.ops.hilbert_lib.attention.default, given)
     attend = partial(dilated_attention, pattern=PATTERN, is_causal=True)  # "auto", which is sdpa
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for lengths in (LENGTHS, [TOTAL], [3, TOTAL - 3]):
@@ -107,7 +108,7 @@ def test_which_backends_serve_and_what_it_costs_is_told():
     for name in ("sdpa", "eager", "reference"):
         assert "one document after the other; the host waits" in told.reasons[name]
     assert "documents" not in explain_backend(q, q, q, PATTERN).reasons["sdpa"]
-    call = Call(PATTERN, cu_seqlens=CU)
+    call = Request(PATTERN, cu_seqlens=CU)
     half = torch.ones(1, TOTAL, 2, 64, dtype=torch.float16)
     assert BACKENDS["flex"].limits(half, call).startswith("no cu_seqlens")
     for name in ("cudnn", "triton"):
@@ -116,7 +117,7 @@ def test_which_backends_serve_and_what_it_costs_is_told():
 
 def test_what_takes_all_documents_in_one_call_stands_before_loops(monkeypatch):
     monkeypatch.setattr(choice, "_known_rule", lambda *_: FULL_RULE)
-    q, one = torch.ones(1, TOTAL, 2, 4), Call(PATTERN)
+    q, one = torch.ones(1, TOTAL, 2, 4), Request(PATTERN)
     assert choice.rule_for(q, one, gradient=False) == FULL_RULE
     of_documents = choice.rule_for(q, replace(one, cu_seqlens=CU), gradient=False)
     assert of_documents.order == ("triton", "sdpa", "eager")

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import operators
+from hilbert_lib.attention.request import Request, Tensors
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 11, 4, 2, 8
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "batch": 2}
@@ -45,8 +46,8 @@ def test_decoding_counts_the_rows_that_are_asked_for(is_causal):
 
 
 def test_a_block_of_a_ring_counts_all_its_pairs():
-    one = operators.Call(DilatedPattern((LENGTH,), (1,)), is_part=True)
-    _, flop = counted(lambda: operators.forward(*qkv(7), one, "reference"))
+    one = Request(DilatedPattern((LENGTH,), (1,)), is_part=True)
+    _, flop = counted(lambda: operators.forward(Tensors(*qkv(7)), one, "reference"))
     assert flop == 2 * HEADS * 7 * LENGTH * 4 * HEAD_DIM
 
 

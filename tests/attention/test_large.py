@@ -9,7 +9,7 @@ from cases import TOLERANCE, assert_close, attended
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import decode  # noqa: E402
@@ -53,12 +53,12 @@ def test_forward_and_backward_are_exact_at_both_ends(monkeypatch, qkv, kernels):
     dout = torch.randn(q.shape, device=q.device, dtype=q.dtype)
     options = {"is_causal": True, "kv_ordering": None if order.kind == "linear" else order}
     out, lse, *gradients = attended((q, k, v, dout), PATTERN, "triton", **options)
-    call = Call(PATTERN, is_causal=True, scale=HEAD_DIM**-0.5)
+    call = Request(PATTERN, is_causal=True, scale=HEAD_DIM**-0.5)
     for segment in SEGMENTS:
         *exact, exact_dout = (x[:, segment].double() for x in (*qkv, dout))
-        expected = reference.forward(*exact, call)
+        expected = reference.forward(Tensors(*exact), call)
         assert_close((out[:, segment], lse[:, :, segment]), expected, TOLERANCE[out.dtype][:2])
-        expected_gradients = reference.backward(exact_dout, *exact, *expected, call)
+        expected_gradients = reference.backward(exact_dout, Tensors(*exact), *expected, call)[:3]
         rows = order.inverse[segment].to(out.device)  # where in storage the positions of the segment lie
         mine = gradients[0][:, segment], *(x[:, rows] for x in gradients[1:])
         assert_close(mine, expected_gradients, TOLERANCE[out.dtype][2:] * 3)
@@ -91,7 +91,7 @@ def test_decoding_is_exact_at_both_ends(qkv, queries):
     for segment in SEGMENTS:
         start = segment.stop - queries
         asked = q[:, start : segment.stop]
-        call = Call(PATTERN, scale=HEAD_DIM**-0.5, query_start=start)
+        call = Request(PATTERN, scale=HEAD_DIM**-0.5, query_start=start)
         exact = (x.double() for x in (asked, k[:, segment], v[:, segment]))
-        expected = reference.forward(*exact, replace(call, query_start=start - segment.start))
+        expected = reference.forward(Tensors(*exact), replace(call, query_start=start - segment.start))
         assert_close(decode.forward(asked, k, v, call), expected, TOLERANCE[q.dtype][:2])

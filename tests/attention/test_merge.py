@@ -7,8 +7,8 @@ from cases import BRANCHES, LAYOUTS, SHAPES, attended, check, drawn, in_pairs
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention.backends import strided
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.request import Request
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 
@@ -152,7 +152,7 @@ def test_heads_whose_offsets_follow_each_other_are_one_call(case, by_kernel, req
         request.getfixturevalue("at_once")
     q, k, v, dout = drawn(length, heads, kv_heads, 4, batch=batch)
     pattern = DilatedPattern(*branches, offsets=offsets, mixing=mixing)
-    assert sum(1 for _ in strided.steps(Call(pattern), [q], [k, v])) == calls
+    assert sum(1 for _ in strided.steps(Request(pattern), [q], [k, v])) == calls
     check_strided((q, k, v, dout), pattern, is_causal=True)
 
 
@@ -164,7 +164,7 @@ def test_every_head_is_in_one_call_of_a_branch_and_begins_at_its_offset(offsets,
         for rate in (2, 3, 5, 8, 12):
             pattern = DilatedPattern((24, 48, 48), (1, rate, 2 * rate), offsets=offsets, mixing=mixing)
             seen = []
-            for step in strided.steps(Call(pattern), [q], [q, q]):
+            for step in strided.steps(Request(pattern), [q], [q, q]):
                 part = step.key_part(step.keys[0])
                 branch = pattern.dilation_rates.index(part.rate)
                 for number, head in enumerate(range(heads)[part.heads]):
@@ -180,4 +180,4 @@ def test_heads_with_other_numbers_of_keys_are_calls_of_their_own(query_start):
 
 def test_heads_without_queries_make_no_calls():
     q, k = (torch.empty(1, n, 64, 8, device="meta") for n in (1, 4096))
-    assert sum(1 for _ in strided.steps(Call(DilatedPattern((1024,), (16,)), query_start=2049), [q], [k, k])) == 1
+    assert sum(1 for _ in strided.steps(Request(DilatedPattern((1024,), (16,)), query_start=2049), [q], [k, k])) == 1

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import traceback
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,8 +31,9 @@ from hilbert_lib import (
     ring_dilated_attention,
 )
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.grids import operators as grid_operators
-from hilbert_lib.attention.grids.request import Request
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.request import Request
+from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
 
@@ -155,13 +156,8 @@ CALLS = {  # backend: what the operators are given beside q, k and v
 @pytest.mark.parametrize(("backend", "extra"), [("eager", 0), ("reference", 3), *((b, 3) for b in BACKENDS[4:])])
 def test_the_operators_on_grids_pass_opcheck(backend, extra):
     leaves = [*qkv(), *(x[:, :extra].detach().requires_grad_() for x in qkv()[1:])]
-    request = Request((NEAR,) * leaves[1].shape[2], 0.5, HILBERT, PADDING)
-    call = *grid_operators._fields(request), backend
-    torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention, (*leaves, *call))
-    with torch.no_grad():
-        out, lse = torch.ops.hilbert_lib.neighbourhood_attention(*leaves, *call)
-        saved = [x.detach() for x in (torch.randn_like(out), *leaves, out)]
-        torch.library.opcheck(torch.ops.hilbert_lib.neighbourhood_attention_backward, (*saved, lse, *call))
+    request = Request(NEAR.of_heads(leaves[1].shape[2]), scale=0.5, ordering=HILBERT, key_padding_mask=PADDING)
+    check_operators(leaves, request, backend)
 
 
 CHECKED = [("eager", True), *((b, False) for b in BACKENDS if b != "auto")]  # what is empty reaches no backend
@@ -174,13 +170,17 @@ def test_the_operators_pass_opcheck(backend, is_empty):
     q, k, v = qkv(rows=LENGTH if query_start is None else 5)
     if is_empty:
         q, k, v, padding = q[:0], k[:0], v[:0], None if padding is None else padding[:0]
-    call = *astuple(PATTERN), *options, seed, padding, query_start, inverse, False, None, None, backend
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention, (q, k, v, *call))
+    request = Request(PATTERN, *options, seed, padding, query_start, inverse)
+    check_operators([x.detach().requires_grad_() for x in (q, k, v)], request, backend)
+
+
+def check_operators(leaves, request, backend):
+    arguments = *leaves, *[None] * (5 - len(leaves)), *operators._arguments(request), backend
+    torch.library.opcheck(torch.ops.hilbert_lib.attention, arguments)
     with torch.no_grad():
-        out, lse = torch.ops.hilbert_lib.dilated_attention(q, k, v, *call)
-        saved = [x.detach() for x in (torch.randn_like(out), q, k, v, out)]
-        torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention_backward, (*saved, lse, *call))
+        out, lse = torch.ops.hilbert_lib.attention(*arguments)
+    saved = [x if x is None else x.detach() for x in (torch.randn_like(out), *arguments[:5], out)]
+    torch.library.opcheck(torch.ops.hilbert_lib.attention_backward, (*saved, lse, *arguments[5:]))
 
 
 @pytest.mark.parametrize("option", ["dropout", "grid"])
@@ -298,7 +298,7 @@ WATCHED = {
 @pytest.mark.parametrize("is_grid", [False, True])
 @pytest.mark.parametrize("name", [*UNWATCHED, *WATCHED])
 def test_torchs_dispatcher_is_left_out_where_nobody_watches(monkeypatch, name, is_grid):
-    backends, ways = grid_operators.BACKENDS if is_grid else operators.BACKENDS, []
+    backends, ways = backends_for(HeadNeighbourhoods if is_grid else PATTERN), []
 
     def functions(device, original=backends["eager"].functions):
         ways.append(any(frame.filename.endswith("_ops.py") for frame in traceback.extract_stack()))
@@ -353,7 +353,7 @@ TRACED += [(mode, "ordering", LENGTH) for mode in ("real", "symbolic")]
 def test_make_fx_traces_a_call_as_one_operator(mode, option, length):
     call = partial(dilated_attention, pattern=PATTERN, backend="eager", **OPTIONS[option])
     traced = make_fx(call, tracing_mode=mode)(*(x.detach() for x in qkv()))
-    assert [node.target for node in traced.graph.nodes].count(torch.ops.hilbert_lib.dilated_attention.default) == 1
+    assert [node.target for node in traced.graph.nodes].count(torch.ops.hilbert_lib.attention.default) == 1
     if (mode, option) != ("symbolic", "ordering"):  # then an ordering's table has no values
         others = [x.detach() for x in qkv(rows=length, keys=length)]
         assert torch.equal(traced(*others), call(*others))

@@ -12,7 +12,7 @@ from cases import BRANCHES, SHAPES, assert_close, attended, check, differentiate
 from hilbert_lib import DilatedPattern, dilated_attention, estimate_memory
 from hilbert_lib.attention import operators, zero_keys
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
@@ -39,7 +39,7 @@ def test_flex_differentiates_its_results_as_a_part(monkeypatch):
     monkeypatch.setattr(flex, "attend", attend)
     *tensors, dout = drawn(31, 2, 1, 4, dtype=torch.float64)
     out, lse, *grads = differentiated(partial(oracle.attention, pattern=PADDED), [*tensors, dout])
-    got = operators.backward(dout, *tensors, out, lse, Call(PADDED, scale=0.5), "flex")
+    got = operators.backward(dout, Tensors(*tensors), out, lse, Request(PADDED, scale=0.5), "flex")[:3]
     torch.testing.assert_close(got, tuple(grads))
 
 
@@ -97,7 +97,7 @@ def test_one_kernel_adds_them_as_torch_does(dtype, monkeypatch):
     for is_kernel in (False, True):
         monkeypatch.setattr(zero_keys, "kernel_serves", lambda x, answer=is_kernel: answer)
         found.append((out.transpose(1, 2).contiguous().transpose(1, 2), lse.clone()))
-        zero_keys.add_zero_keys(*found[-1], Call(PADDED), 0, 31, 3)
+        zero_keys.add_zero_keys(*found[-1], Request(PADDED), 0, 31, 3)
     torch.testing.assert_close(*found, equal_nan=True)
     assert (found[0][1] != lse).any()
 

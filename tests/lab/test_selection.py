@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from itertools import product
 
 import pandas as pd
@@ -9,8 +10,16 @@ import pytest
 import torch
 from command import call
 
-from hilbert_lib import DilatedPattern, dilated_attention, explain_backend
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    dilated_attention,
+    explain_backend,
+    select_attention_backend,
+)
 from hilbert_lib.attention import measured_rules as remembered
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.lab import selection, workload
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.tables import ratio_table
@@ -158,3 +167,23 @@ def test_the_command_shows_what_it_measured_and_cannot_keep(place):
     output = call("bench", "backends", "--lengths", "64", "--heads", "2", "--head-dim", "8", status=1)
     assert output.startswith("64  ")
     assert f"measured, but not kept: {place}: File exists" in output
+
+
+def test_a_grid_is_measured_as_a_sequence_is(monkeypatch):
+    q, near = torch.randn(1, 64, 2, 8), Neighbourhood((8, 8), 3)
+    assert select_attention_backend(q, q, q, near, benchmark_backends=True) == "eager"  # alone: nothing to time
+    assert not explain_backend(q, q, q, near).is_measured
+    backends = backends_for(near.of_heads(2))
+    monkeypatch.setitem(backends, "sdpa", replace(backends["reference"], name="sdpa"))
+    chosen = select_attention_backend(q, q, q, [near, near], benchmark_backends=True)
+    explanation = explain_backend(q, q, q, near)
+    assert explanation.is_measured
+    assert explanation.chosen == chosen in ("eager", "sdpa")
+    order = Ordering.from_curve("hilbert", 64, grid=(8, 8))
+    assert not explain_backend(q, q, q, near, ordering=order).is_measured  # another class of calls
+    assert not explain_backend(q, q, q, Neighbourhood((8, 8), 5)).is_measured
+    both = (near, Neighbourhood((8, 8), 5))
+    with pytest.raises(ValueError, match="False where a window for each head is given"):
+        select_attention_backend(q, q, q, both, benchmark_backends=True)
+    with pytest.raises(ValueError, match="False where ordering is given"):
+        select_attention_backend(q, q, q, near, benchmark_backends=True, ordering=order)

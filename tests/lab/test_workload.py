@@ -5,7 +5,7 @@ import torch
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows, sampled_positions
 from hilbert_lib.lab.workload import BOTH, Workload, grid
 
@@ -21,9 +21,9 @@ PATTERNS = [
 def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 50, 3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
-    call = Call(pattern, is_causal=is_causal, scale=0.5)
-    out, lse = reference.forward(q, k, v, call)
-    dq, dk, dv = reference.backward(dout, q, k, v, out, lse, call)
+    call = Request(pattern, is_causal=is_causal, scale=0.5)
+    out, lse = reference.forward(Tensors(q, k, v), call)
+    dq, dk, dv, *_ = reference.backward(dout, Tensors(q, k, v), out, lse, call)
     for head in range(3):
         rows, keys = torch.arange(head, 50, 3), torch.tensor([0, 21, 49])
         exact = exact_rows(q, k, v, dout, call, head=head, queries=rows)
@@ -34,8 +34,8 @@ def test_sampled_rows_equal_the_whole_reference(pattern, is_causal):
 
 def test_sampled_rows_of_decoding_equal_the_reference():
     q, k, v = (torch.randn(1, rows, 2, 4, dtype=torch.float64) for rows in (3, 30, 30))
-    call = Call(DilatedPattern((8, 30), (1, 4)), is_causal=True, scale=0.5, query_start=11)
-    out, _ = reference.forward(q, k, v, call)
+    call = Request(DilatedPattern((8, 30), (1, 4)), is_causal=True, scale=0.5, query_start=11)
+    out, _ = reference.forward(Tensors(q, k, v), call)
     exact, _ = exact_rows(q, k, v, q, call, head=1, queries=torch.arange(11, 14), first=11)
     torch.testing.assert_close(exact, out[0, :, 1], atol=1e-12, rtol=0)
 

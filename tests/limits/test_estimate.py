@@ -9,10 +9,9 @@ import torch
 from cases import refusals
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
-from hilbert_lib.attention.backends import fused, presence, strided
+from hilbert_lib.attention.backends import fused, presence, strided, tiles
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.grids import eager
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.lab.guarded import cases as benchmarks
 from hilbert_lib.lab.records import REPORTS, read_records
 from hilbert_lib.limits import estimate, memory
@@ -139,7 +138,7 @@ def test_on_the_cpu_the_estimate_is_what_the_profiler_measures(case, backend, di
     ("case", "backend"), [*product(GRIDS, ("eager", "reference"))] + [("small", "triton")] * IS_INTERPRETED
 )
 def test_on_a_grid_the_estimate_is_what_the_profiler_measures(monkeypatch, case, backend, direction):
-    monkeypatch.setattr(eager, "CHUNK", 2**17)  # many chunks
+    monkeypatch.setattr(tiles, "CHUNK", 2**17)  # many chunks
     near, options = {**GRIDS, "small": SMALL_GRID}[case]
     predicted, measured = predicted_and_measured(near, options | {"backend": backend}, direction)
     assert predicted == pytest.approx(measured, rel=0 if backend == "triton" else 0.01)
@@ -189,8 +188,9 @@ def test_results_kept_for_one_merge_are_counted(monkeypatch, pattern, batch, kv_
     if direction == "backward":
         run, given, returned = strided.backward, (q, q, k, k, q, lse), q.nbytes + 2 * k.nbytes
     meta = tuple(x.to("meta") for x in given)
-    predicted = counted(meta, Call(pattern), direction, torch.device("cuda"), returned)["temporary"] + returned
-    measured = measure_peak(lambda: run(*given, Call(pattern), Kernel), "cpu")
+    meta = (Tensors(*meta),) if direction == "forward" else (meta[0], Tensors(*meta[1:4]), *meta[4:])
+    predicted = counted(meta, Request(pattern), direction, torch.device("cuda"), returned)["temporary"] + returned
+    measured = measure_peak(lambda: run(*given, Request(pattern), Kernel), "cpu")
     assert predicted == pytest.approx(measured, rel=1e-3)
 
 

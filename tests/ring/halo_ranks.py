@@ -12,9 +12,10 @@ from ring_costs import counted_and_planned, with_peak
 from ring_ranks import NoGradient, device, noting, said_by, squared_error
 
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
-from hilbert_lib.attention.grids import operators
-from hilbert_lib.attention.grids.registry import BACKENDS
-from hilbert_lib.attention.grids.request import Tensors
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.request import Tensors
+from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.plan.balance import shard_lengths_for
@@ -145,8 +146,9 @@ def promises() -> dict:
     with noting(places) as events:
         module(q, k, v)
     found["the interior begins before all agree"] = events == ["compute", "agree", "send", "compute"]
-    eager = replace(BACKENDS["eager"], limits=lambda q, asked: "no border" if rank and asked.part.in_float else "")
-    with patch.dict(BACKENDS, eager=eager):
+    backends = backends_for(HeadNeighbourhoods)
+    eager = replace(backends["eager"], limits=lambda q, asked: "no border" if rank and asked.part.in_float else "")
+    with patch.dict(backends, eager=eager):
         said = said_by(ring_neighbourhood_attention, q, k, v, NEAR, backend="eager")
     found["all hear what one rank's part is refused for"] = "no border" in said
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from thread_ranks import run_threads
 
 from hilbert_lib import Neighbourhood, Ordering
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.cli.main import main
-from hilbert_lib.grid import Axis
+from hilbert_lib.grid import Axis, HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
 from hilbert_lib.ring.rank import halo
@@ -215,7 +215,9 @@ def test_rows_of_a_frame_are_own_ones_received_ones_or_zero():
     own, extra = torch.full((2, 64, 2, 8), torch.nan), torch.empty(2, 0, 2, 8)
     received = torch.ones(sum(layout.received), 2, 2, 8)
     for border in layout.borders:
-        framed, _ = _framed(Tensors(own, own, own, extra, extra), border, Request(near), received, None)
+        framed, _ = _framed(
+            Tensors(own, own, own, extra, extra), border, Request(HeadNeighbourhoods(near)), received, None
+        )
         for frame in (framed.k, framed.v):
             kinds = [(x := frame[0, :, :, 0]).isnan().sum(), (x == 1).sum(), (x == 0).sum()]
             assert kinds[:2] == [2 * len(border.own[0]), len(border.theirs[0])]

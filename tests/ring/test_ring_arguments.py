@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, RingNeighbourhoodAttention, ring_neighbourhood_attention
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.pattern import DilatedPattern
@@ -225,8 +225,9 @@ def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(tr
     exact = differentiated(partial(oracle.attention, pattern=pattern, **how), [q, k, v, dout])
     if dropout_p:
         how |= {"dropout_p": dropout_p, "seed": torch.tensor([7])}
-        out, lse = reference.forward(q, k, v, Call(pattern, **how))
-        exact = out, lse, *reference.backward(dout, q, k, v, out, lse, Call(pattern, **how))
+        out, lse = reference.forward(Tensors(q, k, v), Request(pattern, **how))
+        grads = reference.backward(dout, Tensors(q, k, v), out, lse, Request(pattern, **how))
+        exact = out, lse, *grads[:3]
     sizes = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 4, "dtype": torch.float64, "is_causal": is_causal}
     plan = plan_ring(pattern, SHARDS, **sizes, transport=transport, padded=True, ordered=True)
 
@@ -234,7 +235,7 @@ def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(tr
         rows = torch.arange(24).split(SHARDS)[group.own]
         order = spec.ordering(len(rows)) if len(rows) else None
         stored = [x[:, rows] if order is None else order.apply(x[:, rows], 1) for x in (k, v)]
-        call, layout = Call(pattern, **how | {"key_padding_mask": hidden[:, rows]}), layout_of(plan, group.own, CPU)
+        call, layout = Request(pattern, **how | {"key_padding_mask": hidden[:, rows]}), layout_of(plan, group.own, CPU)
         job = Job(layout, call, "eager", True, order, lambda: group)
         out, lse, kept = passes.forward(q[:, rows], *stored, job, lambda: None)
         dq, *grads = passes.backward(dout[:, rows], q[:, rows], *stored, out, lse, job, kept)

@@ -7,7 +7,10 @@ strided    dense kernels over zero-copy views, and their merge
 dense      the dense kernels that torch has
 packages   those of other packages
 flex       compiled FlexAttention on residue-major tokens
-fused      the fused kernels of `attention/triton`
-reference  the oracle: dense masks, any dtype
+flex_grid  compiled FlexAttention on grids, and for patterns of any kind
+fused      the fused kernels of `attention/triton`, for sequences
+fused_grid the same for grids
+tiles      matrix products of tiles of a grid, in chunks
+reference  the oracle: dense masks, any pattern, any dtype
 registry   all of them by name
 """

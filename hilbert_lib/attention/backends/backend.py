@@ -8,36 +8,39 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.pattern import Pattern
 
-Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[[Tensors, Request], tuple[Tensor, Tensor]]  # out and lse
+Backward = Callable[[Tensor, Tensors, Tensor, Tensor, Request], tuple[Tensor, ...]]  # of dout, ..., out and lse
 # Bytes by name that a direction holds beside inputs and results, from what is given to it, the call, the direction, the
 # device and the bytes of its results.
 Workspace = Callable[[tuple, object, str, torch.device, int], dict[str, int] | None]
-Refusal = Callable[[Tensor, Call], str]  # why q and a call cannot be served, or ""
+Refusal = Callable[[Tensor, Request], str]  # why q and a call cannot be served, or ""
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 FROM_AMPERE = range(8, 1000)  # majors
 MOST_SEQUENCES = 2**16 - 1  # and heads: a grid of CUDA has no more blocks along its second dimension
 # The options of a call that every backend answers for, by serving them or by its own refusal. One that is added to
-# `Call` later is refused, unless a backend names it in `options`.
+# `Request` later is refused, unless a backend names it in `options`.
 FIRST_OPTIONS = {"pattern", "is_causal", "scale", "dropout_p", "seed", "key_padding_mask", "query_start", "inverse"}
-FIRST_OPTIONS |= {"cu_seqlens", "max_seqlen"}
-_LATER = tuple((each.name, each.default) for each in fields(Call) if each.name not in FIRST_OPTIONS | {"is_part"})
+FIRST_OPTIONS |= {"cu_seqlens", "max_seqlen", "ordering", "extra_padding_mask", "slots"}
+_LATER = tuple((each.name, each.default) for each in fields(Request) if each.name not in FIRST_OPTIONS | {"is_part"})
 SPREADS = "a NaN in a masked key reaches other rows of its segment"
 
 
-def serves_all(q: Tensor, call: Call) -> str:
+def serves_all(q: Tensor, call: Request) -> str:
     """The refusal of what serves every call."""
     return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of dilated attention, with all that is its own."""
+    """One implementation of attention over one kind of pattern, with all that is its own."""
 
+    serves: type[Pattern] = DilatedPattern  # and kinds that derive from it
     name: str  # as `backend=` takes it
     note: str  # what it is, in a line
     colour: str  # in figures
@@ -45,26 +48,36 @@ class Backend:
     limits: Refusal = serves_all  # on every GPU; q need not be on one
     here: Refusal = serves_all  # on this machine, in its settings
     package: str = ""  # its name in `presence`, unless torch or this library brings it
-    reads_orderings: bool = False  # through `Call.inverse`; for others k and v are gathered once
-    reads_documents: bool = False  # through `Call.cu_seqlens`; others are given one after the other
+    reads_orderings: bool = False  # through `Request.inverse`; for others k and v are gathered once
+    reads_documents: bool = False  # through `Request.cu_seqlens`; others are given one after the other
     caveat: str = ""  # what it lacks that the reference has
     workspace: Workspace | None = None  # it, or what it returns, is None where memory is found on meta tensors
     options: tuple[str, ...] = ()  # later ones of a call that it serves
 
-    def refusal(self, q: Tensor, call: Call) -> str:
+    def refusal(self, q: Tensor, call: Request) -> str:
         """Why it cannot serve a call, or "" where it can."""
         for name, default in _LATER:
-            if name not in self.options and getattr(call, name, default) != default:
-                return f"no {name}"
-        if "part" not in self.options and getattr(call, "part", None) is not None:
-            return "computes no part of a grid"
+            if name not in self.options and getattr(call, name) != default:
+                return "computes no part of a grid" if name == "part" else f"no {name}"
         if self.package and (absent := presence.absence(self.package)):
             return absent
         refused = self.here(q, call) or self.limits(q, call)
         return refused or (presence.breakage(self.package) if self.package else "")
 
 
-def dense_refusal(q: Tensor, call: Call) -> str:
+def of_sequences(forward: Callable, backward: Callable) -> tuple[Forward, Backward]:
+    """The functions of a backend from those that take q, k and v apart and serve no extra keys."""
+
+    def forward_of(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+        return forward(given.q, given.k, given.v, request)
+
+    def backward_of(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> tuple[Tensor, ...]:
+        return backward(dout, given.q, given.k, given.v, out, lse, request)
+
+    return forward_of, backward_of
+
+
+def dense_refusal(q: Tensor, call: Request) -> str:
     """What no operator under torch's scaled_dot_product_attention says of strided segments with the merged lse."""
     if call.dropout_p > 0.0:
         return "no dropout: its generator is not keyed by position"
@@ -87,7 +100,7 @@ def gpu_refusal(q: Tensor, majors: range = FROM_AMPERE) -> str:
     return ""
 
 
-def half_limits(q: Tensor, call: Call, largest_head_dim: int = 256) -> str:
+def half_limits(q: Tensor, call: Request, largest_head_dim: int = 256) -> str:
     """What of a call no GPU serves in half precision."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"

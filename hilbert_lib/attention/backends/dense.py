@@ -14,7 +14,7 @@ from hilbert_lib.attention.backends import backend as shared
 from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, gpu_refusal, half
 from hilbert_lib.attention.backends.kernel import Eager, Grads, Kernel, Problem
 from hilbert_lib.attention.backends.strided import over_views
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 
 _aten = torch.ops.aten
 REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
@@ -160,7 +160,7 @@ class CuDnn:
         return _aten._scaled_dot_product_cudnn_attention_backward(*given, problem.is_causal, scale=problem.scale)
 
 
-def sdpa_limits(q: Tensor, call: Call) -> str:
+def sdpa_limits(q: Tensor, call: Request) -> str:
     if q.device.type != "cpu" and q.dtype == torch.float64:
         return "no float64 on cuda"
     if q.device.type != "cpu" and q.shape[-1] * q.element_size() % 16:
@@ -168,7 +168,7 @@ def sdpa_limits(q: Tensor, call: Call) -> str:
     return dense_refusal(q, call)
 
 
-def sdpa_here(q: Tensor, call: Call) -> str:
+def sdpa_here(q: Tensor, call: Request) -> str:
     if q.device.type not in ("cpu", "cuda"):
         return f"no lse on device {q.device.type}: serves cpu and cuda"
     if q.is_cuda and q.dtype == torch.bfloat16 and shared.capability(q.device) < shared.AMPERE:
@@ -176,7 +176,7 @@ def sdpa_here(q: Tensor, call: Call) -> str:
     return ""
 
 
-def _flash_here(q: Tensor, call: Call) -> str:
+def _flash_here(q: Tensor, call: Request) -> str:
     if refused := gpu_refusal(q):
         return refused
     # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that. A
@@ -187,7 +187,7 @@ def _flash_here(q: Tensor, call: Call) -> str:
     return ""
 
 
-def _cudnn_here(q: Tensor, call: Call) -> str:
+def _cudnn_here(q: Tensor, call: Request) -> str:
     # torch's own chooser, which is passed by here, keeps cuDNN from such calls; the operators themselves say nothing.
     # Refused with warn_only, too, which cannot be asked for under torch.compile.
     if torch.are_deterministic_algorithms_enabled():

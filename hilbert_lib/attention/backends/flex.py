@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits, of_sequences
+from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.machine import kernel_mode
@@ -32,7 +32,7 @@ FLEX_NARROW = {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
@@ -43,13 +43,14 @@ def backward(
         if not call.is_part:
             return torch.autograd.grad(own[0], leaves, dout)
         with torch.no_grad():
-            grads = _gradients_of_part(dout, out, lse, *own)
+            grads = gradients_of_part(dout, out, lse, *own)
         return torch.autograd.grad(own, leaves, grads)
 
 
-def _gradients_of_part(
+def gradients_of_part(
     dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of a part's own out and lse, of the gradient of the merged out."""
     # out = sum of w own_out over the parts, w = exp(own_lse - lse). So own_out has the gradient w dout, and own_lse the
     # gradient w rowsum(dout * (own_out - out)).
     nothing = own_lse == -torch.inf  # -inf minus -inf is NaN
@@ -58,7 +59,7 @@ def _gradients_of_part(
     return weighted.to(own_out.dtype), towards.transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`.
 
     On CUDA it is compiled and differentiable. On the CPU it runs in eager mode, with memory for length squared and
@@ -212,12 +213,10 @@ FLEX_SORTED, FLEX_KEPT = 59, 16
 FLEX_FIRST = 46 * 2**20
 
 
-def _workspace(
-    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int
-) -> dict[str, int]:
+def _workspace(given: tuple, call: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
     # On CUDA: of a forward that is the first of its pattern and length, and of a backward after it, which runs the
     # forward once more.
-    q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
+    q, k, *_ = given[0] if direction == "forward" else given[1]
     batch, rows, heads, _ = q.shape
     lse = 4 * batch * rows * heads
     stored = q.nbytes + 2 * k.nbytes  # in residue order, and as much again for their gradients
@@ -229,7 +228,7 @@ def _workspace(
     return {"temporary": most - returned}
 
 
-def _limits(q: Tensor, call: Call) -> str:
+def _limits(q: Tensor, call: Request) -> str:
     if q.shape[-1] < 16:
         return f"needs a head_dim of at least 16, got {q.shape[-1]}"
     if call.cu_seqlens is not None:
@@ -237,7 +236,7 @@ def _limits(q: Tensor, call: Call) -> str:
     return half_limits(q, call)
 
 
-def _here(q: Tensor, call: Call) -> str:
+def _here(q: Tensor, call: Request) -> str:
     if not q.is_cuda:
         return f"needs a CUDA device, got {q.device.type}: elsewhere it is not compiled and has no backward"
     return gpu_refusal(q) if kernel_mode() == "compiled" else "needs triton, and not its interpreter"
@@ -248,7 +247,7 @@ BACKENDS = (
         name="flex",
         note="compiled FlexAttention; its backward runs the forward once more",
         colour="#E69F00",
-        functions=lambda device: (attend, backward),
+        functions=lambda device: of_sequences(attend, backward),
         limits=_limits,
         here=_here,
         # As tried at 66ec7ef: tensors of FlexAttention's stay in the graph's memory. What holds them is not known.

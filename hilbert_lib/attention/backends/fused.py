@@ -5,9 +5,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import Backend, Backward, Forward
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, of_sequences
 from hilbert_lib.attention.failures import not_compiled
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import limits, schedule
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
@@ -28,7 +28,7 @@ def absence(device: torch.device) -> str:
 absence._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
-def _limits(q: Tensor, call: Call) -> str:
+def _limits(q: Tensor, call: Request) -> str:
     return kernel_limits(q, call.first_query + q.shape[1], call.scale)
 
 
@@ -49,16 +49,14 @@ def _functions(device: torch.device) -> tuple[Forward, Backward]:
     except (ImportError, AttributeError) as error:
         raise not_compiled("the module of dilated kernels", error) from error
 
-    return launch.forward, launch.backward
+    return of_sequences(launch.forward, launch.backward)
 
 
-def _workspace(
-    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int
-) -> dict[str, int]:
+def _workspace(given: tuple, call: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
     # As `launch.py`, `hopper/launch.py` and `decode.py` make them; interpreted kernels are taken for compiled ones.
     from hilbert_lib.attention.triton import arguments, decode  # triton is imported only where a kernel is used
 
-    q, k = (given[0], given[1]) if direction == "forward" else (given[1], given[2])
+    q, k, *_ = given[0] if direction == "forward" else given[1]
     batch, rows, heads, head_dim = q.shape
     lse, in_float = 4 * batch * rows * heads, 4 * q.numel()
 
@@ -84,7 +82,7 @@ def _workspace(
     return workspace
 
 
-def _parts(q: Tensor, k: Tensor, call: Call) -> int:
+def _parts(q: Tensor, k: Tensor, call: Request) -> int:
     from hilbert_lib.attention.triton import decode
     from hilbert_lib.attention.triton.geometry import block_d
 
@@ -96,7 +94,7 @@ def _parts(q: Tensor, k: Tensor, call: Call) -> int:
     return decode.split(call.pattern, keys, first, rows, batch, kv_heads, least, block)[2]
 
 
-def _is_hopper_call(q: Tensor, k: Tensor, call: Call, device: torch.device) -> bool:
+def _is_hopper_call(q: Tensor, k: Tensor, call: Request, device: torch.device) -> bool:
     # Whether the warp-specialised kernels serve, as `triton/hopper/launch.py` decides it for dense tensors.
     from hilbert_lib.attention.triton.hopper import launch
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.call import working_dtype
+from hilbert_lib.attention.request import working_dtype
 
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 

@@ -15,7 +15,7 @@ from hilbert_lib.attention.backends.dense import Within32Bits, by_head, sdpa_her
 from hilbert_lib.attention.backends.kernel import Grads, Problem
 from hilbert_lib.attention.backends.presence import MODULES
 from hilbert_lib.attention.backends.strided import over_views
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 
 
 def _rows_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ FLASH_ATTN_4 = RowsFirst(_flash_4, _flash_4_backward)  # in CuTe: a kernel is co
 XFORMERS = RowsFirst(_xformers, _xformers_backward)
 
 
-def _xformers_here(q: Tensor, call: Call) -> str:
+def _xformers_here(q: Tensor, call: Request) -> str:
     if q.is_cuda and q.dtype == torch.float32 and shared.capability(q.device) > shared.HOPPER:
         return "no float32 above compute capability 9.0"
     return sdpa_here(q, call) if q.is_cuda else f"needs a CUDA device, got {q.device.type}"

@@ -1,84 +1,157 @@
-"""The oracle: dense masks, one softmax over the multiset of keys. Slow, obvious, any dtype; the specification."""
+"""The oracle: dense masks, one softmax over the multiset of keys, for every pattern. Slow, obvious, any dtype."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.dropout import keep_mask
+from hilbert_lib.attention.grid_parts import as_returned, cells_of, padding_of
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.patterns.pattern import Pattern
+
+SCORES_AT_ONCE = 2**22  # of "eager", which takes some rows of q at a time; of all query heads of a KV head
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse of dilated attention.
+class _Head(NamedTuple):
+    """A KV head with its query heads, in the working dtype; keys are those of k, then the extra ones."""
 
-    q: (batch, queries, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim). out: like q, lse: (batch, heads,
-    queries).
-    """
-    dtype = working_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    kv_head: int
+    heads: slice  # its query heads
+    q: Tensor  # (batch, queries, group, head_dim)
+    k: Tensor  # (batch, keys, head_dim)
+    v: Tensor  # (batch, keys, head_dim)
+    masks: list[Tensor]  # of each part, which keys a query sees: (batch, 1, queries, keys) bool
+    kept: list[Tensor]  # of each part, the dropout factor: (batch, group, queries, keys)
+
+
+def forward(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """Output like q, and lse (batch, heads, queries)."""
+    return _forward(given, request, [slice(0, given.q.shape[1])])
+
+
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """Gradients: dS = P * (dP - delta), delta = rowsum(dout * out), summed over the parts."""
+    return _backward(dout, given, out, lse, request, [slice(0, given.q.shape[1])])
+
+
+def forward_by_rows(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    """`forward`, some rows of q at a time."""
+    return _forward(given, request, _some_rows(given))
+
+
+def backward_by_rows(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
+    """`backward`, some rows of q at a time."""
+    return _backward(dout, given, out, lse, request, _some_rows(given))
+
+
+def _some_rows(given: Tensors) -> list[slice]:
+    batch, queries, heads, _ = given.q.shape
+    keys = given.k.shape[1] + (0 if given.extra_k is None else given.extra_k.shape[1])
+    count = max(1, SCORES_AT_ONCE // max(1, batch * heads // given.k.shape[2] * keys))
+    return [slice(first, min(first + count, queries)) for first in range(0, queries, count)]
+
+
+def _forward(given: Tensors, request: Request, chunks: list[slice]) -> tuple[Tensor, Tensor]:
+    q = given.q
+    out = torch.zeros(q.shape, dtype=working_dtype(q.dtype), device=q.device)
     lse = out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
-    for heads, g, mask, kept in _head_groups(q, k, call):
-        qh, kh, vh = q[:, :, heads].to(dtype), k[:, :, g].to(dtype), v[:, :, g].to(dtype)
-        scores = torch.einsum("bqhd,bkd->bhqk", qh, kh) * call.scale
-        # The multiset union: the keys once for each branch, one after the other.
-        scores = torch.cat([scores.masked_fill(~m, -torch.inf) for m in mask], dim=-1)
-        lse[:, heads] = scores.logsumexp(-1)
-        # A row without keys is NaN here and 0 after the mask; so is one whose scores are all -inf, which weigh nothing.
-        there = torch.cat(mask, -1) & lse[:, heads, :, None].ne(-torch.inf)
-        weights = torch.where(there, scores.softmax(-1), 0.0) * torch.cat(kept, -1)
-        out[:, :, heads] = _weighted_sum(weights, vh, mask)
+    for rows in chunks:
+        for head in _heads(given, request, rows):
+            scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
+            # The multiset union: the keys once for each part, one after the other.
+            scores = torch.cat([scores.masked_fill(~mask, -torch.inf) for mask in head.masks], dim=-1)
+            own_lse = scores.logsumexp(-1)
+            # A row without keys is NaN here and 0 after the mask; so is one whose scores are all -inf.
+            there = torch.cat(head.masks, -1) & own_lse[..., None].ne(-torch.inf)
+            weights = torch.where(there, scores.softmax(-1), 0.0) * torch.cat(head.kept, -1)
+            out[:, rows, head.heads] = _weighted_sum(weights, head.v, head.masks)
+            lse[:, head.heads, rows] = own_lse
     return out.to(q.dtype), lse
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: dS = P * (dP - delta), delta = rowsum(dout * out), summed over the branches."""
-    dtype = working_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for heads, g, mask, kept in _head_groups(q, k, call):
-        qh, kh, vh = q[:, :, heads].to(dtype), k[:, :, g].to(dtype), v[:, :, g].to(dtype)
-        dh = dout[:, :, heads].to(dtype)
-        delta = (dh * out[:, :, heads].to(dtype)).sum(-1).transpose(1, 2)  # (batch, heads, queries)
-        scores = torch.einsum("bqhd,bkd->bhqk", qh, kh) * call.scale
-        dscores = 0.0
-        for branch_mask, branch_kept in zip(mask, kept, strict=True):
-            probabilities = _probabilities(scores, lse[:, heads], branch_mask)
-            dv[:, :, g] += torch.einsum("bhqk,bqhd->bkd", probabilities * branch_kept, dh)
-            dprobabilities = torch.einsum("bqhd,bkd->bhqk", dh, vh) * branch_kept
-            dscores = dscores + probabilities * (dprobabilities - delta[..., None])
-        dq[:, :, heads] = torch.einsum("bhqk,bkd->bqhd", dscores, kh) * call.scale
-        dk[:, :, g] = torch.einsum("bhqk,bqhd->bkd", dscores, qh) * call.scale
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+def _backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request, chunks: list[slice]) -> Tensors:
+    dtype = working_dtype(dout.dtype)
+    grads = Tensors(*(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in given))
+    keys = given.k.shape[1]
+    for rows in chunks:
+        for head in _heads(given, request, rows):
+            own_dout = dout[:, rows, head.heads].to(dtype)
+            delta = (own_dout * out[:, rows, head.heads].to(dtype)).sum(-1).transpose(1, 2)  # (batch, group, queries)
+            own_lse = lse[:, head.heads, rows]
+            scores = torch.einsum("bqhd,bkd->bhqk", head.q, head.k) * request.scale
+            dscores, dv = 0.0, 0.0
+            for mask, kept in zip(head.masks, head.kept, strict=True):
+                probabilities = _probabilities(scores, own_lse, mask)
+                dv = dv + torch.einsum("bhqk,bqhd->bkd", probabilities * kept, own_dout)
+                dprobabilities = torch.einsum("bqhd,bkd->bhqk", own_dout, head.v) * kept
+                dscores = dscores + probabilities * (dprobabilities - delta[..., None])
+            grads.q[:, rows, head.heads] = torch.einsum("bhqk,bkd->bqhd", dscores, head.k) * request.scale
+            dk = torch.einsum("bhqk,bqhd->bkd", dscores, head.q) * request.scale
+            for whole, extra, both in ((grads.k, grads.extra_k, dk), (grads.v, grads.extra_v, dv)):
+                whole[:, :, head.kv_head] += both[:, :keys]
+                if extra is not None:
+                    extra[:, :, head.kv_head] += both[:, keys:]
+    return as_returned(grads, given, request)
 
 
-def _head_groups(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, int, list[Tensor], list[Tensor]]]:
-    # For each KV head: its query heads, the head, and for each branch a mask (batch, 1, queries, keys) and a dropout
-    # factor (batch, group, queries, keys).
-    batch, queries, heads, _ = q.shape
-    keys, kv_heads = k.shape[1], k.shape[2]
+def _heads(given: Tensors, request: Request, rows: slice) -> Iterator[_Head]:
+    # Every KV head, with some rows of q.
+    pattern, dtype = request.pattern, working_dtype(given.q.dtype)
+    batch, _, heads, _ = given.q.shape
+    kv_heads = given.k.shape[2]
     group = heads // kv_heads
-    query = torch.arange(call.first_query, call.first_query + queries, device=q.device)
-    key = torch.arange(keys, device=q.device)
-    sequence = torch.arange(batch, device=q.device)[:, None, None, None]
-    pairs = {"batch": sequence, "queries": query[:, None], "keys": key}
-    for g in range(kv_heads):
-        head = torch.arange(g * group, (g + 1) * group, device=q.device)[:, None, None]
+    queries, keys = _positions(given, request)
+    queries = queries[rows]
+    k, v = given.k, given.v
+    extra = 0 if given.extra_k is None else given.extra_k.shape[1]
+    if extra:
+        k, v = torch.cat([k, given.extra_k], 1), torch.cat([v, given.extra_v], 1)
+    hidden = padding_of(given, request)[:, None, None]
+    for kv_head in range(kv_heads):
+        own = slice(kv_head * group, (kv_head + 1) * group)
         masks, kept = [], []
-        for i in call.pattern.head_branches(g, kv_heads):
-            mask = call.pattern.mask(i, query, key, kv_head=g, kv_heads=kv_heads, is_causal=call.is_causal)
-            mask = mask.expand(batch, 1, queries, keys)
-            if call.key_padding_mask is not None:
-                mask = mask & ~call.key_padding_mask[:, None, None, :]
-            masks.append(mask)
-            factor = torch.ones((), dtype=working_dtype(q.dtype), device=q.device)
-            if call.dropout_p > 0.0:
-                is_kept = keep_mask(call.seed, call.dropout_p, head=head, branch=i, **pairs)
-                factor = is_kept.to(factor.dtype) / (1.0 - call.dropout_p)
-            kept.append(factor.expand(batch, group, queries, keys))
-        yield slice(g * group, (g + 1) * group), g, masks, kept
+        for number, part in enumerate(pattern.head_parts(kv_head, kv_heads)):
+            mask = pattern.mask(
+                part, queries.clamp(min=0), keys, kv_head=kv_head, kv_heads=kv_heads, is_causal=request.is_causal
+            )
+            # Every query sees the extra keys once, whatever parts there are.
+            mask = torch.nn.functional.pad(mask, (0, extra), value=number == 0) & (queries >= 0)[:, None]
+            masks.append(mask.expand(batch, 1, -1, -1) & ~hidden)
+            kept.append(_kept(request, part, queries, keys, batch, own, dtype).expand(batch, group, *mask.shape))
+        yield _Head(
+            kv_head, own, given.q[:, rows, own].to(dtype), k[:, :, kv_head].to(dtype), v[:, :, kv_head].to(dtype),
+            masks, kept,
+        )  # fmt: skip
+
+
+def _positions(given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    # Of each row of q, -1 where it is not computed, and of each row of k.
+    if request.pattern.length is not None:
+        return cells_of(given, request)
+    device, first = given.q.device, request.first_query
+    queries = torch.arange(first, first + given.q.shape[1], device=device)
+    return queries, torch.arange(given.k.shape[1], device=device)
+
+
+def _kept(
+    request: Request, part: int, queries: Tensor, keys: Tensor, batch: int, heads: slice, dtype: torch.dtype
+) -> Tensor:
+    # 0 for what dropout drops, otherwise 1 / (1 - dropout_p); it broadcasts to (batch, group, queries, keys).
+    if request.dropout_p == 0.0:
+        return torch.ones((), dtype=dtype, device=queries.device)
+    is_kept = keep_mask(
+        request.seed,
+        request.dropout_p,
+        batch=torch.arange(batch, device=queries.device)[:, None, None, None],
+        head=torch.arange(heads.start, heads.stop, device=queries.device)[:, None, None],
+        branch=part,
+        queries=queries[:, None],
+        keys=keys,
+    )
+    return is_kept.to(dtype) / (1.0 - request.dropout_p)
 
 
 def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
@@ -86,24 +159,33 @@ def _probabilities(scores: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask & lse[..., None].ne(-torch.inf), (scores - lse[..., None]).exp(), 0.0)
 
 
-def _weighted_sum(weights: Tensor, v: Tensor, mask: list[Tensor]) -> Tensor:
+def _weighted_sum(weights: Tensor, v: Tensor, masks: list[Tensor]) -> Tensor:
     # weights @ v. A NaN or inf in a row of v reaches only the queries that attend to it, though 0 * NaN is NaN.
-    keys = v.shape[1]
-    per_key = weights.unflatten(-1, (len(mask), keys)).sum(-2)
+    per_key = weights.unflatten(-1, (len(masks), v.shape[1])).sum(-2)
     finite = v.isfinite().all(-1)  # (batch, keys)
     out = torch.einsum("bhqk,bkd->bqhd", per_key, v.masked_fill(~finite[..., None], 0.0))
-    attends = torch.stack(mask).any(0)
+    attends = torch.stack(masks).any(0)
     for b, key in (~finite).nonzero().tolist():
-        reached = per_key[b, :, :, key].T[..., None] * v[b, key]  # (queries, heads, head_dim)
+        reached = per_key[b, :, :, key].T[..., None] * v[b, key]  # (queries, group, head_dim)
         out[b] += torch.where(attends[b, 0, :, key, None, None], reached, 0.0)
     return out
 
 
 BACKENDS = (
     Backend(
+        serves=Pattern,
         name="reference",
         note="dense masks: memory grows with length squared",
         colour="#AA4499",
         functions=lambda device: (forward, backward),
+        options=("part",),
+    ),
+    Backend(
+        serves=Pattern,
+        name="eager",
+        note="dense masks of some queries at a time",
+        colour="#999999",
+        functions=lambda device: (forward_by_rows, backward_by_rows),
+        options=("part",),
     ),
 )

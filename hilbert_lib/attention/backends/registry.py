@@ -1,9 +1,41 @@
-"""The backends that exist, by name."""
+"""The backends that exist: by the kind of pattern that they serve, then by name."""
 
-from hilbert_lib.attention.backends import dense, flex, fused, packages, reference
+from hilbert_lib.attention.backends import dense, flex, flex_grid, fused, fused_grid, packages, reference, tiles
+from hilbert_lib.attention.backends.backend import Backend
+from hilbert_lib.attention.backends.parts import part_by_part
+from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
 
-_ROOMS = (fused.BACKENDS, dense.HALF, packages.BACKENDS, flex.BACKENDS, dense.BACKENDS, reference.BACKENDS)
-BACKENDS = {backend.name: backend for room in _ROOMS for backend in room}
+_ROOMS = (fused, fused_grid, dense.HALF, packages, flex, flex_grid, dense, tiles, reference)
+_EVERY = [backend for room in _ROOMS for backend in getattr(room, "BACKENDS", room)]
+NAMES = tuple(dict.fromkeys(backend.name for backend in _EVERY))  # of every kind
 WITHOUT_BUILD = {
     "flash_attn_1": "no build of FlashAttention 1 exists for a current torch; on Turing and Volta sdpa serves instead"
 }
+
+
+def _serving(kind: type[Pattern]) -> dict[str, Backend]:
+    # Of backends with one name the one that was made for the kind, not for one that it derives from.
+    found: dict[str, Backend] = {}
+    for ancestor in kind.__mro__:
+        for backend in _EVERY:
+            if backend.serves is ancestor:
+                found.setdefault(backend.name, backend)
+    if issubclass(kind, Union):
+        by_parts = {name: part_by_part(name, backends_for) for name in NAMES if name != "reference"}
+        found = {**by_parts, "reference": found["reference"]}
+    return found
+
+
+_BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)}
+BACKENDS = _BY_KIND[DilatedPattern]
+
+
+def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
+    """The backends that serve a pattern, or a kind of patterns, by name."""
+    kind = pattern if isinstance(pattern, type) else type(pattern)
+    if kind not in _BY_KIND:
+        _BY_KIND[kind] = _serving(kind)
+    return _BY_KIND[kind]

@@ -14,16 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.backends.backend import MOST_SEQUENCES
+from hilbert_lib.attention.backends.backend import MOST_SEQUENCES, of_sequences
 from hilbert_lib.attention.backends.kernel import Eager, Kernel, Problem
-from hilbert_lib.attention.call import Call, Part, working_dtype
 from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.request import Request, StridedRows, working_dtype
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.pattern import rows_in_segment
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`."""
     if _merges_at_once(q, kernel):
         from hilbert_lib.attention.triton.merge import merge_parts  # triton is imported only where a kernel is used
@@ -45,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernel: Kernel) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, kernel: Kernel
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request, kernel: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: every branch's backward with the merged out and lse, summed."""
     # lse in the layout of the others: in its own, batch and segments would not fold into one dimension.
@@ -113,7 +113,7 @@ class _Block:
         return starts + first + torch.arange(rows, device=device) * self.rate
 
 
-def _blocks(call: Call, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
+def _blocks(call: Request, queries: int, keys: int, kv_heads: int) -> Iterator[_Block]:
     first, end = call.first_query, call.first_query + queries
     is_masked = call.dropout_p > 0.0 or call.key_padding_mask is not None
     for branch, (w, r) in enumerate(call.pattern.branches):
@@ -171,7 +171,7 @@ class _Fold:
             return None
         return mask[:, :, self.head] if self.head is not None else mask[self.batch].flatten(0, 1)
 
-    def part(self, block: _Block, start: int, heads: range, *results: Tensor) -> Part:
+    def part(self, block: _Block, start: int, heads: range, *results: Tensor) -> StridedRows:
         """A dense kernel's results, (batch, heads, rows, ...), whose first row of the first of `heads` is `start`."""
         if self.head is None:
             tensors = tuple(x.transpose(1, 2).unflatten(0, (-1, block.segments)) for x in results)
@@ -179,7 +179,7 @@ class _Fold:
             tensors = tuple(x[:, :, :, None] for x in results)
             heads, start = heads[self.head : self.head + 1], start + self.head * block.shift
         at = slice(heads.start, heads.stop, heads.step)
-        return Part(tensors, self.batch, at, start, block.segment_length, block.rate, block.shift)
+        return StridedRows(tensors, self.batch, at, start, block.segment_length, block.rate, block.shift)
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ class Step:
     queries: list[Tensor]
     keys: list[Tensor]
     rate: int
-    query_part: Callable[..., Part]  # of results with a row for each query
-    key_part: Callable[..., Part]  # and for each key
+    query_part: Callable[..., StridedRows]  # of results with a row for each query
+    key_part: Callable[..., StridedRows]  # and for each key
 
 
-def steps(call: Call, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
+def steps(call: Request, query_side: list[Tensor], key_side: list[Tensor]) -> Iterator[Step]:
     """The dense attentions that one call falls into.
 
     query_side: q and what has its rows, (batch, queries, heads, ...); key_side: k, v and what has their rows.
@@ -232,7 +232,7 @@ def _folds(views: list[Tensor]) -> list[_Fold]:
     return [_Fold(slice(None), h) for h in range(heads)]
 
 
-def _masks(call: Call, block: _Block, batch: int, heads: range, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _masks(call: Request, block: _Block, batch: int, heads: range, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     # The keys that padding allows and the dropout factor, (batch, segments, heads, queries, keys), where asked for.
     # heads: one query head of every KV head.
     if call.dropout_p == 0.0 and call.key_padding_mask is None:
@@ -269,22 +269,23 @@ def over_views(
             of q where the rate is 1, for each where it is above 1 (some copy what is strided), and for each row of q.
             Its forward takes nothing. Without sizes the workspace is found by running it on meta tensors.
     """
-    pairs = [(partial(forward, kernel=one), partial(backward, kernel=one)) for one in (kernel, on_cuda or kernel)]
+    kernels = (kernel, on_cuda or kernel)
+    pairs = [of_sequences(partial(forward, kernel=one), partial(backward, kernel=one)) for one in kernels]
     workspace = partial(_workspace, sizes=sizes) if sizes else None
     return {"functions": lambda device: pairs[device.type == "cuda"], "workspace": workspace}
 
 
 def _workspace(
-    given: tuple[Tensor, ...], call: Call, direction: str, device: torch.device, returned: int, sizes: dict
+    given: tuple, call: Request, direction: str, device: torch.device, returned: int, sizes: dict
 ) -> dict[str, int] | None:
     # Highest point where the results of all kernels are kept and merged at once, as on CUDA.
     if device.type != "cuda":
         return None
     if direction == "forward":
-        (q, k, v), lse_size, held = given, 4, 0
+        (q, k, v, *_), lse_size, held = given[0], 4, 0
         query_side, workspace = [q], (0, 0, 0)
     else:
-        dout, q, k, v, out, lse = given
+        dout, (q, k, v, *_), out, lse = given
         lse_size, held = 0, lse.nbytes  # of a copy in another layout
         query_side = [q, dout, out, lse.transpose(1, 2).contiguous()[..., None]]
         workspace = sizes[q.element_size()]

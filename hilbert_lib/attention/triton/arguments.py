@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import packed, schedule
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 
@@ -67,14 +67,14 @@ def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if is_interpreted() else tensors
 
 
-def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Call) -> Tensor:
+def result(like: Tensor, todo: tuple[schedule.Pass, ...], call: Request) -> Tensor:
     """Memory for a result: rows that no pass visits are 0."""
     written = len(todo) > 1 or schedule.covers_all(call.pattern)
     return (torch.empty_like if written else torch.zeros_like)(like, memory_format=torch.contiguous_format)
 
 
 def launch_arguments(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, config: Config,
+    q: Tensor, k: Tensor, v: Tensor, call: Request, one: schedule.Pass, config: Config,
     *, rows: str, first: bool, last: bool,
 ) -> tuple[tuple[int], dict]:  # fmt: skip
     """Grid and shared arguments of a pass over the tiles of `rows`, "queries" or "keys". q stands in for unused ones.

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.dropout import drop_below
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import geometry
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
@@ -32,14 +32,14 @@ INTERPRETED_BLOCK = 16
 NOT_SPECIALIZED = [*geometry.NOT_SPECIALIZED, "pairs", "units", "tiles", "parts", "stride_pb"]
 
 
-def serves(q: Tensor, k: Tensor, call: Call) -> bool:
+def serves(q: Tensor, k: Tensor, call: Request) -> bool:
     """Whether this forward suits a call better than `launch.forward`.
 
     It does where a KV head has few query rows and some branch shows them so many keys that partial results are small.
     How many programs there are does not count: the keys are read once for all heads of a group in any case.
 
     >>> q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 4096, 2, 64)
-    >>> serves(q, k, Call(DilatedPattern((1024,), (1,)), query_start=4095))
+    >>> serves(q, k, Request(DilatedPattern((1024,), (1,)), query_start=4095))
     True
     """
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
@@ -48,7 +48,7 @@ def serves(q: Tensor, k: Tensor, call: Call) -> bool:
     return max(min(w, k.shape[1]) // r for w, r in call.pattern.branches) >= KEYS_PER_ROW * rows
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention, as `launch.forward` gives them; deterministic, no atomics."""
     dtype = q.dtype
     q, k, v = as_computed(q, k, v)

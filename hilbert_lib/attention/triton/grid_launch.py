@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.grids.request import Part, Request, Tensors
+from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.backward import delta_kernel
 from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
@@ -188,7 +188,7 @@ def _windows(windows: tuple[tuple[int, ...], ...], device: torch.device) -> Tens
 
 
 @cached_for_graphs(maxsize=256)
-def _boxes(part: Part, gathered: tuple[int, ...] | None, device: torch.device) -> Tensor:
+def _boxes(part: GridPart, gathered: tuple[int, ...] | None, device: torch.device) -> Tensor:
     # As the kernels read them; where rows are found through a table, by cells of the whole grid.
     lines = [(0, 1, 0, 1) * 2] * (3 - len(part.rows))
     for n, (rows, queries, keys) in enumerate(zip(part.rows, part.queries, part.keys, strict=True)):

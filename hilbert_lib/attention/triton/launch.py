@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import check_rows
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import decode, schedule
 from hilbert_lib.attention.triton.arguments import as_asked, as_computed, config_of, launch_arguments, result
 from hilbert_lib.attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
@@ -23,7 +23,7 @@ from hilbert_lib.attention.triton.start import Start, start
 PLAIN = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """Output and lse of dilated attention; shapes as in `reference.forward`.
 
     Raises ValueError for more keys than the kernels can count.
@@ -54,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return *as_asked(dtype, out), lse
 
 
-def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor) -> Tensor:
+def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Request, lse: Tensor) -> Tensor:
     # The output; lse is filled in place.
     ours, theirs = division.launches(call.pattern, k.shape[1], k.shape[2], call.is_causal)
     out = result(q, ours[:1], call)
@@ -86,7 +86,7 @@ def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call, lse: Tensor)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Request
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. On Hopper dq is summed in an order that varies, unless torch asks for determinism."""
     dtype = q.dtype
@@ -143,7 +143,7 @@ def backward(
     return as_asked(dtype, dq, dk, dv)
 
 
-def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: Call, name: str) -> None:
+def _start(starts: Callable[[], list[Start]], given: tuple, made: tuple, call: Request, name: str) -> None:
     # Packed documents have tables of their own in every call: nothing of it is kept.
     is_packed = call.cu_seqlens is not None
     start(starts, () if is_packed else (*given, *call.tensors), name, *call.options, made=made)
@@ -157,7 +157,7 @@ def _delta(out: Tensor, dout: Tensor, delta: Tensor) -> Start:
     return Start(delta_kernel, (triton.cdiv(rows, 32),), tensors, named)
 
 
-def _plain(name: str, tensors: tuple, call: Call, one: schedule.Pass, first: bool, last: bool, **named) -> Start:
+def _plain(name: str, tensors: tuple, call: Request, one: schedule.Pass, first: bool, last: bool, **named) -> Start:
     # The start of a plain kernel for a pass; tensors begin with q, k and v.
     if name != "forward":  # dout is the fourth
         named |= dict(zip(("stride_db", "stride_dn", "stride_dh"), tensors[3].stride()[:3], strict=True))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hilbert_lib.attention.call import Part
+from hilbert_lib.attention.request import StridedRows
 from hilbert_lib.attention.triton.geometry import power_of_2
 
 PLACE = tl.constexpr(5)  # numbers that say where a part's rows stand: start, segment length, rate, segments, rows
@@ -18,7 +18,7 @@ ADDRESS = tl.constexpr(3)  # numbers that say where one of its tensors lies: poi
 ELEMENTS = 8192  # of a tile: 64 registers of float32 a thread
 
 
-def merge_parts(parts: list[Part], q: Tensor) -> tuple[Tensor, Tensor]:
+def merge_parts(parts: list[StridedRows], q: Tensor) -> tuple[Tensor, Tensor]:
     """Merge parts of out, in q's dtype, and of lse, float32; rows that no part holds are 0 and -inf.
 
     out is shaped like q. The last stride of a part's out is 1, and its rows begin at 16-byte addresses.
@@ -34,14 +34,14 @@ def merge_parts(parts: list[Part], q: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def sum_parts(parts: list[Part], x: Tensor) -> Tensor:
+def sum_parts(parts: list[StridedRows], x: Tensor) -> Tensor:
     """The sum, in float32 and rounded once, of parts of one tensor each: shaped like x, stored as for `merge_parts`."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(sum_kernel, parts, total)
     return total
 
 
-def _launch(kernel: triton.JITFunction, parts: list[Part], whole: Tensor, *rest: Tensor) -> None:
+def _launch(kernel: triton.JITFunction, parts: list[StridedRows], whole: Tensor, *rest: Tensor) -> None:
     batch, rows, heads, head_dim = whole.shape
     table = _table(parts, batch, heads, tensors=1 + len(rest)).to(whole.device, non_blocking=True)
     block_d = power_of_2(head_dim)
@@ -51,7 +51,7 @@ def _launch(kernel: triton.JITFunction, parts: list[Part], whole: Tensor, *rest:
     )
 
 
-def _table(parts: list[Part], batch: int, heads: int, tensors: int) -> Tensor:
+def _table(parts: list[StridedRows], batch: int, heads: int, tensors: int) -> Tensor:
     # (slots, batch, heads, numbers) int64, pinned where there is a GPU. A slot that a head does not need is zero.
     depth = np.zeros((batch, heads), dtype=np.int64)  # slots taken
     slots = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -26,11 +26,11 @@ class Packed(NamedTuple):
     bounds: list[tuple[int, int]]  # (a, b): a document of n rows has at most (a * n + b) / chunk tiles
 
 
-def scheduled_length(call: Call, keys: int) -> int:
+def scheduled_length(call: Request, keys: int) -> int:
     """The length of a sequence by which a call of so many keys is scheduled; of documents a bound, of few values.
 
     >>> pattern = DilatedPattern((8, 100), (1, 2))
-    >>> [scheduled_length(Call(pattern, cu_seqlens=torch.zeros(2), max_seqlen=n), 1000) for n in (5, 33, 65, 101)]
+    >>> [scheduled_length(Request(pattern, cu_seqlens=torch.zeros(2), max_seqlen=n), 1000) for n in (5, 33, 65, 101)]
     [8, 64, 100, 128]
     """
     if call.cu_seqlens is None:

@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 
 from hilbert_lib import checks
-from hilbert_lib.attention.api import DTYPES, LARGEST_HEAD_DIM
 from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.validation import DTYPES, LARGEST_HEAD_DIM
 from hilbert_lib.lab.pairs import time_cases
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.lab.timing import Case
@@ -19,7 +19,7 @@ from hilbert_lib.lab.workload import Workload, by_backend
 from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate
 from hilbert_lib.limits.memory import measure_peak
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern, check_dilated
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")
@@ -60,7 +60,7 @@ def attention_points(
 
     In the time of direction "backward" there is no forward. TypeError or ValueError: for what is not allowed.
     """
-    check_pattern(pattern)
+    check_dilated(pattern)
     for argument, names, allowed in (("backends", backends, BACKENDS), ("directions", directions, DIRECTIONS)):
         if not isinstance(names, list | tuple) or not names or any(name not in list(allowed) for name in names):
             raise ValueError(f"{argument} must be a list of {', '.join(allowed)}; got {names!r}")

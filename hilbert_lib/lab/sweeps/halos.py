@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hilbert_lib.attention.grids.api import neighbourhood_attention
+from hilbert_lib.attention.api import neighbourhood_attention
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.exact_rows import SampledRows, Seen
 from hilbert_lib.lab.sweeps.grids import GridWork

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.lab.exact_rows import sampled_positions
 from hilbert_lib.lab.records import RESULTS, Kept, append_lines
@@ -153,7 +153,7 @@ class Work:
         """Relative errors of sampled rows of out and dq; none for attention that is another function."""
         if side == DENSE_RING:
             return {}
-        start, call = self.rows * dist.get_rank(), Call(self.pattern_of(side), is_causal=self.is_causal)
+        start, call = self.rows * dist.get_rank(), Request(self.pattern_of(side), is_causal=self.is_causal)
 
         def row_of(positions: Tensor) -> Tensor:
             return torch.where(positions // self.rows == dist.get_rank(), positions - start, -1)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from hilbert_lib.checks import boolean, integer, is_listed, positive
-from hilbert_lib.pattern import DilatedPattern, check_pattern, rows_in_segment
+from hilbert_lib.pattern import DilatedPattern, check_dilated, rows_in_segment
 
 
 def pairs_before(stop: int, length: int, rate: int, offset: int, segment_length: int, is_causal: bool = False) -> int:
@@ -45,7 +45,7 @@ def shard_lengths_for(
     multiple = integer("multiple", multiple, least=1)
     speeds = [Fraction(each) for each in check_weights(weights, ranks) or (1,) * ranks]  # exact: the same on all ranks
     if pattern is not None:
-        check_pattern(pattern)
+        check_dilated(pattern)
     boolean("is_causal", is_causal)
     units = -(-length // multiple)
 

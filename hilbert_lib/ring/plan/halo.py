@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hilbert_lib.attention.grids.api import by_kv_head
+from hilbert_lib.attention.validation import as_pattern
 from hilbert_lib.checks import grouped
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ring.plan.cost import Sizes, amount, by_rank
@@ -229,7 +229,7 @@ def plan_halo(
     ({(0, 1): 8, (1, 0): 8}, 128, 24)
     """
     heads, kv_heads = grouped(heads, kv_heads)
-    near = by_kv_head(neighbourhood, kv_heads)
+    near = as_pattern(neighbourhood).of_heads(kv_heads).by_head
     check_shards(shards).check(near[0].shape)
     return HaloPlan(near, shards, Sizes.checked(batch, heads, kv_heads, head_dim, dtype, padded), dtype)
 

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from hilbert_lib.checks import boolean, integer, integers
-from hilbert_lib.pattern import DilatedPattern, check_pattern
+from hilbert_lib.pattern import DilatedPattern, check_dilated
 from hilbert_lib.ring.plan.balance import check_weights
 from hilbert_lib.ring.plan.cost import TRANSPORTS, RingPlan, Sizes, amount, traffic
 from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch
@@ -64,7 +64,7 @@ def plan_ring(
     >>> plan.branches[0].shared[1].ranks, plan.ranks[0].sent_forward, plan.ranks[0].sent_backward
     ((4, 5, 6, 7), 786432, 2359296)
     """
-    check_pattern(pattern)
+    check_dilated(pattern)
     shard_lengths = integers("shard_lengths", shard_lengths, least=0)
     if not sum(shard_lengths):
         raise ValueError(f"shard_lengths must hold at least one token, got {shard_lengths}")

@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.choice import choose
 from hilbert_lib.attention.dropout import NAME, name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank.exchange import alive
@@ -25,7 +25,7 @@ class Job:
     """What a rank computes, but for q, k and v."""
 
     layout: Layout
-    call: Call  # of the whole sequence, but with the shard's padding mask
+    call: Request  # of the whole sequence, but with the shard's padding mask
     backend: str  # its name, or "auto"
     gradient: bool  # whether the backward will run
     ordering: Ordering | None  # in which the shards of k and v are stored
@@ -37,7 +37,7 @@ class Job:
         """The ranks."""
         return alive(self.known_group)
 
-    def backend_for(self, q: Tensor, call: Call, block: Block | None = None) -> str:
+    def backend_for(self, q: Tensor, call: Request, block: Block | None = None) -> str:
         """The backend of a block, or of the fused call, in the backward that of the forward."""
         if block not in self.chosen:
             self.chosen[block] = choose(q, call, self.backend, gradient=self.gradient)
@@ -53,7 +53,7 @@ def forward(q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | Non
     segments, group = q.shape[0], q.shape[3]
     q = _dense(q)
     k, v, call, name = _prepared(q, kv, block, job, padding)
-    out, lse = operators.forward(q, k, v, call, name)
+    out, lse = operators.forward(Tensors(q, k, v), call, name)
     lse = _by_row(lse.transpose(1, 2)[..., None], segments, group)[..., 0]
     merge_rows(*merged, (block.queries,), _by_row(out, segments, group), lse)
 
@@ -71,14 +71,14 @@ def backward(
     k, v, call, name = _prepared(q, kv, block, job, padding)
     # The operators return out and lse dense, and kernels take them so.
     dense = out.contiguous(), lse[..., 0].transpose(1, 2).contiguous()
-    dq, *grads = operators.backward(dout, q, k, v, *dense, call, name)
+    dq, *grads = operators.backward(dout, Tensors(q, k, v), *dense, call, name)[:3]
     add_rows(all_dq, (block.queries,), _by_row(dq, segments, group))
     add_rows(all_dkv, (block.keys,), torch.cat([_by_row(x[:, :keys], segments, 1) for x in grads], 3))
 
 
 def _prepared(
     q: Tensor, kv: Tensor, block: Block, job: Job, padding: Tensor | None
-) -> tuple[Tensor, Tensor, Call, str]:
+) -> tuple[Tensor, Tensor, Request, str]:
     # k and v, the call and the backend for dense queries.
     k, v = map(_dense, kv.split(1, 3))
     queries, keys = q.shape[1], k.shape[1]

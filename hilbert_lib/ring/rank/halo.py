@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids import operators
-from hilbert_lib.attention.grids.request import Part, Request, Tensors
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.ring.plan.halo import HaloPlan, Slab
 from hilbert_lib.ring.plan.shards import Box, Runs, positions
 from hilbert_lib.ring.rank.exchange import Beside, alive, exchange
@@ -22,7 +21,7 @@ from hilbert_lib.ring.rank.exchange import Beside, alive, exchange
 class Border:
     """Queries of a rank whose keys, own ones and others', are put together in a frame."""
 
-    part: Part
+    part: GridPart
     slots: Tensor | None  # as in `Request`
     queries: Tensor | None  # their rows in the shard; None for all
     filled: Tensor  # of each row of the frame the shard's that it holds, or 0 where that is another's
@@ -35,7 +34,7 @@ class Border:
 class HaloLayout:
     """What one rank computes and exchanges, as index tensors."""
 
-    interior: Part | None
+    interior: GridPart | None
     borders: tuple[Border, ...]
     touched: Tensor  # own rows of k and v whose gradients come from more than the interior
     rows: Tensor  # (3, rows sent), rows in the shard, KV heads, and rows of heads touched, destination by destination
@@ -88,10 +87,10 @@ def layout_of(plan: HaloPlan, rank: int, device: torch.device) -> HaloLayout:
         own_rows = places, torch.searchsorted(touched, at)
         theirs = _their_rows(plan, rank, frame)
         index = _slots(plan, frame), queries, filled, own_rows, theirs, _lacking(plan, len(frame), places, theirs[0])
-        part = Part(slab.queries, slab.queries, slab.keys, in_float=True)
+        part = GridPart(slab.queries, slab.queries, slab.keys, in_float=True)
         borders.append(Border(part, *_on(index, device)))
     return HaloLayout(
-        Part(own, inside, own) if inside else None,
+        GridPart(own, inside, own) if inside else None,
         tuple(borders),
         touched.to(device),
         torch.cat([rows, torch.searchsorted(touched, rows[:1]) * len(plan.neighbourhoods) + rows[1:]]).to(device),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call, working_dtype
 from hilbert_lib.attention.dropout import name_table, named
 from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
@@ -206,7 +206,8 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, T
     if job.layout.fused is None:
         batch, rows, heads, _ = q.shape
         return q.new_zeros(q.shape), q.new_full((batch, heads, rows), -torch.inf, dtype=working_dtype(q.dtype))
-    return operators.forward(q, *_fused_call(q, k, v, job))
+    k, v, call, name = _fused_call(q, k, v, job)
+    return operators.forward(Tensors(q, k, v), call, name)
 
 
 def _fused_backward(
@@ -215,13 +216,13 @@ def _fused_backward(
     if job.layout.fused is None:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     k, v, call, name = _fused_call(q, k, v, job)
-    dq, dk, dv = operators.backward(dout, q, k, v, out, lse, call, name)
+    dq, dk, dv = operators.backward(dout, Tensors(q, k, v), out, lse, call, name)[:3]
     if job.ordering is not None and call.inverse is None:  # k and v came in sequence order
         dk, dv = (job.ordering.apply(x, dim=1) for x in (dk, dv))
     return dq, dk, dv
 
 
-def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, Call, str]:
+def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor, Request, str]:
     # k and v as the backend reads them: as they are stored, or in sequence order.
     layout, seed = job.layout, job.call.seed
     if seed is not None:

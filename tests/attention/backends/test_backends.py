@@ -18,7 +18,7 @@ from hilbert_lib.attention import choice
 from hilbert_lib.attention.backends import backend as backends
 from hilbert_lib.attention.backends import flex, fused, presence
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import HALF_RULES
 
 PACKAGES = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "xformers"]
@@ -87,7 +87,7 @@ SERVED = [  # capability, dtype, head_dim, which serve beside triton, eager and 
 def test_which_backends_serve_a_plain_call(gpu, capability, dtype, head_dim, served):
     gpu(*capability)
     q = on_gpu(dtype, head_dim)
-    serving = {name for name, backend in BACKENDS.items() if not backend.refusal(q, Call(PATTERN))}
+    serving = {name for name, backend in BACKENDS.items() if not backend.refusal(q, Request(PATTERN))}
     assert serving - {"triton"} == served | {"eager", "reference"}
     assert ("triton" in serving) == (dtype != torch.float64)
 
@@ -97,7 +97,7 @@ def test_options_that_a_kernel_lacks_are_refused_by_name(gpu, option):
     gpu(9, 0)
     given = {"dropout_p": 0.1, "key_padding_mask": torch.zeros(1, 16, dtype=torch.bool), "query_start": 3}[option]
     for name in NAMES:
-        refusal = BACKENDS[name].refusal(on_gpu(), Call(PATTERN, **{option: given}))
+        refusal = BACKENDS[name].refusal(on_gpu(), Request(PATTERN, **{option: given}))
         lacks_it = name not in ("triton", "eager", "reference")
         assert refusal.startswith(f"no {option.removesuffix('_p')}") if lacks_it else not refusal, name
 
@@ -107,17 +107,17 @@ def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
     monkeypatch.setattr(presence, "state", lambda package: "")
     monkeypatch.setattr(choice, "rule_for", lambda *_, **__: HALF_RULES["Hopper"])
     for name in ("auto", "flex"):
-        told = choice.explain(on_gpu(), Call(PATTERN), name, gradient=False).reasons
+        told = choice.explain(on_gpu(), Request(PATTERN), name, gradient=False).reasons
         assert "torch refused it under torch.compile(mode='reduce-overhead')" in told["flex"]
         assert "reduce-overhead" not in told["triton"]
 
 
 def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
     gpu(9, 0)
-    assert not BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
+    assert not BACKENDS["cudnn"].refusal(on_gpu(), Request(PATTERN))
     with determinism():
-        assert "order that varies" in BACKENDS["cudnn"].refusal(on_gpu(), Call(PATTERN))
-        assert not BACKENDS["flash"].refusal(on_gpu(), Call(PATTERN))
+        assert "order that varies" in BACKENDS["cudnn"].refusal(on_gpu(), Request(PATTERN))
+        assert not BACKENDS["flash"].refusal(on_gpu(), Request(PATTERN))
 
 
 # What is installed: files below a folder of packages, and the versions that their metadata names.
@@ -205,14 +205,14 @@ def test_a_package_that_does_not_load_serves_nothing_and_says_why(gpu, installed
     installed(files, {"flash-attn-4": "4.0.0b36", **STACK})
     gpu(9, 0, with_packages=False)
     backend, wanted = BACKENDS["flash_attn_4"], f"flash-attn-4 4.0.0b36 cannot be imported: ImportError: {error}"
-    assert backend.refusal(on_gpu(torch.float32), Call(PATTERN)).startswith("serves float16")
+    assert backend.refusal(on_gpu(torch.float32), Request(PATTERN)).startswith("serves float16")
     assert "flash_attn.cute" not in sys.modules  # nothing that cannot serve anyway is imported
-    assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted
+    assert backend.refusal(on_gpu(), Request(PATTERN)) == wanted
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("")
     importlib.invalidate_caches()
-    assert backend.refusal(on_gpu(), Call(PATTERN)) == wanted  # asked once: what has failed to load is not whole
+    assert backend.refusal(on_gpu(), Request(PATTERN)) == wanted  # asked once: what has failed to load is not whole
     presence._breakage.cache_clear()
-    assert not backend.refusal(on_gpu(), Call(PATTERN))
+    assert not backend.refusal(on_gpu(), Request(PATTERN))
 
 
 @pytest.mark.parametrize(("cuda", "found"), [("13.0", True), ("13.0", False), (None, False)])
@@ -261,7 +261,7 @@ def test_xformers_without_its_compiled_part_cannot_serve(gpu, installed, importa
     installed({**XFORMERS, **files, "xformers/_cpp_lib.py": KEPT[case]}, AT_35)
     gpu(9, 0, with_packages=False)
     said = "xformers 0.0.35 is imported without its compiled part, and none of its kernels run: "
-    assert BACKENDS["xformers"].refusal(on_gpu(), Call(PATTERN)) == (said + TOLD[case] if case in TOLD else "")
+    assert BACKENDS["xformers"].refusal(on_gpu(), Request(PATTERN)) == (said + TOLD[case] if case in TOLD else "")
 
 
 @pytest.mark.gpu
@@ -283,7 +283,7 @@ def test_an_option_that_came_later_is_refused_unless_it_is_named(monkeypatch):
     q = torch.ones(1, 4, 1, 8)
 
     def asked(softcap):
-        call = Call(DilatedPattern((4,), (1,)))
+        call = Request(DilatedPattern((4,), (1,)))
         object.__setattr__(call, "softcap", softcap)
         return call
 

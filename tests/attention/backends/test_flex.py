@@ -13,14 +13,14 @@ from torch.nn.attention.flex_attention import _ordered_to_dense, create_block_ma
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention.backends import flex
-from hilbert_lib.attention.call import Call, working_dtype
+from hilbert_lib.attention.request import Request, working_dtype
 
 
 @pytest.mark.parametrize("mixing", ["softmax", "head_groups"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flex_gives_the_output_and_lse_of_the_oracle(mixing, is_causal):
     pattern, (q, k, v, _), out, lse, _ = expected("sparse", "head", mixing, torch.float32, "wide", is_causal)
-    got, got_lse = flex.attend(q, k, v, Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
+    got, got_lse = flex.attend(q, k, v, Request(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5))
     assert_close((got, got_lse), (out, lse), 2e-4)
     assert lse.isinf().any()  # rows that no branch has
 
@@ -44,7 +44,7 @@ def test_blocks_hold_every_pair_and_full_ones_no_other(rates, is_causal):
 def test_a_backward_below_autograd_takes_masks_first_made_in_inference_mode(monkeypatch, is_causal):
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # no gradient on the CPU
     *tensors, dout = drawn(50, 2, 2, 16, dtype=torch.float64)
-    call = Call(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
+    call = Request(DilatedPattern((25, 50), (1, 2)), is_causal, scale=0.3)  # of no other test: masks are cached
     with torch.inference_mode():
         out, lse = flex.attend(*tensors, call)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as the operator calls it
@@ -64,7 +64,7 @@ def parts_by_flex(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], 
     got = [torch.zeros_like(x) for x in wanted]
     first, second = slice(0, 150), slice(150, 220)
     for queries, keys, is_causal in ((first, first, True), (second, first, False), (second, second, True)):
-        call = Call(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
+        call = Request(DilatedPattern((150,), (1,)), is_causal, scale=16**-0.5, is_part=True)
         rows = [x[:, queries].contiguous() for x in (dout, q)]
         merged = out[:, queries].to(dtype), lse[:, :, queries].to(working_dtype(dtype)).contiguous()
         some = flex.backward(*rows, k[:, keys].contiguous(), v[:, keys].contiguous(), *merged, call)
@@ -84,7 +84,7 @@ def test_parts_of_flex_have_the_gradient_of_the_whole(monkeypatch):
 
 def test_rows_without_keys_have_no_gradient_in_a_part_of_flex():
     out, lse = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -torch.inf)
-    assert not any(x.count_nonzero() for x in flex._gradients_of_part(torch.ones_like(out), out, lse, out, lse))
+    assert not any(x.count_nonzero() for x in flex.gradients_of_part(torch.ones_like(out), out, lse, out, lse))
 
 
 @pytest.mark.gpu
@@ -96,7 +96,7 @@ def test_parts_of_compiled_flex_have_the_gradient_of_the_whole():
 def test_flex_takes_fewer_queries_than_keys_in_one_segment():
     *tensors, _ = drawn(20, 2, 2, 16, keys=45)
     pattern = DilatedPattern((45,), (1,))
-    got = flex.attend(*tensors, Call(pattern, scale=0.3))
+    got = flex.attend(*tensors, Request(pattern, scale=0.3))
     assert_close(got, oracle.attention(*tensors, pattern, scale=0.3), 1e-5)
 
 
@@ -105,7 +105,7 @@ def test_rates_beyond_32_bits_leave_one_row_of_a_residue_in_flex(rate):
     pattern = DilatedPattern((2**41,), (rate,), offsets="zero")
     tensors = torch.randn(3, 1, 8, 1, 16).unbind()
     exact = dilated_attention(*tensors, pattern, scale=0.25, return_lse=True, backend="reference")
-    torch.testing.assert_close(flex.attend(*tensors, Call(pattern, scale=0.25)), exact)
+    torch.testing.assert_close(flex.attend(*tensors, Request(pattern, scale=0.25)), exact)
 
 
 # A compiled function whose backward runs again, whatever ran and was compiled before it.

@@ -16,7 +16,7 @@ from hilbert_lib.attention.backends import packages, strided
 from hilbert_lib.attention.backends.dense import CuDnn, Efficient, Flash, Within32Bits
 from hilbert_lib.attention.backends.kernel import Eager, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 
 
 def dense(q, k, v, scale, causal):
@@ -129,7 +129,7 @@ def kernel(request, monkeypatch):
 def test_the_adapter_of_a_package_equals_the_oracle(kernel, branches, shape, is_causal):
     pattern, (*tensors, dout), out, lse, grads = expected(branches, "head", "softmax", torch.float64, shape, is_causal)
     q, k, v = (stored(x, "sliced") for x in tensors)
-    call = Call(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
+    call = Request(pattern, is_causal=is_causal, scale=q.shape[3] ** -0.5)
     got, got_lse = strided.forward(q, k, v, call, kernel)
     assert_close((got, got_lse), (out, lse), 1e-12)
     got_grads = strided.backward(dout, q, k, v, got, got_lse, call, kernel)
@@ -150,10 +150,10 @@ def test_a_warning_of_its_own_argument_is_not_shown_and_others_are(kernel, monke
     packages._without_its_warning.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+        strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
         said.append("another")
         with pytest.raises(UserWarning, match="another"):
-            strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+            strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
     packages._without_its_warning.cache_clear()
 
 
@@ -164,7 +164,7 @@ def test_the_adapter_of_a_package_hands_on_views_without_a_copy(kernel, monkeypa
     seen = []
     products = dense
     monkeypatch.setattr(sys.modules[__name__], "dense", lambda *x: seen.append(x[:3]) or products(*x))
-    strided.forward(q, k, v, Call(DilatedPattern((8, 16), (1, 2))), kernel)
+    strided.forward(q, k, v, Request(DilatedPattern((8, 16), (1, 2))), kernel)
     assert seen
     assert all(x.untyped_storage().data_ptr() in storages for views in seen for x in views)
 
@@ -194,7 +194,7 @@ def cudnn_with_plans():
 def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeypatch):
     monkeypatch.setattr(dense_kernels, "_aten", cudnn_with_plans())
     pattern, (*tensors, dout), _, _, grads = expected("aligned", "head", "softmax", torch.float64, "grouped", True)
-    call = Call(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
+    call = Request(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
     for of_inputs, of_dout in itertools.product(LAYOUTS, LAYOUTS):
         q, k, v = (stored(x, of_inputs) for x in tensors)
         out, lse = strided.forward(q, k, v, call, CuDnn)
@@ -235,7 +235,7 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
             return Eager.backward(dout, q, k, v, out, lse, problem)
 
     q, k, v = (stored(x, layout) for x in tensors)
-    call, kernel = Call(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
+    call, kernel = Request(pattern, is_causal=True, scale=q.shape[3] ** -0.5), Within32Bits(Short)
     got, got_lse = strided.forward(q, k, v, call, kernel)
     assert_close((got, got_lse), (out, lse), 1e-12)
     for of_dout in LAYOUTS:
@@ -246,7 +246,8 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])
 def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
-        assert function.keywords["kernel"] == Within32Bits(kernel)
+        (of_sequences,) = [each.cell_contents for each in function.__closure__]
+        assert of_sequences.keywords["kernel"] == Within32Bits(kernel)
 
 
 @pytest.mark.parametrize(("rows", "head_dim", "at_once"), [(257, 65, False), (256, 64, True)])
@@ -305,7 +306,7 @@ def test_padding_is_never_written_out_for_every_query(batch, heads, segment_leng
     padding = torch.zeros(batch, 64, dtype=torch.bool)
     masks = []
     for mask in (None, padding):
-        call = Call(DilatedPattern((segment_length,), (1,)), scale=0.3, key_padding_mask=mask)
+        call = Request(DilatedPattern((segment_length,), (1,)), scale=0.3, key_padding_mask=mask)
         with Masks() as counted:
             out, lse = strided.forward(q, k, v, call, Eager)
             strided.backward(dout, q, k, v, out, lse, call, Eager)

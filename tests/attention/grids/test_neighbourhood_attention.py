@@ -36,18 +36,21 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hilbert_lib import Neighbourhood, NeighbourhoodAttention, Ordering, explain_backend, neighbourhood_attention
-from hilbert_lib.attention.grids import api, eager, flex, operators
-from hilbert_lib.attention.grids.api import validated
-from hilbert_lib.attention.grids.registry import BACKENDS
-from hilbert_lib.attention.grids.request import Part, Request, Tensors, on_its_keys
-from hilbert_lib.grid import EDGES, axis_tiles, mask_blocks
+from hilbert_lib.attention import operators
+from hilbert_lib.attention.backends import flex_grid as flex
+from hilbert_lib.attention.backends import tiles
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.grid_parts import on_its_keys
+from hilbert_lib.attention.request import GridPart, Request, Tensors
+from hilbert_lib.attention.validation import validated
+from hilbert_lib.grid import EDGES, HeadNeighbourhoods, axis_tiles, mask_blocks
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 
 
 @pytest.mark.parametrize("case", pairs_of_options(TOLERANCE, ("reference", "eager")), ids=str)
 def test_options_in_pairs(case, monkeypatch):
-    monkeypatch.setattr(eager, "CHUNK", 2**10)  # several chunks
+    monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
     check(*case)
 
 
@@ -70,7 +73,7 @@ def test_on_a_gpu_the_kernels_serve_all_options(rules):
 
 @in_pairs((torch.float64, torch.bfloat16), ("reference", "eager"))
 def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
-    monkeypatch.setattr(eager, "CHUNK", 2**10)  # several chunks
+    monkeypatch.setattr(tiles, "CHUNK", 2**10)  # several chunks
     check(*case)
 
 
@@ -78,7 +81,8 @@ def test_output_lse_and_gradients_are_the_oracles(case, monkeypatch):
 def test_windows_are_those_of_the_kv_head_of_each_group(backend, monkeypatch):
     if backend == "flex":  # as below
         run = partial(flex.attend, block_size=16)
-        monkeypatch.setitem(BACKENDS, "eager", replace(BACKENDS["eager"], functions=lambda _: (run, None)))
+        backends = backends_for(HeadNeighbourhoods)
+        monkeypatch.setitem(backends, "eager", replace(backends["eager"], functions=lambda _: (run, None)))
         check_grouped_windows("eager", head_dim=16, gradients=False)
     else:
         check_grouped_windows(backend)
@@ -138,7 +142,7 @@ def test_a_query_of_a_part_sees_the_same_keys_in_the_grid_that_these_are(edge, s
         rows = range(random.randint(0, first), random.randint(last, cells))
         _, part, *_ = boxed(each[0], (rows,), (range(first, last),))
         try:
-            found = on_its_keys(Request(tuple(each), part=part))
+            found = on_its_keys(Request(HeadNeighbourhoods(tuple(each)), part=part))
         except ValueError:  # no such grid has the same rules
             continue
         served += 1
@@ -162,7 +166,7 @@ def test_some_parts_of_grids_are(rules):
 
 def test_flex_attention_with_options_of_its_own_gives_the_output_alone():
     q, k, v = torch.randn(3, 1, 36, 2, 16).unbind()
-    given = api.validated(q, k, v, Neighbourhood((6, 6), 3))
+    given = validated(q, k, v, Neighbourhood((6, 6), 3))
     out, lse = flex.attend(*given, kernel_options={"BACKEND": "TRITON"})
     assert lse is None
     assert torch.equal(out, flex.attend(*given)[0])
@@ -176,7 +180,8 @@ def test_flex_attention_has_the_oracles_mask(case, monkeypatch):
     if rest[-1] != "extra and padding":
         monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     run = partial(flex.attend, block_size=16)
-    monkeypatch.setitem(BACKENDS, "eager", replace(BACKENDS["eager"], functions=lambda _: (run, None)))
+    backends = backends_for(HeadNeighbourhoods)
+    monkeypatch.setitem(backends, "eager", replace(backends["eager"], functions=lambda _: (run, None)))
     check(*rest, torch.float64, "eager", head_dim=16, gradients=False)
 
 
@@ -212,12 +217,22 @@ STORED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [None, Part(*(tuple(map(range, NEAR.shape)),) * 3, in_float=True)], ids=["", "part"])
+@pytest.mark.parametrize(
+    "part", [None, GridPart(*(tuple(map(range, NEAR.shape)),) * 3, in_float=True)], ids=["", "part"]
+)
 @pytest.mark.parametrize("order", STORED, ids=repr)
 def test_the_operator_is_given_all_of_a_request(order, part):
     masks = torch.zeros(2, 24, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)
-    asked = Request((NEAR, replace(NEAR, window=(2, 1))), 0.25, order, *masks, part, torch.arange(24).int())
-    found = operators._request(*operators._fields(asked))
+    asked = Request(
+        HeadNeighbourhoods((NEAR, replace(NEAR, window=(2, 1)))),
+        scale=0.25,
+        ordering=order,
+        key_padding_mask=masks[0],
+        extra_padding_mask=masks[1],
+        part=part,
+        slots=torch.arange(24).int(),
+    )
+    found = operators._request(*operators._arguments(asked))
     assert found.options == asked.options
     for name in ("key_padding_mask", "extra_padding_mask", "slots"):
         assert getattr(found, name) is getattr(asked, name)
@@ -235,7 +250,7 @@ def test_its_useful_flop_are_counted():
     x = torch.ones(1, near.length, 1, 4)
     given_ = Tensors(x[:, rows], x[:, keys], x[:, keys], x[:, :3], x[:, :3])
     with FlopCounterMode(display=False) as counted:
-        operators.forward(given_, Request((near,), part=part), "eager")
+        operators.forward(given_, Request(near.of_heads(1), part=part), "eager")
     assert counted.get_total_flops() == 4 * int(mask_of(near)[rows[computed]].sum() + 3 * computed.sum()) * 4
 
 
@@ -294,7 +309,7 @@ def test_an_empty_extra_k_may_have_an_empty_mask():
     none, mask = torch.zeros(2, 0, *K.shape[2:], dtype=K.dtype), torch.zeros(2, 0, dtype=torch.bool)
     given = {"extra_k": none, "extra_v": none, "extra_padding_mask": mask}
     assert torch.equal(asked(**given), asked())
-    assert api.validated(Q, K, V, NEAR, **given)[1].extra_padding_mask is None  # kernels load no mask of no keys
+    assert validated(Q, K, V, NEAR, **given)[1].extra_padding_mask is None  # kernels load no mask of no keys
 
 
 @pytest.mark.parametrize(
@@ -313,7 +328,7 @@ def test_an_empty_extra_k_may_have_an_empty_mask():
 def test_what_the_kernels_of_boxes_do_not_serve_is_named(given, near, ordering, words):
     pytest.importorskip("triton", reason="triton has no build for this platform")
     tensors, request = validated(given, given, given, near, ordering=ordering)
-    limits = BACKENDS["hopper"].limits(tensors.q, request)
+    limits = backends_for(HeadNeighbourhoods)["hopper"].limits(tensors.q, request)
     assert words in limits
     assert bool(words) == bool(limits)
 
@@ -343,19 +358,19 @@ def test_a_module_projects_and_serves_every_grid():
 def test_memory_does_not_grow_with_length_squared(monkeypatch):
     # Of scores, no more than a chunk at a time, however long the sequence is.
     most = []
-    chunks = eager._chunks
+    chunks = tiles._chunks
 
     def watched(*args):
         for tile in chunks(*args):
             most.append(tile.scores.numel())
             yield tile
 
-    monkeypatch.setattr(eager, "_chunks", watched)
-    monkeypatch.setattr(eager, "CHUNK", 2**16)
+    monkeypatch.setattr(tiles, "_chunks", watched)
+    monkeypatch.setattr(tiles, "CHUNK", 2**16)
     near = Neighbourhood((32, 32), 3)
     x = torch.randn(1, 1024, 2, 4)
     for extra in (0, 20):  # which every tile has too
-        eager.forward(Tensors(x, x, x, x[:, :extra], x[:, :extra]), Request((near, near)))
+        tiles.forward(Tensors(x, x, x, x[:, :extra], x[:, :extra]), Request(near.of_heads(2)))
         assert len(most) > 1
         assert max(most) <= 2**16
         most.clear()

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import decode as decoding
 from hilbert_lib.attention.triton import grid_launch
 from hilbert_lib.attention.triton import rows as by_row
@@ -179,7 +179,10 @@ def launched(module, columns: int, near: Neighbourhood, more: bool) -> Iterator[
     x = torch.zeros(1, near.length, 2, columns, dtype=torch.bfloat16)
     extra = x[:, : 70 if more else 0]
     masks = [torch.zeros(1, n, dtype=torch.bool) if more else None for n in (near.length, 70)]
-    given, request = Tensors(x, x, x, extra, extra), Request((near, near), 1.0, None, *masks)
+    given, request = (
+        Tensors(x, x, x, extra, extra),
+        Request(near.of_heads(2), key_padding_mask=masks[0], extra_padding_mask=masks[1]),
+    )
     starts = []
     module.start, module.multiprocessors = lambda make, *_, **__: starts.extend(make()), lambda device: 132
     out, lse = module.forward(given, request)

@@ -10,7 +10,7 @@ from cases import LAYOUTS, differentiated
 from grid_cases import MORE, boxed, dense, ranges
 
 from hilbert_lib import Neighbourhood
-from hilbert_lib.attention.grids.request import Tensors
+from hilbert_lib.attention.request import Tensors
 
 EDGES = ("shift", "clip", "wrap", "causal")
 RANKS = {1: (40, 400), 2: (4, 40), 3: (2, 14)}  # along each axis of a grid, by how many there are

@@ -13,13 +13,12 @@ from kept_starts import Compiled, Given
 
 from hilbert_lib import DilatedPattern, Neighbourhood, dilated_attention, explain_backend, neighbourhood_attention
 from hilbert_lib.attention import choice, failures
-from hilbert_lib.attention.backends import fused
-from hilbert_lib.attention.grids import api as grids
-from hilbert_lib.attention.grids import fused as grids_fused
-from hilbert_lib.attention.grids.registry import BACKENDS
+from hilbert_lib.attention.backends import fused, fused_grid
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
+from hilbert_lib.grid import HeadNeighbourhoods
 
 FAILING: list[str] = []  # kernels, by the module that holds each
 asked: list[str] = []  # the compiler was, for these
@@ -96,9 +95,9 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Given())
     triton.compiler.compile = compile_or_fail
     torch.cuda.set_device = lambda _: None
-    fused.absence = grids_fused.absence = lambda _device: ""
-    object.__setattr__(BACKENDS["hopper"], "here", lambda q, request: "")
+    fused.absence = fused_grid.absence = lambda _device: ""
+    object.__setattr__(backends_for(HeadNeighbourhoods)["hopper"], "here", lambda q, request: "")
     grid_launch.multiprocessors = lambda _device: 132
     choice._known_rule = lambda _device, _dtype: Rule(("triton", "sdpa", "reference"), "of this script")
-    grids._rule = lambda _q, _request: Rule(("hopper", "triton", "eager"), "of this script")
+    choice.grid_rule = lambda *_: Rule(("hopper", "triton", "eager"), "of this script")
     print(json.dumps({f"{name} {direction}": tried(*case) for (name, direction), case in CASES.items()}))

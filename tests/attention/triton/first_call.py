@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import launch
 
 PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))  # of the reference work
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     torch.cuda.set_device = lambda device: devices.append(str(device))
     launch.hopper.runs = lambda *_: True
     q, k, v, dout = torch.zeros(4, 1, 65536, 16, head_dim, dtype=torch.bfloat16)
-    call = Call(PATTERN, is_causal=causal, scale=1.0)
+    call = Request(PATTERN, is_causal=causal, scale=1.0)
     out, lse = torch.empty_like(q), torch.empty(1, 16, 65536)
     runs = {
         "forward": lambda: launch.forward(q, k, v, call),

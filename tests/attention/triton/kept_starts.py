@@ -18,8 +18,7 @@ from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
 from hilbert_lib import DilatedPattern, Neighbourhood
-from hilbert_lib.attention.call import Call
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.triton import grid_launch, launch, rows, schedule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch as hopper_grid
@@ -128,7 +127,7 @@ def drawn(*shape, dtype=torch.bfloat16, number=4):
 def along(tensors, again: bool = False, **options) -> None:
     """A forward or, again, a backward along a sequence."""
     q, k, v, dout = tensors
-    call = Call(**{"pattern": PATTERN, "scale": 0.125} | options)
+    call = Request(**{"pattern": PATTERN, "scale": 0.125} | options)
     if not again:
         launch.forward(q, k, v, call)
     else:
@@ -141,7 +140,13 @@ def on_grid(module, again: bool, **options) -> None:
     q, k, v, dout = drawn(1, 512, 2, 64)
     extra = torch.zeros(1, 8, 2, 64, dtype=q.dtype)
     given = Tensors(q, k, v, extra, extra.clone())
-    request = Request((near, near), 0.125, options.get("ordering"), *masks)
+    request = Request(
+        near.of_heads(2),
+        scale=0.125,
+        ordering=options.get("ordering"),
+        key_padding_mask=masks[0],
+        extra_padding_mask=masks[1],
+    )
     if not again:
         module.forward(given, request)
     else:

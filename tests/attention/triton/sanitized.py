@@ -11,8 +11,8 @@ import triton.language as tl
 
 from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, neighbourhood_attention
 from hilbert_lib.attention.backends import strided
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.merge import add_rows, merge_rows
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import launch, merge
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.rows import add_zero_keys
@@ -177,7 +177,7 @@ def merging():
     ):
         q, k, v = (torch.randn(2, 300, heads, head_dim, device=DEVICE, dtype=dtype) for heads in (4, 2, 2))
         parts, summands = [], []
-        for step in strided.steps(Call(DilatedPattern(*branches)), [q], [k]):
+        for step in strided.steps(Request(DilatedPattern(*branches)), [q], [k]):
             (rows,), (keys,) = step.queries, step.keys
             lse = torch.randn(rows.shape[:3], device=DEVICE)
             parts.append(step.query_part(torch.randn_like(rows.contiguous()), lse))

@@ -9,7 +9,7 @@ from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, determi
 
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
@@ -30,7 +30,7 @@ def tokens(queries: int, heads: int, kv_heads: int, *, keys: int = KEYS, head_di
     return drawn(queries, heads, kv_heads, head_dim, keys=keys, batch=batch, **options)[:3]
 
 
-def decoded(q, k, v, call: Call):
+def decoded(q, k, v, call: Request):
     """`decode.forward` on the device of the tests; out and lse on the CPU."""
     call = replace(call, **{f: x.to(DEVICE) for f, x in vars(call).items() if isinstance(x, torch.Tensor)})
     out, lse = decode.forward(*(x.to(DEVICE) for x in (q, k, v)), call)
@@ -57,7 +57,7 @@ def test_output_and_lse_equal_the_oracle_wherever_the_queries_stand(case):
     order = ORDERINGS[ordering](KEYS)
     inverse = None if order is None else order.inverse.int()
     kept = (k, v) if order is None else (order.apply(k, dim=1), order.apply(v, dim=1))
-    call = Call(pattern, scale=0.7, inverse=inverse, **options)
+    call = Request(pattern, scale=0.7, inverse=inverse, **options)
     out, lse = decoded(*(stored(x, layout) for x in (q, *kept)), call)
     assert_close((out, lse), (expected, expected_lse), TOLERANCE[dtype][:2])
 
@@ -67,18 +67,18 @@ def test_dropout_has_the_bits_of_the_reference_and_lse_is_undropped(is_causal):
     q, k, v = tokens(4, 4, 2)
     seed = torch.tensor([2**40 + 5])
     pattern = DilatedPattern((16, 64), (2, 3))
-    call = Call(pattern, scale=0.5, is_causal=is_causal, query_start=29, dropout_p=0.3, seed=seed)
-    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(q, k, v, call), atol=2e-5, rtol=0)
+    call = Request(pattern, scale=0.5, is_causal=is_causal, query_start=29, dropout_p=0.3, seed=seed)
+    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(Tensors(q, k, v), call), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("programs", [1, 20, 10**6])
 def test_the_result_does_not_depend_on_how_the_keys_are_split(programs, monkeypatch):
     q, k, v = tokens(2, 2, 1, keys=250, head_dim=16, batch=1)
-    call = Call(DilatedPattern((50, 250), (1, 2)), scale=0.3, is_causal=True, query_start=240)
+    call = Request(DilatedPattern((50, 250), (1, 2)), scale=0.3, is_causal=True, query_start=240)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     monkeypatch.setattr(decode, "KEYS_PER_ROW", 1)
     monkeypatch.setattr(decode, "MERGED_ELEMENTS", 64)  # the merge takes several steps too
-    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(q, k, v, call), atol=2e-5, rtol=0)
+    torch.testing.assert_close(decoded(q, k, v, call), reference.forward(Tensors(q, k, v), call), atol=2e-5, rtol=0)
 
 
 def test_every_part_of_the_keys_has_one_program_and_no_other_is_started():
@@ -97,7 +97,7 @@ def test_every_part_of_the_keys_has_one_program_and_no_other_is_started():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_stays_in_its_rows(bad, which):
     q, k, v = tokens(5, 2, 1, batch=1)
-    call = Call(DilatedPattern((8, 32), (1, 2)), is_causal=True, query_start=30)
+    call = Request(DilatedPattern((8, 32), (1, 2)), is_causal=True, query_start=30)
     clean, _ = decoded(q, k, v, call)
     for position in (3, 29, 32, 33, 60):
         spoilt = {"k": k.clone(), "v": v.clone()}
@@ -113,7 +113,7 @@ def test_a_key_that_is_not_finite_stays_in_its_rows(bad, which):
 @pytest.mark.gpu
 def test_two_runs_give_the_same_bits():
     tensors = tokens(3, 4, 2)
-    call = Call(DilatedPattern((16, 64), (1, 2)), is_causal=True, query_start=46)
+    call = Request(DilatedPattern((16, 64), (1, 2)), is_causal=True, query_start=46)
     assert all(map(torch.equal, decoded(*tensors, call), decoded(*tensors, call)))
 
 
@@ -122,7 +122,7 @@ def test_it_serves_few_rows_against_many_keys():
     k = torch.empty(1, 8192, 2, 64, dtype=torch.bfloat16)
 
     def serves(queries: int, heads: int, pattern: DilatedPattern = pattern) -> bool:
-        return decode.serves(torch.empty(1, queries, heads, 64, dtype=k.dtype), k, Call(pattern, query_start=0))
+        return decode.serves(torch.empty(1, queries, heads, 64, dtype=k.dtype), k, Request(pattern, query_start=0))
 
     assert serves(1, 2)
     assert serves(16, 8)

@@ -16,7 +16,7 @@ from cases import drawn as tokens
 from mutations import MUTATIONS
 
 from hilbert_lib import DilatedPattern
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton.hopper import division
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
@@ -85,7 +85,7 @@ def expected(case: Case) -> tuple:
 
 def results_of(sources, case: Case, is_deterministic: bool = False) -> dict[str, torch.Tensor]:
     q, k, v, dout = (stored(x, case.layout) for x in expected(case)[0])
-    call = Call(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
+    call = Request(case.pattern, is_causal=case.is_causal, scale=case.scale, query_start=case.query_start)
     sources.starts.clear()
     with determinism(is_deterministic):
         out, lse = sources.launch.forward(q, k, v, call)
@@ -145,7 +145,7 @@ def test_a_nan_reaches_the_rows_that_attend_to_it(sources, case, place):
     case = case._replace(layout="bshd")
     q, k, v, _ = (x.clone() for x in expected(case)[0])
     v[0, place, 0] = torch.nan
-    found, _ = sources.launch.forward(q, k, v, Call(case.pattern, is_causal=True, scale=case.scale))
+    found, _ = sources.launch.forward(q, k, v, Request(case.pattern, is_causal=True, scale=case.scale))
     sees = oracle.times_seen(case.pattern, range(case.length), case.length, 0, case.kv_heads, True)[:, place] > 0
     assert sees.any()
     assert torch.equal(found[0, :, 0].isnan().all(-1), sees)

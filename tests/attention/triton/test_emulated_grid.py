@@ -14,7 +14,8 @@ from drawn_grids import BOXED, CASES, EDGES, SPECIAL, Case, boxed_part, drawn, e
 from grid_cases import check_nan, check_part, dense
 
 from hilbert_lib import Neighbourhood
-from hilbert_lib.attention.grids.request import Request, Tensors
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.grid import HeadNeighbourhoods
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 
@@ -30,7 +31,12 @@ def results_of(sources, case: Case) -> Iterator[tuple[str, torch.Tensor]]:
     """What the kernels compute, by name: of the forward, and then of the backward."""
     given, dout, masks, _ = expected(case)
     given = Tensors(*(stored(x, case.layout) for x in given))
-    request = Request(case.windows, case.head_dim**-0.5, None, *masks)
+    request = Request(
+        HeadNeighbourhoods(case.windows),
+        scale=case.head_dim**-0.5,
+        key_padding_mask=masks[0],
+        extra_padding_mask=masks[1],
+    )
     sources.starts.clear()
     out, lse = sources.grids.forward(given, request)
     yield from (("out", out), ("lse", lse))
@@ -124,7 +130,7 @@ def test_a_nan_reaches_only_those_who_see_it(sources, at, head_dim):
     near = Neighbourhood((12, 20), (5, 4), dilation=(1, 2), edge=("clip", "wrap"))
     given = [torch.randn(1, rows, 2, head_dim).bfloat16() for rows in (240, 240, 240, 3, 3)]
     masks = [torch.arange(rows)[None] % 5 == 0 for rows in (240, 3)]
-    request = Request((near, near), head_dim**-0.5, None, *masks)
+    request = Request(near.of_heads(2), scale=head_dim**-0.5, key_padding_mask=masks[0], extra_padding_mask=masks[1])
     exact, _ = dense(*(x.double() for x in given), near, head_dim**-0.5, *masks)
     out = check_nan(near, given, at, 97 if at < 3 else 1, lambda *x: sources.grids.forward(Tensors(*x), request)[0])
     kept = ~out.isnan()
@@ -137,7 +143,7 @@ def test_scores_of_thousands_count_for_those_alone_who_see_the_key(sources, head
     given = Tensors(*(torch.randn(1, rows, 1, head_dim).bfloat16() for rows in (384, 384, 384, 0, 0)))
     given.k[:, 200] *= 1e4
     exact, _ = dense(*(x.double() for x in given), near, 1.0)
-    out, _ = sources.grids.forward(given, Request((near,)))
+    out, _ = sources.grids.forward(given, Request(near.of_heads(1)))
     assert (out - exact).norm(dim=-1).max() <= 1e-2 * exact.norm(dim=-1).max()
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern, dilated_attention
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.documents import check_rows
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
@@ -46,8 +46,9 @@ def test_every_document_is_as_the_oracle_has_it_alone(case):
 def test_it_is_one_operator_that_compiles_for_all_documents():
     pattern = DilatedPattern((4, 10), (1, 3), padding="zeros")
     tensors = [x.requires_grad_() for x in drawn(22, 2, 1, 4, device=DEVICE)[:3]]
-    given = *tensors, *operators._fields(Call(pattern, True, 0.5, cu_seqlens=ends_there([22]))), "triton"
-    torch.library.opcheck(torch.ops.hilbert_lib.dilated_attention.default, given)
+    request = Request(pattern, True, 0.5, cu_seqlens=ends_there([22]))
+    given = *tensors, None, None, *operators._arguments(request), "triton"
+    torch.library.opcheck(torch.ops.hilbert_lib.attention.default, given)
     attend = partial(dilated_attention, pattern=pattern, backend="triton")
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for cu in map(ends_there, ([22], LENGTHS["mixed"])):
@@ -84,7 +85,7 @@ def test_programs_take_every_row_of_every_document_once(pairs, lengths, rule, kv
     pattern, total = DilatedPattern(*map(tuple, zip(*pairs, strict=True)), offsets=rule), sum(lengths)
     cu = ends_of(lengths)
     longest = max(1, max(lengths)) if is_bounded else None
-    length = packed.scheduled_length(Call(pattern, cu_seqlens=cu, max_seqlen=longest), total)
+    length = packed.scheduled_length(Request(pattern, cu_seqlens=cu, max_seqlen=longest), total)
     assert max(lengths) <= length
     for one in schedule.passes(pattern, length, block):
         known = packed.tables(pattern, one, length, kv_heads, block, torch.device("cpu"))
@@ -127,7 +128,7 @@ def test_nothing_that_the_host_does_needs_the_lengths():
     found = packed.places(cu, total, known._replace(first=known.first.to("meta")))
     assert found.shape == packed.places(ends_of([30, 0, 20]), total, known).shape
     out, lse = torch.empty(1, total, 2, 4, device="meta"), torch.empty(1, 2, total, device="meta")
-    add_zero_keys(out, lse, Call(pattern, cu_seqlens=cu), 0, total, 2)
+    add_zero_keys(out, lse, Request(pattern, cu_seqlens=cu), 0, total, 2)
 
 
 def long_documents() -> list[int]:

@@ -10,7 +10,7 @@ from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exact
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
-from hilbert_lib.attention.call import Call
+from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
@@ -73,7 +73,7 @@ def by_kernels_and_exactly(pattern: DilatedPattern, tensors: list[torch.Tensor],
     q, k, v, dout = tensors
     length, head_dim = k.shape[1], k.shape[3]
     order = Ordering.from_curve("hilbert", length) if "ordering" in options else Ordering.linear(length)
-    call = Call(pattern, scale=head_dim**-0.5, is_causal="causal" in options)
+    call = Request(pattern, scale=head_dim**-0.5, is_causal="causal" in options)
     if "padding" in options:
         padding = torch.rand(k.shape[:2], generator=torch.Generator().manual_seed(1)) < 0.3
         call = replace(call, key_padding_mask=padding.to(DEVICE))
@@ -83,8 +83,8 @@ def by_kernels_and_exactly(pattern: DilatedPattern, tensors: list[torch.Tensor],
         q, dout = q[:, part], dout[:, part]
         call = replace(call, query_start=part.start)
     exact = [x.double() for x in (q, k, v)]
-    out, lse = reference.forward(*exact, call)
-    expected = out, lse, *reference.backward(dout.double(), *exact, out, lse, call)
+    out, lse = reference.forward(Tensors(*exact), call)
+    expected = out, lse, *reference.backward(dout.double(), Tensors(*exact), out, lse, call)[:3]
     if "ordering" in options:
         k, v = order.apply(k, dim=1), order.apply(v, dim=1)
         call = replace(call, inverse=order.inverse.int().to(DEVICE))
@@ -140,18 +140,18 @@ def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(monkeypatch, ke
     k[..., 0] = torch.randint(0, 3, k.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
     q, dout = (x[:, -1:] if kernels == "decoding" else x for x in (q, dout))
     start = 899 if kernels == "decoding" else None
-    call = Call(DilatedPattern(*LONG[branches]), scale=1.0, is_causal=True, query_start=start)
+    call = Request(DilatedPattern(*LONG[branches]), scale=1.0, is_causal=True, query_start=start)
     rounding = 4e4 * 2**-24
     for level in (8192, -8192):
         q[..., 0] = level
         exact = [x.double() for x in (q, k, v)]
-        expected, expected_lse = reference.forward(*exact, call)
+        expected, expected_lse = reference.forward(Tensors(*exact), call)
         out, lse = launch.forward(q, k, v, call)
         assert norms([out], [expected])[0] < ERRORS[dtype] + rounding
         assert (lse - expected_lse).abs().max() < rounding
         if kernels != "decoding":
             # Of dq and dk nothing is asked: equal weights cancel in them but for rounding.
-            expected_dv = reference.backward(dout.double(), *exact, expected, expected_lse, call)[2]
+            expected_dv = reference.backward(dout.double(), Tensors(*exact), expected, expected_lse, call)[2]
             dv = launch.backward(dout, q, k, v, out, lse, call)[2]
             assert norms([dv], [expected_dv])[0] < ERRORS[dtype] + rounding
 
@@ -159,11 +159,11 @@ def test_scores_of_ten_thousand_are_exact_to_the_rounding_of_lse(monkeypatch, ke
 def test_bits_near_the_bound_are_dropped_as_elsewhere():
     # By the 32-bit number nearest to 0.9 as the bound, query 1 would keep key 1.
     length, seed = 16, torch.tensor([288271], device=DEVICE)
-    call = Call(DilatedPattern((length,), (1,)), scale=1.0, dropout_p=0.9, seed=seed)
+    call = Request(DilatedPattern((length,), (1,)), scale=1.0, dropout_p=0.9, seed=seed)
     q, v = torch.zeros(1, length, 1, 16, device=DEVICE), torch.eye(length, device=DEVICE)[None, :, None]
     out, _ = launch.forward(q, q, v, call)
     assert out[0, 1, 0, 1] == 0
-    expected, _ = reference.forward(q, q, v, call)
+    expected, _ = reference.forward(Tensors(q, q, v), call)
     torch.testing.assert_close(out, expected)
 
 
@@ -278,7 +278,7 @@ def test_causality_its_segment_or_the_last_one_may_cut_off_a_tile_of_keys():
 def test_a_call_is_served_where_the_copy_engine_reaches_some_branch():
     for branches, length, serves in ((((8, 9), (1, 4)), 10, True), (((9,), (4,)), 10, False), (((8,), (4,)), 8, True)):
         q = torch.zeros(1, length, 1, 64, dtype=torch.bfloat16)
-        assert launch.hopper.serves(q, length, Call(DilatedPattern(*branches))) == serves
+        assert launch.hopper.serves(q, length, Request(DilatedPattern(*branches))) == serves
 
 
 def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
@@ -287,7 +287,7 @@ def test_a_backward_of_a_few_queries_is_left_to_the_plain_kernels(monkeypatch):
     torch.manual_seed(0)
     q, dout, out = torch.randn(3, 1, 5, 1, 16, device=DEVICE)
     k, v = torch.randn(2, 1, 48, 1, 16, device=DEVICE)
-    call = Call(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
+    call = Request(DilatedPattern((24,), (1,)), scale=0.25, query_start=20)
     grads = launch.backward(dout, q, k, v, out, torch.zeros(1, 1, 5, device=DEVICE), call)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 

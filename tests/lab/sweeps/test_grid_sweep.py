@@ -8,7 +8,7 @@ import torch
 from grid_cases import exact, seen_along
 from matplotlib.colors import to_rgb
 
-from hilbert_lib.attention.grids import neighbourhood_attention
+from hilbert_lib.attention import neighbourhood_attention
 from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab import exact_rows
 from hilbert_lib.lab.cache import neighbourhood as counting

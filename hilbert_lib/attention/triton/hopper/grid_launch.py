@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.failures import importing
-from hilbert_lib.attention.grids.request import Part, Request, Tensors, on_its_keys
+from hilbert_lib.attention.grid_parts import on_its_keys
+from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import Start, start
@@ -169,7 +170,7 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _form(near: Neighbourhood, part: Part | None) -> _Form:
+def _form(near: Neighbourhood, part: GridPart | None) -> _Form:
     # With the box of which the fewest are multiplied.
     from hilbert_lib.attention.triton.hopper.boxes import Rules
 

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from hilbert_lib.attention.call import Call
 from hilbert_lib.attention.failures import importing
+from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.hopper import division
@@ -21,7 +21,7 @@ HOPPER_FORWARD = {
 HOPPER_BACKWARD = {64: Config(64, 128, 4, 3), 128: Config(64, 128, 4, 2)}
 
 
-def serves(q: Tensor, keys: int, call: Call) -> bool:
+def serves(q: Tensor, keys: int, call: Request) -> bool:
     """Whether the warp-specialised kernels can serve some branch of a call, on a GPU that runs them.
 
     The plain kernels serve every call, and the other branches.
@@ -38,7 +38,7 @@ def serves(q: Tensor, keys: int, call: Call) -> bool:
     )
 
 
-def runs(tensors: tuple[Tensor, ...], keys: int, call: Call) -> bool:
+def runs(tensors: tuple[Tensor, ...], keys: int, call: Request) -> bool:
     """Whether the warp-specialised kernels run for a call with these tensors: q is the first."""
     q = tensors[0]
     return (
@@ -67,7 +67,7 @@ def masked(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, one: schedule.Pass, out: Tensor, lse: Tensor, flag: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, call: Request, one: schedule.Pass, out: Tensor, lse: Tensor, flag: Tensor | None,
     *, first: bool,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes out and lse; unless it is the first, it goes on from them.
@@ -91,7 +91,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Call,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, call: Request,
     one: schedule.Pass, sums: Tensor | None, *, first: bool,
 ) -> Start:  # fmt: skip
     """The start of a launch that writes dk and dv; unless it is the first, it adds to them.

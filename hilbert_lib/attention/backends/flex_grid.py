@@ -22,13 +22,15 @@ from hilbert_lib.attention.backends.flex import (
     FLEX_SORTED,
     block_list,
     compiled_flex_attention,
+    gradients_of_part,
 )
-from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids.request import Request, Tensors, padding_of
+from hilbert_lib.attention.grid_parts import padding_of
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import Axis, Neighbourhood, mask_blocks
+from hilbert_lib.grid import Axis, HeadNeighbourhoods, Neighbourhood, mask_blocks
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,13 +45,16 @@ def attend(
     each way. kernel_options: FlexAttention's own, on CUDA; by default those that take its kernel for many queries. With
     others lse is None: FlashAttention-4 has no gradient beside it.
     """
-    q, extra = given.q, given.extra_k.shape[1]
+    q, extra = given.q, 0 if given.extra_k is None else given.extra_k.shape[1]
     k, v = (torch.cat(pair, 1) if extra else pair[0] for pair in zip(given[1:3], given[3:], strict=True))
     group = q.shape[2] // k.shape[2]
-    windows = tuple(near for near in request.neighbourhoods for _ in range(group))
-    windows = windows if len(set(windows)) > 1 else windows[:1]
     padded = request.key_padding_mask is not None or request.extra_padding_mask is not None
-    mask = block_mask(windows, request.ordering, extra, padded, block_size, q.device)
+    if isinstance(request.pattern, HeadNeighbourhoods):
+        windows = tuple(near for near in request.neighbourhoods for _ in range(group))
+        windows = windows if len(set(windows)) > 1 else windows[:1]
+        mask = block_mask(windows, request.ordering, extra, padded, block_size, q.device)
+    else:
+        mask = pattern_mask(request.pattern, q.shape[1], k.shape[1], request.ordering, block_size, q.device)
     if padded:
         mask, attends, padding = copy(mask), mask.mask_mod, padding_of(given, request)
         mask.mask_mod = lambda b, h, query, key: attends(b, h, query, key) & ~padding[b, key]
@@ -78,9 +83,15 @@ def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Re
     # The operator that calls this runs below autograd, which has to record the forward here.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
-        leaves = Tensors(*(x.detach().requires_grad_() for x in given))
-        grads = torch.autograd.grad(attend(leaves, request)[0], leaves, dout, allow_unused=True)
-    return Tensors(*(x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(given, grads, strict=True)))
+        leaves = [x.detach().requires_grad_() for x in given if x is not None]
+        own = attend(Tensors(*leaves), request)
+        if request.is_part:
+            with torch.no_grad():
+                towards = gradients_of_part(dout, out, lse, *own)
+        else:
+            own, towards = own[:1], (dout,)
+        grads = torch.autograd.grad(own, leaves, towards, allow_unused=True)
+    return Tensors(*(x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)))
 
 
 @cached_for_graphs(maxsize=32)
@@ -115,6 +126,25 @@ def block_mask(
     from torch.nn.attention.flex_attention import BlockMask
 
     return BlockMask.from_kv_blocks(*stacked, block_size, mask_mod=attends, seq_lengths=(seq, seq + extra))
+
+
+@cached_for_graphs(maxsize=32)
+@torch.inference_mode(False)
+def pattern_mask(
+    pattern: Pattern, queries: int, keys: int, ordering: Ordering | None, block_size: int, device: torch.device
+) -> "BlockMask":
+    """FlexAttention's mask of a pattern that says of each pair of positions whether it attends: `Pattern.attends`.
+
+    It is made of a table of all pairs, once.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    positions = torch.arange(max(queries, keys), device=device) if ordering is None else ordering.to(device).perm
+
+    def attends(b, h, query, key):
+        return pattern.attends(positions[query], positions[key])
+
+    return create_block_mask(attends, None, None, queries, keys, device=str(device), BLOCK_SIZE=block_size)
 
 
 def _rule(axes: list[Axis], cell: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -213,13 +243,26 @@ def _workspace(given: tuple, request: Request, direction: str, device: torch.dev
     return {"temporary": most - returned}
 
 
-BACKEND = Backend(
-    name="flex",
-    note="compiled FlexAttention; its backward runs the forward once more",
-    colour="#E69F00",
-    functions=lambda device: (attend, backward),
-    limits=_limits,
-    here=_refusal,
-    reads_orderings=True,
-    workspace=_workspace,
+BACKENDS = (
+    Backend(
+        serves=HeadNeighbourhoods,
+        name="flex",
+        note="compiled FlexAttention; its backward runs the forward once more",
+        colour="#E69F00",
+        functions=lambda device: (attend, backward),
+        limits=_limits,
+        here=_refusal,
+        reads_orderings=True,
+        workspace=_workspace,
+    ),
+    Backend(
+        serves=Pattern,
+        name="flex",
+        note="compiled FlexAttention with a mask of all pairs; its backward runs the forward once more",
+        colour="#E69F00",
+        functions=lambda device: (attend, backward),
+        limits=_limits,
+        here=_refusal,
+        reads_orderings=True,
+    ),
 )

@@ -6,7 +6,8 @@ from torch import Tensor
 from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, gpu_refusal
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
-from hilbert_lib.attention.grids.request import Request
+from hilbert_lib.attention.request import Request
+from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.machine import kernel_mode
 
 PROGRAMS = 65535
@@ -53,6 +54,7 @@ def _hopper_limits(q: Tensor, request: Request) -> str:
 
 BACKENDS = (
     Backend(
+        serves=HeadNeighbourhoods,
         name="hopper",
         note="warp-specialised kernels that read keys in boxes; a tensor that they cannot read so is copied once",
         colour="#0072B2",
@@ -63,6 +65,7 @@ BACKENDS = (
         options=("part",),
     ),
     Backend(
+        serves=HeadNeighbourhoods,
         name="triton",
         note="kernels that walk over rectangles of keys",
         colour="#D55E00",

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import SPREADS, Backend
-from hilbert_lib.attention.call import working_dtype
-from hilbert_lib.attention.grids.request import Part, Request, Tensors, as_returned, joined, slots_of
+from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
+from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import AxisTiles, Neighbourhood, axis_tiles
+from hilbert_lib.grid import AxisTiles, HeadNeighbourhoods, Neighbourhood, axis_tiles
 
 TILE = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}  # queries of a tile along each axis
 CHUNK = 2**22  # scores held at a time, of all heads and sequences
@@ -148,7 +148,7 @@ def _chunks(given: Tensors, near: Neighbourhood, request: Request) -> Iterator[_
 
 @cached_for_graphs(maxsize=64)
 def _axes(
-    near: Neighbourhood, part: Part | None, gathered: bool, device: torch.device
+    near: Neighbourhood, part: GridPart | None, gathered: bool, device: torch.device
 ) -> tuple[list[AxisTiles], tuple[int, ...], tuple[int, ...]]:
     # Tiles along each axis, and the sides of the boxes in which their queries and keys are counted.
     tiles, cells = TILE[len(near.axes)], part.queries if part else [None] * len(near.axes)
@@ -171,12 +171,15 @@ def _seen(lines: list[Tensor]) -> Tensor:
     return seen
 
 
-BACKEND = Backend(
-    name="eager",
-    note="matrix products of tiles, in chunks",
-    colour="#999999",
-    functions=lambda device: (forward, backward),
-    reads_orderings=True,
-    caveat=SPREADS,
-    options=("part",),
+BACKENDS = (
+    Backend(
+        serves=HeadNeighbourhoods,
+        name="eager",
+        note="matrix products of tiles, in chunks",
+        colour="#999999",
+        functions=lambda device: (forward, backward),
+        reads_orderings=True,
+        caveat=SPREADS,
+        options=("part",),
+    ),
 )

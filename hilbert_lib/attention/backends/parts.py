@@ -1,0 +1,121 @@
+"""A union of patterns part by part: the forward of each, merged by lse; the backward of each with the merged results.
+
+      pattern 1 -> out, lse \
+      pattern 2 -> out, lse  > merge -> out, lse -> backward of each pattern -> sums of gradients
+      extra keys are given to pattern 1 alone: every query sees them once
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends.backend import Backend
+from hilbert_lib.attention.dropout import name_table, named
+from hilbert_lib.attention.merge import merge
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
+
+BackendsFor = Callable[[Pattern], dict[str, Backend]]
+
+
+def part_by_part(name: str, backends_for: BackendsFor) -> Backend:
+    """The backend of that name for unions: it serves where it serves every part.
+
+    backends_for: the backends that serve a pattern, by name.
+    """
+
+    def refusal(q: Tensor, request: Request) -> str:
+        for pattern in request.pattern.patterns:
+            backend = backends_for(pattern).get(name)
+            if backend is None:
+                return f"serves no {pattern.noun}, which is a part of the union"
+            if refused := backend.refusal(q, replace(request, pattern=pattern)):
+                return refused
+        return ""
+
+    return Backend(
+        serves=Union,
+        name=name,
+        note=f"the parts of the union one by one, merged by lse; each by {name!r}",
+        colour="#009E73",
+        functions=lambda device: (
+            partial(_forward, name, backends_for),
+            partial(_backward, name, backends_for),
+        ),
+        limits=refusal,
+        workspace=partial(_workspace, name, backends_for),
+        options=("part",),
+    )
+
+
+def _parts(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+    # Each pattern with what it is given: the extra keys go to the first.
+    union = request.pattern
+    for number, pattern in enumerate(union.patterns):
+        own = replace(request, pattern=pattern, is_part=True)
+        if request.seed is not None:
+            own = replace(own, seed=_seed(request.seed, union, number, given.q, given.k.shape[2]))
+        if "extra_k" in pattern.options and (number or given.extra_k is None):
+            none = given.k[:, :0]
+            yield Tensors(*given[:3], none, none), replace(own, extra_padding_mask=None)
+        else:
+            yield given, own
+
+
+def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> Tensor:
+    # A seed with which a pattern's own parts drop what they drop as parts of the union.
+    count, pattern = len(union.patterns), union.patterns[number]
+    most = max(part for head in range(kv_heads) for part in pattern.head_parts(head, kv_heads))
+    names = torch.tensor([0, 0, 1, 0, 0, 0, 0], device=q.device).repeat(q.shape[0], q.shape[2], 1)
+    names[..., 0] = torch.arange(q.shape[0], device=q.device)[:, None]
+    names[..., 1] = torch.arange(q.shape[2], device=q.device)
+    return named(seed, name_table(names, tuple(part * count + number for part in range(most + 1))))
+
+
+def _forward(name: str, backends_for: BackendsFor, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
+    dtype = working_dtype(given.q.dtype)
+    merged, lse = None, None
+    for own, part in _parts(given, request):
+        run, _ = backends_for(part.pattern)[name].functions(given.q.device)
+        part_out, part_lse = run(own, part)
+        part_out = part_out.to(dtype).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
+        merged, lse = (part_out, part_lse) if merged is None else merge(merged, lse, part_out, part_lse)
+    return merged.transpose(1, 2).to(given.q.dtype).contiguous(), lse
+
+
+def _backward(
+    name: str, backends_for: BackendsFor, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
+) -> Tensors:
+    sums: list[Tensor | None] = [None] * len(given)
+    for own, part in _parts(given, request):
+        _, run = backends_for(part.pattern)[name].functions(dout.device)
+        grads = run(dout, own, out, lse, part)
+        for n, grad in enumerate(grads):
+            # Only the first part has extra keys. Sums are in float32 (float64 for float64), and rounded once.
+            if grad is not None and grad.shape == given[n].shape:
+                grad = grad.to(working_dtype(grad.dtype))
+                sums[n] = grad if sums[n] is None else sums[n] + grad
+    kept = (1, 2) if request.part and request.part.in_float else ()
+    return Tensors(*(x if x is None or n in kept else x.to(given[n].dtype) for n, x in enumerate(sums)))
+
+
+def _workspace(
+    name: str, backends_for: BackendsFor, given: tuple, request: Request, direction: str, device: torch.device,
+    returned: int,
+) -> dict[str, int] | None:  # fmt: skip
+    # The largest of the parts, beside what is merged or summed in float32.
+    largest = 0
+    for pattern in request.pattern.patterns:
+        workspace = backends_for(pattern)[name].workspace
+        own = workspace and workspace(given, replace(request, pattern=pattern), direction, device, returned)
+        if own is None:
+            return None
+        largest = max(largest, sum(own.values()))
+    tensors = given[0] if direction == "forward" else given[1]
+    wide = working_dtype(tensors.q.dtype).itemsize
+    count = tensors.q.numel() if direction == "forward" else sum(x.numel() for x in tensors if x is not None)
+    return {"of a part": largest, "merged, float32": 3 * wide * count}

@@ -1,0 +1,113 @@
+"""What one call asks for, validated: the tensors with gradients, and a `Request` of all else."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern
+
+
+class Tensors(NamedTuple):
+    """The tensors with gradients."""
+
+    q: Tensor  # (batch, queries, heads, head_dim)
+    k: Tensor  # (batch, keys, kv_heads, head_dim)
+    v: Tensor
+    extra_k: Tensor | None = None  # (batch, extra, kv_heads, head_dim), keys that every query sees; extra may be 0
+    extra_v: Tensor | None = None
+
+
+class GridPart(NamedTuple):
+    """Some queries of a grid and what they see: boxes of cells, a range for each axis, stored row by row.
+
+    On an axis that wraps, index `cells + i` means cell i. With `Request.slots` a box ends with the grid, and says no
+    more than where cells may be.
+    """
+
+    rows: tuple[range, ...]  # the cells of q, out and lse
+    queries: tuple[range, ...]  # those of them that are computed
+    keys: tuple[range, ...]  # the cells of k and v: all that these see, each once
+    in_float: bool = False  # whether gradients of k and v are returned as they are summed, in float32 or float64
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One validated call of attention, but for the tensors with gradients."""
+
+    pattern: Pattern  # which keys a query sees, of so many KV heads as k has
+    is_causal: bool = False  # whether keys after the query are excluded
+    scale: float = 1.0  # factor of the scores
+    dropout_p: float = 0.0  # share of attention probabilities that are dropped, in [0, 1)
+    seed: Tensor | None = None  # (1,) int64 on the device of q where dropout_p > 0: the key of the dropout bits
+    key_padding_mask: Tensor | None = None  # (batch, keys) bool, True = no weight; on a grid by slots
+    query_start: int | None = None  # position of q's first row; None where q, k and v cover the same positions
+    inverse: Tensor | None = None  # (keys,) int32, the slot in which k and v hold each position; None in sequence order
+    # Whether the merged out and lse that the backward is given hold more than this call. Only "flex" has to know: it
+    # differentiates its own results.
+    is_part: bool = False
+    cu_seqlens: Tensor | None = None  # (documents + 1,) int32, where each document of a batch of 1 begins, and the end
+    max_seqlen: int | None = None  # no document is longer
+    # On grids alone.
+    ordering: Ordering | None = None  # in which tokens are stored; None row by row
+    extra_padding_mask: Tensor | None = None  # (batch, extra) bool, True = no weight
+    part: GridPart | None = None  # of the grid
+    slots: Tensor | None = None  # (cells of the grid,) int32, each one's row in k, -1 for none: q has the first ones
+
+    @property
+    def first_query(self) -> int:
+        """Position of q's first row."""
+        return self.query_start or 0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that the kernels of sequences read."""
+        return self.seed, self.key_padding_mask, self.inverse, self.cu_seqlens
+
+    @property
+    def options(self) -> tuple:
+        """All but tensors."""
+        return _options(self)
+
+    @property
+    def neighbourhoods(self) -> tuple[Neighbourhood, ...]:
+        """On a grid, the neighbourhood of each KV head."""
+        return self.pattern.by_head
+
+    @cached_property
+    def heads_by_window(self) -> dict[Neighbourhood, list[int]]:
+        """On a grid, the KV heads of each neighbourhood that occurs."""
+        heads: dict[Neighbourhood, list[int]] = {}
+        for head, near in enumerate(self.neighbourhoods):
+            heads.setdefault(near, []).append(head)
+        return heads
+
+
+_options = attrgetter(*(each.name for each in fields(Request) if each.type != Tensor | None))
+
+
+@dataclass(frozen=True, eq=False)
+class StridedRows:
+    """A partial result as a dense kernel left it, and which rows of the whole it holds.
+
+    Row i of segment s of its head h is row `start + h * shift + s * segment_length + i * rate` of the whole.
+    """
+
+    # (batch, segments, rows, heads, head_dim) or, of scalars, (batch, segments, rows, heads)
+    tensors: tuple[Tensor, ...]
+    batch: slice  # of the whole, as are heads
+    heads: slice
+    start: int  # row of the whole that the first row of its first head is
+    segment_length: int  # rows between two segments
+    rate: int  # between two rows of one
+    shift: int  # between two heads
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which softmax, merges and sums are done: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,280 @@
+"""The arguments of attention, checked: tensors as autocast casts them, and all else as a `Request`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.documents import check_documents
+from hilbert_lib.attention.request import Request, Tensors, working_dtype
+from hilbert_lib.attention.transforms import refuse_tracers
+from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive
+from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.pattern import Pattern, check_pattern
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_HEAD_DIM = 256
+# Kernels multiply it by log2 e.
+LARGEST_SCALES = {dtype: torch.finfo(dtype).max / math.log2(math.e) for dtype in (torch.float32, torch.float64)}
+ROWS = ("linear", "raster")  # orders that leave the tokens of a grid row by row
+# The options that some kinds of pattern take and others do not, as they are where nobody gives them.
+DEFAULTS = {
+    "is_causal": False,
+    "dropout_p": 0.0,
+    "query_start": None,
+    "kv_ordering": None,
+    "cu_seqlens": None,
+    "max_seqlen": None,
+    "ordering": None,
+    "extra_k": None,
+    "extra_v": None,
+    "extra_padding_mask": None,
+}
+
+
+def validated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | tuple[Neighbourhood, ...],
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    held: tuple[int, str] | None = None,
+    **options,
+) -> tuple[Tensors, Request]:
+    """The arguments of `attend`, checked; kv_ordering is none of a `Request`'s fields, and is checked alone.
+
+    held: if the tensors are not of the whole grid, of how many cells, and in words of which.
+    """
+    k_given = k
+    q, k, v = check_tensors(q, k, v)
+    pattern = as_pattern(pattern).of_heads(k.shape[2])
+    refuse_options(pattern, options)
+    options = DEFAULTS | options
+    boolean("is_causal", options["is_causal"])
+    boolean("return_lse", return_lse)
+    scale = check_scale(q.shape[3] ** -0.5 if scale is None else scale, q.dtype)
+    others = {name: options[name] for name in ("query_start", "kv_ordering")}
+    max_seqlen = check_documents(
+        q, options["cu_seqlens"], options["max_seqlen"], key_padding_mask=key_padding_mask, **others
+    )
+    if pattern.length is None:
+        query_start = _checked_query_start(q, k, options["query_start"])
+        _check_kv_ordering(options["kv_ordering"], k)
+    else:
+        query_start = None
+        _check_cells(q, k, *(held or (pattern.length, f"the grid {pattern.shape}")))
+    extra_k = extra_v = extra_padding_mask = None
+    if "extra_k" in pattern.options:
+        if options["extra_padding_mask"] is not None and options["extra_k"] is None:
+            raise ValueError("extra_padding_mask must be None where extra_k is None, got a mask")
+        extra_k, extra_v = _checked_extra(k, dtype_in_words(k_given, k), options["extra_k"], options["extra_v"])
+        check_mask("extra_padding_mask", options["extra_padding_mask"], extra_k)
+        extra_padding_mask = options["extra_padding_mask"] if extra_k.shape[1] else None
+    check_mask("key_padding_mask", key_padding_mask, k)
+    check_backend(backend, pattern)
+    request = Request(
+        pattern,
+        is_causal=options["is_causal"],
+        scale=scale,
+        dropout_p=check_dropout("dropout_p", options["dropout_p"]),
+        key_padding_mask=key_padding_mask,
+        query_start=query_start,
+        cu_seqlens=options["cu_seqlens"],
+        max_seqlen=max_seqlen,
+        ordering=_checked_ordering(options["ordering"], k.shape[1]),
+        extra_padding_mask=extra_padding_mask,
+    )
+    return Tensors(q, k, v, extra_k, extra_v), request
+
+
+def as_pattern(pattern: object) -> Pattern:
+    """The argument as a pattern: a tuple or a list of neighbourhoods is one for each KV head."""
+    is_by_head = isinstance(pattern, tuple | list) and any(isinstance(each, Neighbourhood) for each in pattern)
+    return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
+
+
+def refuse_options(pattern: Pattern, options: dict) -> None:
+    """Raise ValueError for an option that is given, and that the pattern's kind does not take."""
+    for name, value in options.items():
+        if name not in pattern.options and value is not DEFAULTS[name] and value != DEFAULTS[name]:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention takes a tensor: under autocast as `scaled_dot_product_attention`, which is not cast
+    from float64."""
+    is_cast = x.is_floating_point() and x.dtype != torch.float64 and _casts(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+
+
+def as_cast(x: Tensor) -> Tensor:
+    """The tensor in that dtype."""
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _casts(device_type: str) -> bool:
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+_has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts them, if their shapes, dtypes and devices fit together."""
+    refuse_tracers(q, k, v)
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        dense_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, seq, heads, head_dim), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    given = q, k, v
+    if _casts(q.device.type):  # asked once: three times took 2 us
+        q, k, v = map(as_cast, given)
+    for name, x, own in zip("qkv", (q, k, v), given, strict=True):
+        if x.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"{name} must be {allowed}; got {own.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of q ({dtype_in_words(given[0], q)}), got {dtype_in_words(own, x)}"
+            )
+    batch, _, heads, head_dim = q.shape
+    if not 1 <= head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(f"q must have a head_dim from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(f"k must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(k.shape)}")
+    if heads < 1:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
+    if k.shape[2] < 1 or heads % k.shape[2]:
+        raise ValueError(f"k must have a number of heads, at least 1, that divides q's {heads}, got {k.shape[2]}")
+    return q, k, v
+
+
+def dtype_in_words(given: Tensor, cast: Tensor) -> str:
+    """A tensor's dtype as it was given, and what autocast makes of it."""
+    return str(given.dtype) if given.dtype == cast.dtype else f"{given.dtype}, which autocast makes {cast.dtype}"
+
+
+def check_scale(scale: object, dtype: torch.dtype = torch.float64) -> float:
+    """The argument as a float, if it is above 0 and finite in the working dtype of tensors of a dtype."""
+    return positive("scale", scale, most=LARGEST_SCALES[working_dtype(dtype)])
+
+
+def check_dropout(name: str, share: object) -> float:
+    """The argument of that name as a float, if it is in [0, 1)."""
+    dropped = number(name, share)
+    if not 0.0 <= dropped < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {dropped}")
+    return dropped
+
+
+def check_dtype(dtype: object) -> torch.dtype:
+    """The argument, if attention takes tensors of it."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+    return dtype
+
+
+def check_backend(backend: object, pattern: Pattern | type[Pattern]) -> str:
+    """The argument, if it is "auto" or the name of a backend for patterns of this kind."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string, got {type(backend).__name__}")
+    names = backends_for(pattern)
+    if backend != "auto" and backend not in names:
+        raise ValueError(f"backend must be one of auto, {', '.join(names)} for a {pattern.noun}; got {backend!r}")
+    return backend
+
+
+def _checked_query_start(q: Tensor, k: Tensor, query_start: object) -> int | None:
+    queries, keys = q.shape[1], k.shape[1]
+    if query_start is None:
+        if queries != keys:
+            raise ValueError(f"k must have the length of q ({queries}) unless query_start is given, got {keys}")
+        return None
+    if queries > keys:
+        raise ValueError(f"q must have no more rows than k ({keys}) where query_start is given, got {queries}")
+    start = integer("query_start", query_start, least=0, most=keys - queries)
+    # At 0 with all rows it is the question without it, which every backend answers.
+    return None if start == 0 and queries == keys else start
+
+
+def _check_kv_ordering(ordering: object, k: Tensor) -> None:
+    if ordering is None:
+        return
+    if not isinstance(ordering, Ordering):
+        allowed = "an Ordering such as Ordering.from_curve('hilbert', length), or None"
+        raise TypeError(f"kv_ordering must be {allowed}; got {ordering!r}")
+    if ordering.length != k.shape[1]:
+        raise ValueError(f"kv_ordering must have the length of k ({k.shape[1]}), got {ordering.length}")
+
+
+def _check_cells(q: Tensor, k: Tensor, cells: int, whose: str) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != cells:
+            hint = "; if heads come first, give x.transpose(1, 2)" if x.shape[2] == cells else ""
+            raise ValueError(f"{name} must have the {cells} cells of {whose}, got shape {tuple(x.shape)}{hint}")
+
+
+def _checked_ordering(ordering: object, cells: int) -> Ordering | None:
+    if ordering is None:
+        return None
+    if not isinstance(ordering, Ordering):
+        raise TypeError(f"ordering must be an Ordering, or None for row by row; got {ordering!r}")
+    if ordering.length != cells:
+        raise ValueError(f"ordering must have the {cells} cells of the grid, got {ordering!r}")
+    return None if ordering.kind in ROWS else ordering
+
+
+def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
+    """Raise TypeError or ValueError unless the argument is None, or says which rows of k have no weight."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool tensor or None, got {got}")
+    dense_tensor(name, mask)
+    if mask.shape != k.shape[:2]:
+        raise ValueError(f"{name} must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != k.device:
+        raise ValueError(f"{name} must be on the device of k ({k.device}), got {mask.device}")
+
+
+def _checked_extra(k: Tensor, k_dtype: str, extra_k: Tensor | None, extra_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    # k_dtype: in words, for errors.
+    if extra_k is None and extra_v is None:
+        none = k.new_empty(k.shape[0], 0, *k.shape[2:])
+        return none, none
+    for name, x in (("extra_k", extra_k), ("extra_v", extra_v)):
+        if x is None:
+            raise TypeError(f"{name} must be a tensor where the other of extra_k and extra_v is, got None")
+        dense_tensor(name, x)
+        if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (k.shape[0], *k.shape[2:]) or x.shape != extra_k.shape:
+            allowed = f"(batch, extra, kv_heads, head_dim) with k's {k.shape[0]}, {k.shape[2]} and {k.shape[3]}"
+            raise ValueError(f"{name} must be {allowed}, and extra_v like extra_k; got shape {tuple(x.shape)}")
+        if x.device != k.device:
+            raise ValueError(f"{name} must be on the device of k ({k.device}), got {x.device}")
+    cast = [as_cast(x) for x in (extra_k, extra_v)]
+    for name, given, x in (("extra_k", extra_k, cast[0]), ("extra_v", extra_v, cast[1])):
+        if x.dtype != k.dtype:
+            raise TypeError(f"{name} must have the dtype of k ({k_dtype}), got {dtype_in_words(given, x)}")
+    return cast[0], cast[1]

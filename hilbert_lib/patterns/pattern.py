@@ -1,0 +1,116 @@
+"""What every pattern answers: which keys each query sees, through which parts, and itself as plain numbers."""
+
+from dataclasses import fields
+from functools import lru_cache
+from math import prod
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+COUNTED_AT_ONCE = 2**24  # pairs
+KINDS: dict[str, type["Pattern"]] = {}  # patterns by their word in a specification
+Specification = tuple[str, tuple[int, ...]]  # a pattern as the operators take it: words, and integers
+
+
+class Pattern:
+    """Which keys each query sees; a frozen dataclass, so that it is the key of caches.
+
+    A subclass gives `kind` and `attends`, or `mask` where a query sees keys through several parts. Keys of all parts of
+    a head are softmaxed together; a key that two parts hold counts twice.
+    """
+
+    kind: ClassVar[str]  # its word in a specification
+    # The arguments of `attend` that this kind takes besides those of every kind.
+    options: ClassVar[frozenset[str]] = frozenset()
+    function: ClassVar[str] = "attend"  # which users call with it, as errors name it
+    noun: ClassVar[str]  # what errors call it, by default the name of the class
+
+    def __init_subclass__(cls, **rest) -> None:
+        super().__init_subclass__(**rest)
+        KINDS[cls.kind] = cls
+        cls.noun = vars(cls).get("noun", cls.__name__)
+
+    @property
+    def length(self) -> int | None:
+        """Cells of the grid of a pattern that has a `shape`; None where sequences of any length are served."""
+        shape = getattr(self, "shape", None)
+        return None if shape is None else prod(shape)
+
+    def of_heads(self, kv_heads: int) -> "Pattern":
+        """The pattern of so many KV heads; ValueError where it has none for them."""
+        return self
+
+    def of_any_heads(self) -> "Pattern":
+        """The pattern without its number of KV heads, where all of them see the same."""
+        return self
+
+    def attends(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether each query attends to each key: bool, of positions (...) int64 that broadcast."""
+        raise NotImplementedError(f"{type(self).__name__} has no attends")
+
+    def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
+        """The parts through which a KV head sees keys."""
+        return (0,)
+
+    def mask(
+        self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
+    ) -> Tensor:
+        """Which pairs of positions attend through one part: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
+        seen = self.attends(queries[:, None], keys)
+        return seen & (keys <= queries[:, None]) if is_causal else seen
+
+    def pairs_of(self, queries: int, keys: int, *, heads: int, kv_heads: int) -> int:
+        """Pairs of a query and a key that attend in one sequence, over all query heads, counted by masks."""
+        query, key, total = torch.arange(queries), torch.arange(keys), 0
+        for kv_head in range(kv_heads):
+            for part in self.head_parts(kv_head, kv_heads):
+                for rows in query.split(max(1, COUNTED_AT_ONCE // keys)):
+                    total += int(self.mask(part, rows, key, kv_head=kv_head, kv_heads=kv_heads).sum())
+        return heads // kv_heads * total
+
+    @property
+    def specification(self) -> Specification:
+        """The pattern as words and integers, of which `from_specification` makes it again.
+
+        The fields of the dataclass are integers, truth values, strings, or tuples of one of these.
+        """
+        words, numbers = [self.kind], []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values = value if isinstance(value, tuple) else (value,)
+            form = "*" if isinstance(value, tuple) else ""
+            if values and isinstance(values[0], str):
+                words.append(form + "=" + ",".join(values))
+            else:
+                words.append(f"{form}{len(values)}")
+                numbers += [int(number) for number in values]
+        return " ".join(words), tuple(numbers)
+
+    @classmethod
+    def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
+        # What `specification` wrote; the dataclass makes truth values of 0 and 1 itself, if it wants any.
+        values = []
+        for word in words:
+            form, _, text = word.partition("=")
+            if "=" in word:
+                value = tuple(text.split(","))
+            else:
+                count = int(form.strip("*"))
+                value, numbers = tuple(numbers[:count]), numbers[count:]
+            values.append(value if word.startswith("*") else value[0])
+        return cls(*values)
+
+
+@lru_cache(maxsize=256)
+def from_specification(words: str, numbers: tuple[int, ...]) -> Pattern:
+    """The pattern of a `Pattern.specification`."""
+    kind, *rest = words.split(" ")
+    return KINDS[kind]._of_words(rest, list(numbers))
+
+
+def check_pattern(pattern: object) -> Pattern:
+    """The argument; TypeError unless it is a pattern."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}")
+    return pattern

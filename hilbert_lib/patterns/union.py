@@ -1,0 +1,105 @@
+"""A union of patterns over the same tokens: one softmax over the keys of all."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from hilbert_lib.patterns.pattern import Pattern, Specification, check_pattern, from_specification
+
+
+@dataclass(frozen=True)
+class Union(Pattern):
+    """Each query sees the keys of several patterns in one softmax; a key of two patterns counts twice.
+
+    LongNet's branches (arXiv 2307.02486) are such a union along a sequence. Two neighbourhoods, a near and a dilated
+    one, are the same idea on a grid.
+
+    Args:
+        patterns: at least one; all for sequences, or all on a grid of one shape. Unions among them are taken apart.
+
+    Raises:
+        TypeError: if one is no pattern.
+        ValueError: if there is none, or they are of different grids, or one has padding="zeros".
+
+    >>> import torch
+    >>> from hilbert_lib import Neighbourhood, attend
+    >>> near_and_far = Union((Neighbourhood((8,), 3), Neighbourhood((8,), 3, dilation=2)))
+    >>> x = torch.ones(1, 8, 2, 4)
+    >>> attend(x, x, x, near_and_far).shape
+    torch.Size([1, 8, 2, 4])
+    """
+
+    kind: ClassVar[str] = "union"
+
+    patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        flat: list[Pattern] = []
+        for pattern in self.patterns:
+            flat += pattern.patterns if isinstance(pattern, Union) else [check_pattern(pattern)]
+        if not flat:
+            raise ValueError("patterns must hold at least one pattern, got none")
+        shapes = [getattr(pattern, "shape", None) for pattern in flat]
+        for pattern, shape in zip(flat, shapes, strict=True):
+            if shape != shapes[0]:
+                raise ValueError(f"patterns must be for sequences, or on one grid; got {flat[0]} and {pattern}")
+            if getattr(pattern, "padding", "none") != "none":
+                raise ValueError(f"patterns must have padding='none' in a union, got {pattern}")
+        object.__setattr__(self, "patterns", tuple(flat))
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Sides of the grid; None for sequences."""
+        return getattr(self.patterns[0], "shape", None)
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The arguments of `attend` that all parts take."""
+        return frozenset.intersection(*(pattern.options for pattern in self.patterns))
+
+    def of_heads(self, kv_heads: int) -> Self:
+        """The union of the patterns of so many KV heads."""
+        return Union(tuple(pattern.of_heads(kv_heads) for pattern in self.patterns))
+
+    def of_any_heads(self) -> Self:
+        """The union of the patterns without their number of KV heads."""
+        return Union(tuple(pattern.of_any_heads() for pattern in self.patterns))
+
+    def head_parts(self, kv_head: int, kv_heads: int) -> tuple[int, ...]:
+        """The parts of all patterns for a KV head: part i of pattern n of N is i * N + n."""
+        count = len(self.patterns)
+        return tuple(
+            part * count + number
+            for number, pattern in enumerate(self.patterns)
+            for part in pattern.head_parts(kv_head, kv_heads)
+        )
+
+    def mask(self, part: int, queries: Tensor, keys: Tensor, **options) -> Tensor:
+        """Which pairs of positions attend through one part; options as in `Pattern.mask`."""
+        own, number = divmod(part, len(self.patterns))
+        return self.patterns[number].mask(own, queries, keys, **options)
+
+    def attends(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether each query attends to each key through any of the patterns."""
+        found = self.patterns[0].attends(query, key)
+        for pattern in self.patterns[1:]:
+            found = found | pattern.attends(query, key)
+        return found
+
+    @property
+    def specification(self) -> Specification:
+        """The union as words and integers: how many integers each pattern has, then those of all."""
+        each = [pattern.specification for pattern in self.patterns]
+        words = "|".join(own for own, _ in each)
+        numbers = [number for _, own in each for number in own]
+        return f"union {words}", (*(len(own) for _, own in each), *numbers)
+
+    @classmethod
+    def _of_words(cls, words: list[str], numbers: list[int]) -> Self:
+        each = " ".join(words).split("|")
+        counts, rest, patterns = numbers[: len(each)], numbers[len(each) :], []
+        for own, count in zip(each, counts, strict=True):
+            patterns.append(from_specification(own, tuple(rest[:count])))
+            rest = rest[count:]
+        return cls(tuple(patterns))

@@ -1,0 +1,220 @@
+"""Unions of patterns: one softmax over the multiset of the keys of all, by every backend; and patterns of one's own."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, estimate_memory, explain_backend
+from hilbert_lib.attention.backends import flex_grid, tiles
+from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.attention.validation import validated
+from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.patterns.pattern import Pattern, from_specification
+
+NEAR_AND_FAR = Union((Neighbourhood((6, 6), 3), Neighbourhood((6, 6), (3, 2), dilation=2, edge="clip")))
+BY_HEAD = Union(
+    (
+        Neighbourhood((6, 6), 3).of_heads(2),
+        HeadNeighbourhoods((Neighbourhood((6, 6), 1), Neighbourhood((6, 6), 5))),
+    )
+)
+BRANCHES = Union((DilatedPattern((9, 20), (1, 2)), DilatedPattern((36,), (3,), offsets="zero")))
+CELLS = 36
+
+
+@dataclass(frozen=True)
+class Diamond(Pattern):
+    """Every cell within an L1 distance on a grid of two axes."""
+
+    kind: ClassVar[str] = "diamond"
+
+    shape: tuple[int, int]
+    radius: int
+
+    def attends(self, query, key):
+        rows = (query // self.shape[1] - key // self.shape[1]).abs()
+        columns = (query % self.shape[1] - key % self.shape[1]).abs()
+        return rows + columns <= self.radius
+
+
+def drawn(dtype=torch.float64, extra=0, head_dim=8):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(CELLS, 4), (CELLS, 2), (CELLS, 2), (extra, 2), (extra, 2)]
+    return [torch.randn(2, n, h, head_dim, generator=generator, dtype=dtype).requires_grad_() for n, h in sizes]
+
+
+def counts_of(pattern, is_causal=False):
+    """How often each query finds each key: (kv_heads, queries, keys)."""
+    at = torch.arange(CELLS)
+    rows = []
+    for g in range(2):
+        found = torch.zeros(CELLS, CELLS)
+        for part in pattern.patterns:
+            for number in part.head_parts(g, 2):
+                found += part.mask(number, at, at, kv_head=g, kv_heads=2, is_causal=is_causal)
+        rows.append(found)
+    return torch.stack(rows).double()
+
+
+def brute(tensors, counts, padding=None):
+    """Output and lse by a softmax in which a key that is found n times has n times its weight."""
+    q, k, v, extra_k, extra_v = (x.transpose(1, 2) for x in tensors)
+    k, v = torch.cat([k, extra_k], 2), torch.cat([v, extra_v], 2)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    counts = torch.nn.functional.pad(counts.repeat_interleave(2, 0), (0, extra_k.shape[2]), value=1.0)
+    if padding is not None:
+        shown = torch.nn.functional.pad(~padding, (0, extra_k.shape[2]), value=True)
+        counts = counts * shown[:, None, None]
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + counts.log()
+    weights = torch.where(counts.sum(-1, keepdim=True) > 0, scores.softmax(-1), 0.0)
+    return (weights @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+def differentiated(out, lse, tensors):
+    wanted = [x for x in tensors if x.numel()]
+    return [out, lse, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_on_a_grid_it_is_one_softmax_over_the_keys_of_all(backend, ordered):
+    tensors, order = drawn(extra=3), Ordering.random(CELLS, seed=1)
+    padding = torch.rand(2, CELLS, generator=torch.Generator().manual_seed(1)) < 0.2
+    expected = differentiated(*brute(tensors, counts_of(NEAR_AND_FAR), padding), tensors)
+    q, k, v, extra_k, extra_v = tensors
+    options = {"extra_k": extra_k, "extra_v": extra_v, "backend": backend, "return_lse": True}
+    if ordered:
+        stored = [order.apply(x, dim=1) for x in (q, k, v)]
+        out, lse = attend(*stored, NEAR_AND_FAR, ordering=order, key_padding_mask=order.apply(padding, 1), **options)
+        out, lse = order.undo(out, dim=1), order.undo(lse, dim=2)
+    else:
+        out, lse = attend(q, k, v, NEAR_AND_FAR, key_padding_mask=padding, **options)
+    for found, right in zip(differentiated(out, lse, tensors), expected, strict=True):
+        torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_windows_by_head_may_be_parts(backend):
+    tensors = drawn()
+    expected = differentiated(*brute(tensors, counts_of(BY_HEAD)), tensors)
+    found = differentiated(*attend(*tensors[:3], BY_HEAD, backend=backend, return_lse=True), tensors)
+    for x, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "eager", "sdpa"])
+def test_along_a_sequence_it_is_one_softmax_over_the_keys_of_all(backend, is_causal):
+    dtype = torch.float32 if backend == "sdpa" else torch.float64
+    tensors = drawn(dtype)
+    expected = differentiated(*brute([x.double() for x in tensors], counts_of(BRANCHES, is_causal)), tensors)
+    found = attend(*tensors[:3], BRANCHES, is_causal=is_causal, backend=backend, return_lse=True)
+    close = 2e-5 if backend == "sdpa" else 1e-12
+    for x, right in zip(differentiated(*found, tensors), expected, strict=True):
+        torch.testing.assert_close(x.double(), right.double(), atol=close, rtol=close)
+
+
+def test_branches_of_one_pattern_are_a_union_of_patterns():
+    tensors = drawn()[:3]
+    parts = Union((DilatedPattern((9,), (1,)), DilatedPattern((20,), (2,))))
+    whole = attend(*tensors, DilatedPattern((9, 20), (1, 2)), is_causal=True)
+    torch.testing.assert_close(attend(*tensors, parts, is_causal=True), whole, atol=1e-12, rtol=1e-12)
+
+
+def test_dropout_is_that_of_the_reference_whatever_computes_the_parts():
+    tensors, found = drawn()[:3], []
+    for backend in ("reference", "eager"):
+        torch.manual_seed(0)
+        out = attend(*tensors, BRANCHES, dropout_p=0.4, backend=backend)
+        found.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    assert (found[0][0] - attend(*tensors, BRANCHES)).abs().max() > 0.1
+    for x, right in zip(*found, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
+
+
+def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch):
+    # The compiled FlexAttention runs on a GPU alone; here eager's forward stands in for its own.
+    monkeypatch.setattr(flex_grid, "attend", lambda given, request: brute(given, counts_of(Union((NEAR,)))))
+    tensors = drawn()
+    given, _ = validated(*tensors[:3], NEAR)
+    out, lse = (x.detach() for x in attend(*tensors[:3], NEAR_AND_FAR, return_lse=True))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    request = Request(NEAR.of_heads(2), scale=8**-0.5, is_part=True)
+    found = flex_grid.backward(dout, Tensors(*(x.detach() for x in given)), out, lse, request)
+    right = tiles.backward(dout, Tensors(*(x.detach() for x in given)), out, lse, request)
+    for x, y in zip(found[:3], right[:3], strict=True):
+        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
+
+
+NEAR = NEAR_AND_FAR.patterns[0]
+
+
+def test_it_compiles_is_counted_and_explained():
+    tensors = drawn()[:3]
+    run = torch.compile(lambda *x: attend(*x, NEAR_AND_FAR), fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(*tensors), attend(*tensors, NEAR_AND_FAR))
+    torch.compiler.reset()
+    with FlopCounterMode(display=False) as counter:
+        attend(*tensors, NEAR_AND_FAR)
+    assert counter.get_total_flops() == 4 * 8 * 2 * 2 * int(counts_of(NEAR_AND_FAR).sum())
+    reasons = explain_backend(*tensors, NEAR_AND_FAR).reasons
+    assert reasons["sdpa"] == "cannot serve: serves no Neighbourhood, which is a part of the union"
+    assert reasons["eager"].startswith("chosen: the parts of the union one by one")
+    assert estimate_memory(NEAR_AND_FAR, heads=4, kv_heads=2, head_dim=8, device="cpu", backend="eager").peak > 0
+
+
+@pytest.mark.parametrize("pattern", [NEAR_AND_FAR, BY_HEAD.of_heads(2), BRANCHES, Diamond((6, 6), 2), NEAR])
+def test_a_pattern_is_made_again_of_its_words_and_integers(pattern):
+    assert from_specification(*pattern.specification) == pattern
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "words"),
+    [
+        ((), ValueError, "at least one pattern, got none"),
+        ((NEAR, 3), TypeError, "must be a DilatedPattern or a Neighbourhood, got int"),
+        ((NEAR, Neighbourhood((4, 9), 3)), ValueError, "for sequences, or on one grid"),
+        ((NEAR, DilatedPattern((4,), (1,))), ValueError, "for sequences, or on one grid"),
+        ((DilatedPattern((4,), (3,), padding="zeros"),), ValueError, "padding='none' in a union"),
+    ],
+)
+def test_what_is_no_union_is_refused(patterns, error, words):
+    with pytest.raises(error, match=words):
+        Union(patterns)
+
+
+def test_what_not_all_parts_take_is_refused():
+    tensors = drawn()[:3]
+    for options in ({"is_causal": True}, {"kv_ordering": Ordering.linear(CELLS)}, {"dropout_p": 0.1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be left out for a Union"):
+            attend(*tensors, NEAR_AND_FAR, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_a_pattern_of_ones_own_is_served_by_its_file_alone(backend, monkeypatch):
+    monkeypatch.setattr("hilbert_lib.attention.backends.reference.SCORES_AT_ONCE", 1000)  # several chunks
+    tensors, pattern = drawn(), Diamond((6, 6), 2)
+    counts = counts_of(Union((pattern,)))
+    assert int(counts[0, 14].sum()) == 13
+    expected = differentiated(*brute(tensors, counts), tensors)
+    found = differentiated(*attend(*tensors[:3], pattern, backend=backend, return_lse=True), tensors)
+    for x, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
+    both = Union((pattern, NEAR))
+    out, _ = brute(tensors, counts_of(both))
+    torch.testing.assert_close(attend(*tensors[:3], both, backend=backend), out, atol=1e-12, rtol=1e-12)
+
+
+def test_flex_attention_serves_a_pattern_of_ones_own():
+    tensors = [x.detach() for x in drawn(torch.float32, head_dim=16)]
+    pattern, order = Diamond((6, 6), 2), Ordering.random(CELLS, seed=1)
+    given, request = validated(*tensors[:3], pattern)
+    out, lse = flex_grid.attend(given, request, block_size=16)
+    exact = brute([x.double() for x in tensors], counts_of(Union((pattern,))))
+    torch.testing.assert_close((out.double(), lse.double()), exact, atol=1e-5, rtol=1e-5)
+    stored = Tensors(*(order.apply(x, dim=1) for x in tensors[:3]))
+    ordered = Request(pattern, scale=request.scale, ordering=order)
+    torch.testing.assert_close(order.undo(flex_grid.attend(stored, ordered, block_size=16)[0], dim=1), out)
