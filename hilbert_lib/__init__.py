@@ -26,7 +26,7 @@ PUBLIC = {
     "hilbert_lib.attention.grid_module": ("NeighbourhoodAttention",),
     "hilbert_lib.attention.modules": ("DilatedAttention", "MultiheadDilatedAttention"),
     "hilbert_lib.curves.coordinates": ("curve_coordinates", "curve_index"),
-    "hilbert_lib.grid": ("Neighbourhood",),
+    "hilbert_lib.patterns.neighbourhood": ("Neighbourhood",),
     "hilbert_lib.lab.guarded.runner": ("SafeBenchmarkRunner",),
     "hilbert_lib.lab.selection": ("select_attention_backend",),
     "hilbert_lib.launch.progressive": ("ProgressiveTester",),
@@ -37,7 +37,7 @@ PUBLIC = {
     "hilbert_lib.limits.watch": ("Watcher",),
     "hilbert_lib.machine": ("GpuInfo", "get_gpu_info"),
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
-    "hilbert_lib.pattern": ("DilatedPattern",),
+    "hilbert_lib.patterns.dilated": ("DilatedPattern",),
     "hilbert_lib.patterns.union": ("Union",),
     "hilbert_lib.ring.attention": ("ring_dilated_attention",),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
@@ -76,7 +76,6 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     )
     from hilbert_lib.curves.coordinates import curve_coordinates as curve_coordinates
     from hilbert_lib.curves.coordinates import curve_index as curve_index
-    from hilbert_lib.grid import Neighbourhood as Neighbourhood
     from hilbert_lib.launch.progressive import ProgressiveTester as ProgressiveTester
     from hilbert_lib.launch.workers import run_ranks as run_ranks
     from hilbert_lib.limits.config import SafetyConfig as SafetyConfig
@@ -87,7 +86,8 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     from hilbert_lib.machine import get_gpu_info as get_gpu_info
     from hilbert_lib.ordering import Ordering as Ordering
     from hilbert_lib.ordering import OrderingSpec as OrderingSpec
-    from hilbert_lib.pattern import DilatedPattern as DilatedPattern
+    from hilbert_lib.patterns.dilated import DilatedPattern as DilatedPattern
+    from hilbert_lib.patterns.neighbourhood import Neighbourhood as Neighbourhood
     from hilbert_lib.patterns.union import Union as Union
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
     from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention

@@ -12,7 +12,7 @@ from allpairspy import AllPairs
 
 from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 # name: segment lengths, rates
 BRANCHES = {

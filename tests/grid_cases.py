@@ -17,7 +17,7 @@ from torch import Tensor
 from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.grid import EDGES
+from hilbert_lib.patterns.neighbourhood import EDGES
 
 # shape, window, dilation, stride, is_causal, edge
 RULES = {

@@ -22,7 +22,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
 from hilbert_lib.ring.rank import exchange, local

@@ -9,14 +9,16 @@ from grid_cases import exactly, mask_of
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from hilbert_lib import NeighbourhoodAttention, grid, neighbourhood_attention
+from hilbert_lib import NeighbourhoodAttention, neighbourhood_attention
 from hilbert_lib.attention.backends import flex_grid as flex
 from hilbert_lib.attention.backends import tiles
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.grid import Neighbourhood, axis_tiles, mask_blocks
 from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.exact_rows import exact_keys, exact_rows
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns import blocks as mask
+from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 CASES = [((16, 16), 5), ((16, 16), 9), ((13, 10), 4), ((24, 20), 7), ((9, 9), 9), ((1, 30), 1)]
 ORDERS = ("raster", "snake", "tile", "morton", "hilbert", "random")
@@ -61,7 +63,7 @@ RULES += [{"edge": "clip", "is_causal": (False, True), "dilation": (1, 2), "stri
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: " ".join(rules) or "plain")
 @pytest.mark.parametrize(("order", "window"), WINDOWS)
 def test_blocks_far_apart_on_a_grid_of_many_are_found(monkeypatch, window, order, rules):
-    monkeypatch.setattr(grid, "CELLS_ON_CPU", 2**12)  # two words at a time where windows are large
+    monkeypatch.setattr(mask, "CELLS_ON_CPU", 2**12)  # two words at a time where windows are large
     window = min(window, 20) if rules else window
     rules = {name: 1 if name == "stride" and window == 1 else value for name, value in rules.items()}
     near = Neighbourhood((40, 50), window, **rules)  # of 500 blocks of keys, 64 are looked at together

@@ -27,10 +27,7 @@ ROOMS = [
     "graph_cache",
     "curves",
     "ordering",
-    "residues",
     "patterns",
-    "pattern",
-    "grid",
 ]
 ROOMS += ["attention", "limits", "launch", "ring"]
 LABORATORY = ["lab", "cli"]
@@ -149,11 +146,11 @@ def test_imports_run_downward_and_close_no_circle():
     ("module", "line", "fault"),
     [
         ("attention.api", "from hilbert_lib.lab.records import append_records", "lies above it"),
-        ("pattern", "def f():\n    import hilbert_lib.attention.api", "lies above it"),
+        ("patterns.dilated", "def f():\n    import hilbert_lib.attention.api", "lies above it"),
         ("attention.request", "from hilbert_lib.attention import dilated_attention", "lies above it"),
         ("attention.api", "from hilbert_lib import SafeBenchmarkRunner", "lies above it"),
         ("attention.grid_parts", "from hilbert_lib.attention.backends import flex_grid as flex", "lies above it"),
-        ("pattern", "from hilbert_lib import dilated_attention", "lies above it"),
+        ("patterns.dilated", "from hilbert_lib import dilated_attention", "lies above it"),
         ("attention.api", "def f():\n    import hilbert_lib\n    hilbert_lib.SafeBenchmarkRunner", "lies above it"),
         ("curves.hilbert", "from hilbert_lib.curves.coordinates import KINDS", "circle"),
         ("ring.plan.rows", "from hilbert_lib.ring.plan.plan import plan_ring", "circle"),

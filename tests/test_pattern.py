@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hilbert_lib import DilatedPattern, residues
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 
 @st.composite

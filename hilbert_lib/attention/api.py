@@ -12,9 +12,9 @@ from hilbert_lib.attention.failures import first_that_compiles
 from hilbert_lib.attention.request import Tensors
 from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import suggesting, unscripted
-from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ordering import Ordering, in_sequence
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from torch._ops import OpOverloadPacket
 
-from hilbert_lib.pattern import FLOP_BACKWARD, FLOP_FORWARD
+from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD
 
 COUNTER = "torch.utils.flop_counter"
 _FORMULAS: list[Callable[[ModuleType], None]] = []  # of each pair of operators

@@ -9,7 +9,7 @@ from hilbert_lib import checks
 from hilbert_lib.attention.api import neighbourhood_attention
 from hilbert_lib.attention.transforms import Layer, refuse_tracers
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, autocast_dtype, check_dtype
-from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 
 class NeighbourhoodAttention(Layer):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import GridPart, Request, Tensors
-from hilbert_lib.grid import Axis, HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods, Neighbourhood
 
 
 def on_its_keys(request: Request) -> Request:

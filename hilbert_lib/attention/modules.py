@@ -21,7 +21,7 @@ from hilbert_lib.attention.validation import (
     check_scale,
 )
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 
 KvOrdering = Ordering | Callable[[int], Ordering] | None
 

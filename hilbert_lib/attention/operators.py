@@ -21,9 +21,9 @@ from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import as_given, as_kernels_load, register
 from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.attention.zero_keys import add_zero_keys
-from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.ordering import KINDS, Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import KINDS as PATTERNS
 from hilbert_lib.patterns.pattern import Pattern, from_specification
 from hilbert_lib.patterns.union import Union

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 
 

@@ -10,8 +10,8 @@ from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive
-from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern, check_pattern
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

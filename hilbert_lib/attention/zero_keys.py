@@ -11,7 +11,7 @@ from hilbert_lib.attention.documents import places_of
 from hilbert_lib.attention.merge import kernel_serves
 from hilbert_lib.attention.request import Request
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 KEPT = 2**25  # numbers in the tables that are kept, 128 MiB in float32
 

@@ -123,7 +123,7 @@ def _work(segment_lengths, dilation_rates, dtype, causal, **sizes) -> dict:
     """What a command is asked for: the pattern, the device, the dtype, and the sizes as they are given."""
     from hilbert_lib.limits.memory import device_or_default
     from hilbert_lib.machine import check_gpu
-    from hilbert_lib.pattern import DilatedPattern
+    from hilbert_lib.patterns.dilated import DilatedPattern
 
     check_gpu()
     device = device_or_default(None)

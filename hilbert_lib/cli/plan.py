@@ -66,7 +66,7 @@ def plan(
     """
     import torch
 
-    from hilbert_lib.pattern import DilatedPattern
+    from hilbert_lib.patterns.dilated import DilatedPattern
     from hilbert_lib.ring.plan.balance import shard_lengths_for
     from hilbert_lib.ring.plan.plan import plan_ring
 
@@ -97,8 +97,8 @@ def plan(
 
 def _compared(grid: tuple[int, ...], window: tuple[int, ...], causal: bool, ranks: int, how: dict) -> str:
     # A line for strips, for the rectangles by which least is received, and for runs of a curve.
-    from hilbert_lib.grid import Neighbourhood
     from hilbert_lib.ordering import Ordering
+    from hilbert_lib.patterns.neighbourhood import Neighbourhood
     from hilbert_lib.ring.plan.balance import shard_lengths_for
     from hilbert_lib.ring.plan.cost import aligned, amount
     from hilbert_lib.ring.plan.halo import HaloPlan, plan_halo

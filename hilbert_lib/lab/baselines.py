@@ -17,7 +17,7 @@ from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.backends.dense import CpuFlash, Flash, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request, working_dtype
-from hilbert_lib.pattern import DilatedPattern, rows_in_segment
+from hilbert_lib.patterns.dilated import DilatedPattern, rows_in_segment
 
 
 class Baseline(NamedTuple):

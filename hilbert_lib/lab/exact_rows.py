@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.request import Request
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.pairs import Results, relative_difference
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 Seen = Request | Neighbourhood  # what a query sees
 Blocks = list[tuple[Tensor, Tensor, Tensor]]  # which of the queries, which keys, and which pairs of them attend

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 def each(check: Callable, values: Mapping[str, object], names: str, **limits) -> None:

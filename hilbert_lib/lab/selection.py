@@ -16,14 +16,14 @@ from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.measured_rules import ShapeClass, device_name, folder, remember
 from hilbert_lib.attention.validation import as_pattern, autocast_dtype
 from hilbert_lib.checks import boolean
-from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.lab.pairs import run_sides
 from hilbert_lib.lab.sweeps.kernels import Named, Pairs
 from hilbert_lib.lab.tables import of_sweep, ratio_table
 from hilbert_lib.lab.workload import BOTH, Workload, by_backend
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 SWEEP = "selection"
 # Options of a call with which no measurement is made.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from hilbert_lib.attention.api import attend
 from hilbert_lib.attention.request import Request
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.exact_rows import SampledRows, sampled_positions
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.limits.estimate import MemoryEstimate, estimate_memory
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern
+from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD, DilatedPattern
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 SAMPLED_QUERIES, SAMPLED_KEYS = 24, 2  # of each head, held against float64
 BOTH = "forward and backward"

@@ -17,7 +17,7 @@ from hilbert_lib.limits.config import SafetyConfig, config_or_default
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.limits.memory import GB, MemorySafetyChecker, measure_peak, present_device
 from hilbert_lib.limits.watch import LimitReachedError, Watcher
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 if TYPE_CHECKING:
     import pandas as pd

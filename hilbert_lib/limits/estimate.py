@@ -20,9 +20,9 @@ from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.limits.memory import GB, device_or_default
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 _aten = torch.ops.aten
 

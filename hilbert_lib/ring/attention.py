@@ -23,7 +23,7 @@ from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.plan.plan import check_planning, plan_ring
 from hilbert_lib.ring.rank import passes

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hilbert_lib.attention.transforms import Layer, refuse_tracers
 from hilbert_lib.attention.validation import check_backend, check_dropout, check_scale
 from hilbert_lib.checks import boolean, dense_tensor, integer, unscripted
-from hilbert_lib.grid import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ordering import Ordering, OrderingSpec
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ring.agreement import check_group, resolved
 from hilbert_lib.ring.attention import checked_spec, ring_dilated_attention
 from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention, spread

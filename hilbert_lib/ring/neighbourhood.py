@@ -19,8 +19,8 @@ from hilbert_lib.attention.transforms import unserved_derivative
 from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
 from hilbert_lib.ring.attention import uncompiled
 from hilbert_lib.ring.plan.balance import shard_lengths_for

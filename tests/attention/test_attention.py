@@ -20,7 +20,7 @@ from cases import (
 )
 
 from hilbert_lib import DilatedPattern, dilated_attention
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
 AXES = (BRANCHES, OFFSET_RULES, MIXING_RULES, ORDERINGS, CPU_BACKENDS, TOLERANCE, SHAPES, LAYOUTS, [False, True])

@@ -16,7 +16,7 @@ from hilbert_lib.attention.backends import backend, strided
 from hilbert_lib.attention.backends.dense import Eager
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request
-from hilbert_lib.pattern import OFFSET_RULES
+from hilbert_lib.patterns.dilated import OFFSET_RULES
 
 ALIGNED = DilatedPattern((8, 16, 32), (1, 2, 4))
 FILLED = DilatedPattern((6, 12, 24), (1, 4, 5), padding="zeros")

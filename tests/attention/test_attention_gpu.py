@@ -8,7 +8,7 @@ from cases import BRANCHES, LAYOUTS, SHAPES, TOLERANCE, attended, check, drawn, 
 
 from hilbert_lib import DilatedPattern, explain_backend
 from hilbert_lib.attention.backends.registry import BACKENDS
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@ from hilbert_lib.attention import merge as merging
 from hilbert_lib.attention.backends import strided
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import Request
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 
 def partial(keys: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,9 +33,9 @@ from hilbert_lib import (
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request
-from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.machine import kernel_mode
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

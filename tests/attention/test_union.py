@@ -11,7 +11,7 @@ from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, 
 from hilbert_lib.attention.backends import flex_grid, tiles
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import validated
-from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern, from_specification
 
 NEAR_AND_FAR = Union((Neighbourhood((6, 6), 3), Neighbourhood((6, 6), (3, 2), dilation=2, edge="clip")))

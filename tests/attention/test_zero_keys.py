@@ -14,7 +14,7 @@ from hilbert_lib.attention import operators, zero_keys
 from hilbert_lib.attention.backends import flex
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 CPU_BACKENDS = ("reference", "eager", "sdpa", "auto")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -11,7 +11,7 @@ from hilbert_lib import Neighbourhood, Rectangles
 from hilbert_lib.cli import plan as cli_plan
 from hilbert_lib.lab.sweeps.ring_tables import split_table
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.cost import amount
 from hilbert_lib.ring.plan.halo import plan_halo
 from hilbert_lib.ring.plan.plan import plan_ring

@@ -7,7 +7,7 @@ from cases import BRANCHES, LAYOUTS, TOLERANCE, expected, in_pairs, stored
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.request import Request
 from hilbert_lib.lab.baselines import BASELINES
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 SOME_SHAPES = ("ragged", "grouped", "one_kv_head", "shorter", "wide")
 

@@ -26,7 +26,7 @@ from hilbert_lib.lab.figures.record import STYLE, in_256_colours
 from hilbert_lib.lab.figures.ring import draw_halos, draw_plan
 from hilbert_lib.lab.sweeps.halos import RECTANGLES, SHARDINGS, sharding
 from hilbert_lib.lab.sweeps.ring_tables import spanning_pattern
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import TRANSPORTS, plan_ring
 

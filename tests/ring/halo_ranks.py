@@ -15,7 +15,7 @@ from hilbert_lib import Neighbourhood, Ordering, neighbourhood_attention
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Tensors
-from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, RingNeighbourhoodAttention, Runs, plan_halo, ring_neighbourhood_attention
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.plan.balance import shard_lengths_for

@@ -17,7 +17,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring import attention, neighbourhood, ring_neighbourhood_attention
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring

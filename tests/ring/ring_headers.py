@@ -12,7 +12,7 @@ from ring_ranks import NAMES, SPECS, inputs, noting, results, said_by
 
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.api import dilated_attention
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring import agreement as header
 from hilbert_lib.ring.attention import _agreed, ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring

@@ -17,7 +17,7 @@ from thread_ranks import run_threads
 from hilbert_lib import Neighbourhood, Ordering
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.cli.main import main
-from hilbert_lib.grid import Axis, HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods
 from hilbert_lib.ring import Rectangles, Runs, plan_halo
 from hilbert_lib.ring.plan.shards import hull
 from hilbert_lib.ring.rank import halo

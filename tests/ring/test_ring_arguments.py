@@ -17,7 +17,7 @@ from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.ordering import OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring import agreement, attention
 from hilbert_lib.ring import module as modules
 from hilbert_lib.ring import neighbourhood as on_grids

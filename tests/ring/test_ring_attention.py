@@ -15,7 +15,7 @@ from halo_cases import COUNTED_HALOS, HALOS, HELD_HALOS, LARGE_HALOS, ON_GRIDS
 from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.attention import _layout
 from hilbert_lib.ring.rank import exchange, halo
 from hilbert_lib.ring.rank.layout import Mail

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hilbert_lib.lab.records import REPORTS, read_records
 from hilbert_lib.lab.sweeps import ring as benchmarks
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, DilatedPattern
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES, DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.plan.rows import Rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.machine import get_gpu_info
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.pattern import Pattern
 
 Forward = Callable[[Tensors, Request], tuple[Tensor, Tensor]]  # out and lse

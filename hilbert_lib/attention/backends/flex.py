@@ -19,7 +19,7 @@ from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, Permuted
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -27,9 +27,10 @@ from hilbert_lib.attention.backends.flex import (
 from hilbert_lib.attention.grid_parts import padding_of
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import Axis, HeadNeighbourhoods, Neighbourhood, mask_blocks
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.blocks import mask_blocks
+from hilbert_lib.patterns.neighbourhood import Axis, HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, g
 from hilbert_lib.attention.backends.fused import absence, kernel_limits
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request
-from hilbert_lib.grid import HeadNeighbourhoods
 from hilbert_lib.machine import kernel_mode
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 PROGRAMS = 65535
 

@@ -3,8 +3,8 @@
 from hilbert_lib.attention.backends import dense, flex, flex_grid, fused, fused_grid, packages, reference, tiles
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
-from hilbert_lib.grid import HeadNeighbourhoods
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 from hilbert_lib.patterns.pattern import Pattern
 from hilbert_lib.patterns.union import Union
 

@@ -20,7 +20,7 @@ from hilbert_lib.attention.dropout import keep_mask
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import Request, StridedRows, working_dtype
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.pattern import rows_in_segment
+from hilbert_lib.patterns.dilated import rows_in_segment
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Request, kernel: Kernel) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from hilbert_lib.attention.backends.backend import SPREADS, Backend
 from hilbert_lib.attention.grid_parts import as_returned, joined, slots_of
 from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import AxisTiles, HeadNeighbourhoods, Neighbourhood, axis_tiles
+from hilbert_lib.patterns.blocks import AxisTiles, axis_tiles
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 
 TILE = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}  # queries of a tile along each axis
 CHUNK = 2**22  # scores held at a time, of all heads and sequences

@@ -18,7 +18,7 @@ from hilbert_lib.attention.triton.arguments import as_computed, is_interpreted
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 MOST_ROWS = 64  # query rows of one KV head; beyond, a tile of `forward` is well filled
 TILE_ROWS = {2: 32, 4: 16}  # by bytes of an element, at most; with 64, Triton 3.7 fails to compile for sm_100

@@ -1,7 +1,7 @@
 """Neighbourhood attention on grids of up to three axes, for tokens stored in any order: plain kernels for any GPU.
 
 A program takes a rectangle of queries and walks over the rectangle of keys that they see, axis by axis in ranks of one
-residue (`hilbert_lib.grid.Axis` has the rules); dk and dv come from rectangles of keys, which walk over the queries
+residue (`neighbourhood.Axis` has the rules); dk and dv come from rectangles of keys, which walk over the queries
 that see them. Extra keys come last. No atomics: the same bits every time. Of a part of a grid `boxes` has, for each
 axis, the first of the cells of q and how many, the first and last + 1 of those computed, and the same of k.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hilbert_lib.attention.triton.geometry import LOG2_E
 
-SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of hilbert_lib.grid.EDGES
+SHIFT, CLIP, WRAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of patterns.neighbourhood.EDGES
 NOT_SPECIALIZED = [
     "heads", "group", "extra", "q_rows", "k_rows", "n0", "n1", "n2", "d0", "d1", "d2", "s0", "s1", "s2",
 ]  # fmt: skip

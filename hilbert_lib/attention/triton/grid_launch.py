@@ -13,7 +13,7 @@ from hilbert_lib.attention.triton.geometry import block_d, products_of_float32
 from hilbert_lib.attention.triton.grid import key_kernel, query_kernel
 from hilbert_lib.attention.triton.start import Start, start
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.grid import EDGES, Axis, Neighbourhood
+from hilbert_lib.patterns.neighbourhood import EDGES, Axis, Neighbourhood
 
 # Cells of a tile along each axis, of queries and, for dk and dv, of keys: 64 where compiled, 16 where interpreted.
 TILES = {64: {1: (1, 1, 64), 2: (1, 8, 8), 3: (4, 4, 4)}, 16: {1: (1, 1, 16), 2: (1, 4, 4), 3: (2, 2, 4)}}

@@ -15,7 +15,7 @@ from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.geometry import power_of_2
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 class Packed(NamedTuple):

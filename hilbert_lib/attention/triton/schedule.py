@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.graph_cache import cached_for_graphs
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 LARGEST_TABLE = 1 << 18  # classes that are looked at for one table; beyond it every class is a list of its own
 TILES_TOGETHER = 256  # of several chunks, the longest first: about two for each program that a large GPU runs at a time

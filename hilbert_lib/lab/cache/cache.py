@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 SECTOR_BYTES = 32  # the least that an NVIDIA GPU's L2 sends to an L1
 # What a miss in L2 brings from memory: two sectors, CUDA's default (cudaLimitMaxL2FetchGranularity: 32, 64 or 128).

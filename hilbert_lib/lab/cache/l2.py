@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branch_rows, row_units
 from hilbert_lib.lab.cache.sweeps import compared_orderings
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 NEVER = torch.iinfo(torch.int64).max  # the distance of a first read: longer than any cache
 

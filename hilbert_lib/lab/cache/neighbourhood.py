@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Neighbourhood, axis_tiles, check_length, mask_blocks
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.blocks import axis_tiles, check_length, mask_blocks
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.plan.shards import Runs
 
 CURVES = ("raster", "snake", "tile", "morton", "hilbert")

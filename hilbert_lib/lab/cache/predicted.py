@@ -20,7 +20,7 @@ from torch import Tensor
 from hilbert_lib.lab.cache.cache import FETCH_BYTES, SECTOR_BYTES, Storage, branch_rows, tile_requests, units_touched
 from hilbert_lib.lab.cache.l2 import Gpu, Trace, kernel_trace, lru_hit_rates
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 JOINED_BYTES = 128  # of k or v in one request to L2: 16 from each thread of a quarter of a warp
 INDEX_BYTES, POSITION_BYTES = 4, 8  # of the kernels' table of slots, int32; of torch's index of rows, int64

@@ -8,7 +8,7 @@ import pandas as pd
 from hilbert_lib.lab.cache import cache
 from hilbert_lib.lab.cache.cache import Storage, branch_rows, tile_requests
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 UNITS = {"sector": cache.SECTOR_BYTES, "fetch": cache.FETCH_BYTES, "line": cache.LINE_BYTES, "page": 4096}  # bytes
 

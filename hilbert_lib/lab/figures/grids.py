@@ -11,10 +11,10 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import block_reach
 from hilbert_lib.lab.figures.plots import by_hand, key_of
 from hilbert_lib.lab.figures.record import STYLE
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 PARTS = {
     "queries": ("#D55E00", "one block of queries"),

@@ -10,7 +10,7 @@ from hilbert_lib.lab.cache.cache import LINE_BYTES, SECTOR_BYTES, Storage, branc
 from hilbert_lib.lab.cache.l2 import kernel_trace, lru_hit_rates
 from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.figures.plots import LOOKS, by_hand
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 def draw_storage_map(data: pd.DataFrame, *, row_bytes: int, title: str) -> Figure:

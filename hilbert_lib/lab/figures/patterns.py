@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from hilbert_lib.lab.figures.plots import PALETTE, by_hand, panel_grid
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 def cell_table(grids: Mapping[str, Tensor]) -> pd.DataFrame:

@@ -6,10 +6,10 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.figures.plots import by_hand, short
 from hilbert_lib.lab.sweeps.halos import sharding
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import plan_halo
 from hilbert_lib.ring.plan.plan import plan_ring

@@ -19,7 +19,7 @@ from hilbert_lib.lab.workload import Workload, by_backend
 from hilbert_lib.limits.estimate import DIRECTIONS, MemoryEstimate
 from hilbert_lib.limits.memory import measure_peak
 from hilbert_lib.machine import kernel_mode
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 POINT_KEYS = ("pattern", "length", "heads", "head_dim", "dtype", "is_causal", "device", "direction", "sides")

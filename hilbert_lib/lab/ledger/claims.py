@@ -27,7 +27,7 @@ from hilbert_lib.lab.sweeps.kernels import stored_side
 from hilbert_lib.lab.tables import ratio_table
 from hilbert_lib.lab.workload import Workload, by_backend
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 FUNCTIONS, LAYOUTS, DENSE, BACKENDS = "two functions", "two layouts", "dense and dilated", "two backends"
 REFERENCE = tuple((2048 << i, 1 << i) for i in range(5))  # (w, r) of the reference work of notebook 06

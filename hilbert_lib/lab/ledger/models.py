@@ -15,7 +15,7 @@ from hilbert_lib.lab.ledger.claim import counted
 from hilbert_lib.lab.pairs import relative_difference
 from hilbert_lib.limits.estimate import estimate_memory
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 LENGTH, SEGMENT, HEADS = 4096, 1024, 8
 DILATIONS, ROW_BYTES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256)

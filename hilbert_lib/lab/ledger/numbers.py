@@ -35,7 +35,7 @@ from hilbert_lib.lab.sweeps.causes import CODE, FAIR, FIRST, cause_table, commit
 from hilbert_lib.lab.sweeps.halos import GRID_RESULTS, RECTANGLES, RUNS
 from hilbert_lib.lab.sweeps.kernels import NO_TABLE
 from hilbert_lib.lab.tables import both_ways
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 SLOT = re.compile(r"<!--(\w+)-->(.*?)<!--/-->", re.DOTALL)
 TEXTS = ("README.md", "reports/README.md", "notebooks/*.ipynb")

@@ -13,7 +13,7 @@ from hilbert_lib.attention.api import dilated_attention
 from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.lab.environment import environment
 from hilbert_lib.machine import check_gpu, installed_version, kernel_mode, prepare_kernels
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 REINSTALL = "make setup, or: python -m pip install -c constraints.txt -e '.[dev]'"
 # Releases of torch and Triton that were tried together, and with what.

@@ -31,7 +31,7 @@ from hilbert_lib.lab.sweeps.kernels import single_branches
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 SWEEP = "counters"
 # The launch of a call that is counted. A gather has torch's name for it, which differs between versions.

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
 from hilbert_lib.lab.exact_rows import SampledRows
 from hilbert_lib.lab.pairs import Results, Side
 from hilbert_lib.lab.sweeps.memory import captured
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 SAMPLED_QUERIES = 8  # of each head, held against float64; of keys, which cost window**4, one of each head
 SWEEP, REORDERED = "neighbourhood", "hilbert, reordered"

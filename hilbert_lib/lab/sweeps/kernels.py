@@ -13,7 +13,7 @@ from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.pairs import Side
 from hilbert_lib.lab.workload import Workload
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 Pairs = Iterator[tuple[Side, Side]]
 Named = Iterable[tuple[str, Workload]]  # of `workload.grid`

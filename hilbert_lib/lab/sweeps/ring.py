@@ -27,7 +27,7 @@ from hilbert_lib.lab.sweeps.ring_trace import counted, exchange_of
 from hilbert_lib.launch.workers import run_ranks
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.ordering import OrderingSpec
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hilbert_lib.checks import integer
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.plan import plan_ring
 

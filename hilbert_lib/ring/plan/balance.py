@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from hilbert_lib.checks import boolean, integer, is_listed, positive
-from hilbert_lib.pattern import DilatedPattern, check_dilated, rows_in_segment
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated, rows_in_segment
 
 
 def pairs_before(stop: int, length: int, rate: int, offset: int, segment_length: int, is_causal: bool = False) -> int:

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby, product
 import torch
 
 from hilbert_lib.checks import boolean, integer
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.balance import pairs_before
 from hilbert_lib.ring.plan.rows import Message, common_heads, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan, messages_for

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.validation import as_pattern
 from hilbert_lib.checks import grouped
-from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.plan.cost import Sizes, amount, by_rank
 from hilbert_lib.ring.plan.shards import Box, Rectangles, Runs, hull, interior, line_reached
 

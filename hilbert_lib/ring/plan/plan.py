@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from hilbert_lib.checks import boolean, integer, integers
-from hilbert_lib.pattern import DilatedPattern, check_dilated
+from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.ring.plan.balance import check_weights
 from hilbert_lib.ring.plan.cost import TRANSPORTS, RingPlan, Sizes, amount, traffic
 from hilbert_lib.ring.plan.segments import BranchPlan, cut_branch

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hilbert_lib.pattern import rows_in_segment
+from hilbert_lib.patterns.dilated import rows_in_segment
 
 
 @dataclass(frozen=True)

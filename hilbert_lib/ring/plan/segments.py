@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
 
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.rows import Message, Rows, common_heads, pack, rows_between
 
 

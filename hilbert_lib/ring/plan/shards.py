@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hilbert_lib import checks
-from hilbert_lib.grid import Axis, Neighbourhood
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Axis, Neighbourhood
 
 Box = tuple[range, ...]  # cells along each axis; where an axis wraps, past its end stands for from 0
 

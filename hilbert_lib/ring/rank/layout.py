@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring.plan.plan import RingPlan
 from hilbert_lib.ring.plan.rows import Message, Rows, rows_between
 from hilbert_lib.ring.plan.segments import BranchPlan

@@ -43,7 +43,8 @@ from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.grid_parts import on_its_keys
 from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.validation import validated
-from hilbert_lib.grid import EDGES, HeadNeighbourhoods, axis_tiles, mask_blocks
+from hilbert_lib.patterns.blocks import axis_tiles, mask_blocks
+from hilbert_lib.patterns.neighbourhood import EDGES, HeadNeighbourhoods
 
 NEAR = Neighbourhood((4, 6), (3, 2), dilation=(1, 2), edge=("wrap", "clip"))
 

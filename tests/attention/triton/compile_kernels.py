@@ -38,7 +38,7 @@ from hilbert_lib.attention.triton.hopper import grid_launch as box_launch
 from hilbert_lib.attention.triton.hopper.division import BRANCHES
 from hilbert_lib.attention.triton.hopper.launch import HOPPER_BACKWARD, HOPPER_FORWARD
 from hilbert_lib.curves.kernels import decode_kernel, encode_kernel
-from hilbert_lib.grid import Neighbourhood
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 ARCHITECTURES = (80, 90, 100)
 ATTENTION_TYPES = {

@@ -18,7 +18,7 @@ from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.attention.triton import start as starting
 from hilbert_lib.attention.triton.hopper import grid_launch
-from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 FAILING: list[str] = []  # kernels, by the module that holds each
 asked: list[str] = []  # the compiler was, for these

@@ -10,7 +10,7 @@ from cases import BRANCHES, LAYOUTS, ORDERINGS, TOLERANCE, assert_close, determi
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 decode = pytest.importorskip("hilbert_lib.attention.triton.decode", reason="triton has no build for this platform")
 

@@ -15,7 +15,7 @@ from grid_cases import check_nan, check_part, dense
 
 from hilbert_lib import Neighbourhood
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.grid import HeadNeighbourhoods
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
 
 emulator = pytest.importorskip("emulator", reason="triton has no build for this platform", exc_type=ImportError)
 

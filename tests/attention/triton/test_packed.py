@@ -16,7 +16,7 @@ from hilbert_lib.attention.documents import check_rows
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.zero_keys import add_zero_keys
 from hilbert_lib.lab.sweeps.memory import captured
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES, PADDING_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES, PADDING_RULES
 
 pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from hilbert_lib.attention.triton import packed, schedule

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hilbert_lib import DilatedPattern
 from hilbert_lib.attention.triton import schedule
 from hilbert_lib.attention.triton.hopper import division
-from hilbert_lib.pattern import OFFSET_RULES
+from hilbert_lib.patterns.dilated import OFFSET_RULES
 
 REFERENCE = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))

@@ -11,7 +11,7 @@ from cases import BRANCHES, LAYOUTS, assert_close, attended, check, drawn, exact
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention, explain_backend
 from hilbert_lib.attention.backends import reference
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.pattern import MIXING_RULES, OFFSET_RULES
+from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 launch = pytest.importorskip("hilbert_lib.attention.triton.launch", reason="triton has no build for this platform")
 from triton.runtime.errors import InterpreterError  # noqa: E402

@@ -12,7 +12,7 @@ from hilbert_lib.lab.cache import l2, sweeps
 from hilbert_lib.lab.cache.cache import LAYOUTS, Storage, row_units, tile_requests, units_touched
 from hilbert_lib.lab.cache.l2 import NEVER, Trace, kernel_trace, lru_hit_rates, stack_distances
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 
 def naive_tiles(storage, pattern, branch, head, unit_bytes, tile_keys, key_order):

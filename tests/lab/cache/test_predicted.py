@@ -15,7 +15,7 @@ from hilbert_lib.lab.cache.sweeps import compared_orderings
 from hilbert_lib.lab.records import committed_records
 from hilbert_lib.lab.sweeps import counters as benchmarks
 from hilbert_lib.ordering import Ordering
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 LARGE = Gpu("large", 2**30, 7)
 LENGTH, HEADS = 96, 2

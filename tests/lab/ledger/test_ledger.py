@@ -20,7 +20,7 @@ from hilbert_lib.lab.ledger.claim import HOLDS, HOLDS_NOT, UNTESTED, answers, ju
 from hilbert_lib.lab.ledger.claims import ON_CPU
 from hilbert_lib.lab.records import committed_records, read_records
 from hilbert_lib.lab.sweeps.counters import counter_table
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 COUNTS = {"K": 12, "C": 9, "M": 6, "R": 8, "B": 13, "S": 2, "G": 2}  # the documents' claims, by kind, and two of ours
 

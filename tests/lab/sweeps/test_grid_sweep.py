@@ -9,7 +9,6 @@ from grid_cases import exact, seen_along
 from matplotlib.colors import to_rgb
 
 from hilbert_lib.attention import neighbourhood_attention
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.lab import exact_rows
 from hilbert_lib.lab.cache import neighbourhood as counting
 from hilbert_lib.lab.cache.neighbourhood import block_reach, block_shares, count_blocks, neighbourhood_orderings
@@ -18,6 +17,7 @@ from hilbert_lib.lab.pairs import run_back_to_back, run_sides
 from hilbert_lib.lab.sweeps.grids import REORDERED, GridWork, compare_kernels, sustained_sides
 from hilbert_lib.lab.tables import ratio_table, side_table
 from hilbert_lib.ordering import Ordering
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 CPU = torch.device("cpu")
 KERNELS = {"blocks": ("raster", "tile", "hilbert"), "plain": ("raster", "snake"), "boxes": ("raster",)}

@@ -2,7 +2,7 @@
 
 The copy engine reads a rectangle of cells of one residue, which is stored row by row, as 64 rows of a tile: it begins
 wherever it is told, and is zero outside of the grid. A program has two groups of 64 cells that lie side by side along
-one axis, and walks over the boxes that hold what either of them sees. All coordinates are ranks (`hilbert_lib.grid`),
+one axis, and walks over the boxes that hold what either of them sees. All coordinates are ranks (`neighbourhood`),
 and there are always three axes.
 """
 
@@ -25,7 +25,7 @@ class Rules(NamedTuple):
     stack: int  # the axis along which the two groups lie side by side
     stride: tuple[int, int, int]
     is_causal: tuple[bool, bool, bool]
-    edge: tuple[int, int, int]  # of hilbert_lib.grid.EDGES
+    edge: tuple[int, int, int]  # of patterns.neighbourhood.EDGES
     axes: int  # that the grid has, the last of the three
     is_dilated: bool
     is_part: bool  # of the grid of keys, q has some cells or some are computed

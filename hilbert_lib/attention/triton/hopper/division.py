@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hilbert_lib.attention.triton import schedule
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 BLOCK = 128  # rows of a tile, and keys of a block
 BRANCHES = 6  # of one launch: those for which the kernels have descriptors

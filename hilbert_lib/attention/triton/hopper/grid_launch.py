@@ -14,8 +14,8 @@ from hilbert_lib.attention.request import GridPart, Request, Tensors
 from hilbert_lib.attention.triton import grid_launch as plain
 from hilbert_lib.attention.triton.hopper.launch import columns_of
 from hilbert_lib.attention.triton.start import Start, start
-from hilbert_lib.grid import Neighbourhood
 from hilbert_lib.machine import get_gpu_info
+from hilbert_lib.patterns.neighbourhood import Neighbourhood
 
 # Cells of a box along each axis, by the number of axes of the grid; the two groups of a tile lie along STACK.
 BOXES = {1: ((1, 1, 64),), 2: ((1, 8, 8),), 3: ((4, 4, 4), (2, 8, 4), (2, 4, 8))}

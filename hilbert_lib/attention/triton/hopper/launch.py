@@ -11,7 +11,7 @@ from hilbert_lib.attention.triton.arguments import Config, launch_arguments
 from hilbert_lib.attention.triton.hopper import division
 from hilbert_lib.attention.triton.start import Start
 from hilbert_lib.machine import get_gpu_info
-from hilbert_lib.pattern import DilatedPattern
+from hilbert_lib.patterns.dilated import DilatedPattern
 
 # By head_dim: the fastest of those tried on an H200 (reports/HISTORY.md). What they reach is recorded in reports/h200.
 HOPPER_FORWARD = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.checks import grouped, integer, integers, one_of, positive
 from hilbert_lib.patterns.pattern import Pattern, Specification
-from hilbert_lib.residues import covered, rows_in_segment
+from hilbert_lib.patterns.residues import covered, rows_in_segment
 
 OFFSET_RULES = ("head", "head_block", "branch", "zero")
 MIXING_RULES = ("softmax", "head_groups")
