@@ -1,5 +1,6 @@
 """A permutation of the positions of a sequence: how tokens are laid out in memory, never which keys a query sees."""
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ _ARGUMENTS = {
     **dict.fromkeys(KINDS, ("grid", "chunk")),
     "residue": ("rate", "chunk"),
     "random": ("seed",),
+    "permutation": ("seed", "table"),
     "linear": (),
 }
 
@@ -34,17 +36,18 @@ _ARGUMENTS = {
 class Ordering:
     """A layout of `length` tokens: slot s of storage holds position `perm[s]`, and `inverse[perm[s]] == s`.
 
-    Make one with `from_curve`, `residue`, `random` or `linear`, which refuse what this does. An ordering is its recipe:
-    two made alike are equal and share their tables. These are computed when first used, kept in a bounded cache, and
-    the same on every device, on every rank and in every process.
+    Make one with `from_curve`, `residue`, `random`, `linear` or `from_permutation`, which refuse what this does. An
+    ordering is its recipe: two made alike are equal and share their tables. These are computed when first used, kept in
+    a bounded cache, and the same on every device, on every rank and in every process.
 
     Args:
-        kind: "linear", "residue", "random" or the name of a curve.
+        kind: "linear", "residue", "random", "permutation" or the name of a curve.
         length: number of positions, at least 1.
         grid: sides of the grid under a curve, or None for the default of `from_curve`.
         chunk: positions after which a curve or a residue layout restarts, or None.
         rate: the dilation rate of a residue ordering, at least 1, else None.
-        seed: of a random ordering, 0 to 2^63 - 1, else None.
+        seed: of a random ordering, 0 to 2^63 - 1; of a permutation a number made of its values; else None.
+        table: of a permutation, `perm`, else None.
         device: where `perm` and `inverse` live; orderings that differ in it alone are equal.
 
     Raises:
@@ -64,12 +67,15 @@ class Ordering:
     rate: int | None = None
     seed: int | None = None
     device: torch.device = field(default=torch.device("cpu"), compare=False)
+    table: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         own = _ARGUMENTS[checks.one_of("kind", self.kind, _ARGUMENTS)]
-        for name in ("grid", "chunk", "rate", "seed"):
+        for name in ("grid", "chunk", "rate", "seed", "table"):
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
+        if "table" in own and self.table is None:
+            raise ValueError("table must be a permutation for kind 'permutation': use Ordering.from_permutation")
         length = integer("length", self.length, least=1, most=checks.LARGEST_SIZE)
         checked = {"length": length, "device": checks.device(self.device)}
         if self.chunk is not None:
@@ -133,6 +139,25 @@ class Ordering:
         """
         return cls("linear", length)
 
+    @classmethod
+    def from_permutation(cls, perm: Tensor) -> "Ordering":
+        """An order of one's own: slot s holds position `perm[s]`.
+
+        perm: (length,) integers on any device, each of 0 to length - 1 once. It is copied, and the host waits for its
+        values. TypeError or ValueError for anything else.
+
+        >>> Ordering.from_permutation(torch.tensor([2, 0, 1])).inverse.tolist()
+        [1, 2, 0]
+        """
+        checks.dense_tensor("perm", perm)
+        if perm.dim() != 1 or perm.is_floating_point() or perm.is_complex() or perm.dtype == torch.bool:
+            raise TypeError(f"perm must be integers of one axis, got shape {tuple(perm.shape)} and {perm.dtype}")
+        table = perm.detach().to("cpu", torch.int64, copy=True)
+        if not len(table) or not table.sort().values.equal(torch.arange(len(table), device="cpu")):
+            raise ValueError(f"perm must hold each of 0 to {len(table) - 1} once, got {_some(table)}")
+        digest = hashlib.blake2b(table.numpy().tobytes(), digest_size=8).digest()
+        return cls("permutation", len(table), seed=int.from_bytes(digest, "big") >> 1, table=table)
+
     @property
     def perm(self) -> Tensor:
         """(length,) int64: the position that each slot holds. Shared with the cache: do not write to it."""
@@ -188,12 +213,17 @@ class Ordering:
         return x.index_select(dim, self._tables(x.device)[table])
 
     def _tables(self, device: torch.device) -> Tables:
+        if self.kind == "permutation":
+            made = ordering_tables.__wrapped__ if torch.compiler.is_compiling() else ordering_tables
+            return made(self, torch.empty(0, device=device).device)
         # One by one, as torch.compile takes constants: in torch 2.11 a dataclass is none, and a plain int that changes
         # between calls becomes a symbol, which `index` fixes.
         numbers = self.length, self.chunk, self.rate, self.seed, *(self.grid or ())
         return _tables_on(device, self.kind, *(None if n is None else operator.index(n) for n in numbers))
 
     def __repr__(self) -> str:
+        if self.kind == "permutation":
+            return f"Ordering.from_permutation({_some(self.table)})"
         is_curve = self.kind in KINDS
         arguments = [repr(self.kind)] if is_curve else []
         arguments += [str(number) for number in (self.length, self.rate, self.seed) if number is not None]
@@ -270,6 +300,8 @@ def ordering_tables(ordering: Ordering, device: torch.device) -> Tables:
 
 def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor:
     """The layout of one chunk: (length,) int64."""
+    if ordering.kind == "permutation":
+        return ordering.table.to(device)
     if ordering.kind == "linear":
         return torch.arange(length, device=device)
     if ordering.kind == "residue":
@@ -284,6 +316,11 @@ def _chunk_perm(ordering: Ordering, length: int, device: torch.device) -> Tensor
     grid = ordering.grid or (-(-length // cols), cols)
     perm = raster_index(curve_coordinates(ordering.kind, grid, device=device), grid)
     return perm[perm < length]
+
+
+def _some(table: Tensor) -> str:
+    # For words: the first values, and how many there are.
+    return str(table.tolist()) if len(table) <= 8 else f"{str(table[:6].tolist())[:-1]}, ...] of {len(table)}"
 
 
 def ordering_cache_info() -> CacheInfo:

@@ -248,7 +248,7 @@ WRONG = {
         (lambda: Ordering.random(8, seed=-1), "seed must be .*from 0 to .*, got -1"),
         (lambda: Ordering.from_curve("linear", 4), "kind must be one of hilbert.*'linear'"),
         (lambda: Ordering.from_curve("tile", 4, grid=(2, 2, 1, 1)), "grid must have 2 or 3 sides"),
-        (lambda: Ordering("hilbret", 4), "kind must be one of hilbert.*random, linear; got 'hilbret'"),
+        (lambda: Ordering("hilbret", 4), "kind must be one of hilbert.*random, permutation, linear; got 'hilbret'"),
         (lambda: Ordering("hilbert", 0), "length must be .* from 1 to 1099511627776, got 0"),
         (lambda: Ordering("linear", 4, chunk=2), "chunk must be None for kind 'linear', got 2"),
         (lambda: Ordering("residue", 4, rate=2, seed=1), "seed must be None for kind 'residue', got 1"),
@@ -269,3 +269,40 @@ def test_tables_are_the_same_on_the_gpu(example):
     assert there.perm.is_cuda
     assert torch.equal(there.perm.cpu(), example.perm)
     assert torch.equal(there.inverse.cpu(), example.inverse)
+
+
+def test_a_permutation_of_ones_own_is_an_ordering():
+    perm = torch.tensor([4, 0, 3, 1, 2], dtype=torch.int32)
+    order, same = Ordering.from_permutation(perm), Ordering.from_permutation(perm.long())
+    assert order == same
+    assert hash(order) == hash(same)
+    assert order != Ordering.from_permutation(perm.flip(0))
+    assert order.perm.tolist() == perm.tolist()
+    assert order.inverse[order.perm].tolist() == [0, 1, 2, 3, 4]
+    x = torch.arange(10.0).view(5, 2)
+    assert order.undo(order.apply(x, dim=0), dim=0).equal(x)
+    assert order.apply(x, dim=0)[:, 0].tolist() == [8.0, 0.0, 6.0, 2.0, 4.0]
+    perm[0] = 0  # what is given is copied
+    assert order.perm.tolist() == [4, 0, 3, 1, 2]
+    assert repr(order) == "Ordering.from_permutation([4, 0, 3, 1, 2])"
+
+
+@pytest.mark.parametrize(
+    ("perm", "error", "words"),
+    [
+        (torch.tensor([0, 2]), ValueError, "each of 0 to 1 once, got"),
+        (torch.tensor([0, 0, 1]), ValueError, "each of 0 to 2 once"),
+        (torch.empty(0, dtype=torch.int64), ValueError, "perm must hold each"),
+        (torch.tensor([0.0, 1.0]), TypeError, "integers of one axis"),
+        (torch.zeros(2, 2, dtype=torch.int64), TypeError, "integers of one axis"),
+        ([1, 0], TypeError, "perm must be a"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(perm, error, words):
+    with pytest.raises(error, match=words):
+        Ordering.from_permutation(perm)
+
+
+def test_a_permutation_has_no_recipe_for_other_lengths():
+    with pytest.raises(ValueError, match=r"use Ordering\.from_permutation"):
+        OrderingSpec("permutation", seed=1)

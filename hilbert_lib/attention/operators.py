@@ -29,12 +29,13 @@ from hilbert_lib.patterns.pattern import Pattern, from_specification
 from hilbert_lib.patterns.union import Union
 
 _INPUTS = len(Tensors._fields)
-ORDERINGS = (*KINDS, "residue", "random", "linear")
+ORDERINGS = (*KINDS, "residue", "random", "linear", "permutation")
 # The schema of a request: the pattern, then the other fields one by one.
 _TYPES = {bool: "bool", float: "float", int | None: "SymInt?", Tensor | None: "Tensor?"}
 _TYPES |= {Pattern: "str words, int[]", Ordering | None: "int[]", GridPart | None: "int[]"}
 _FIELDS = [field.name for field in fields(Request)]
-_REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), "str backend"])
+_OWN = ["Tensor? permutation", "str backend"]  # permutation: the values of an ordering of one's own
+_REQUEST = ", ".join([*(f"{_TYPES[field.type]} {field.name}" for field in fields(Request)), *_OWN])
 
 
 def forward(given: Tensors, request: Request, backend: str) -> tuple[Tensor, Tensor]:
@@ -67,12 +68,15 @@ def _arguments(request: Request) -> tuple:
         request.extra_padding_mask,
         _numbers_of_part(request.part),
         request.slots,
+        None if request.ordering is None else request.ordering.table,
     )
 
 
 def _request(words: str, numbers: list[int], *rest) -> Request:
-    options = dict(zip(_FIELDS[1:], rest, strict=True))
-    options["ordering"] = _ordering(tuple(options["ordering"]))
+    *others, permutation = rest
+    options = dict(zip(_FIELDS[1:], others, strict=True))
+    ordering = tuple(options["ordering"])
+    options["ordering"] = _ordering(ordering) if permutation is None else _own_ordering(ordering, permutation)
     options["part"] = _part(tuple(options["part"]))
     return Request(from_specification(words, tuple(numbers)), **options)
 
@@ -92,6 +96,11 @@ def _ordering(numbers: tuple[int, ...]) -> Ordering | None:
     kind, length, *own = numbers
     chunk, rate, seed = (None if n < 0 else n for n in own[:3])
     return Ordering(ORDERINGS[kind], length, tuple(own[3:]) or None, chunk, rate, seed)
+
+
+def _own_ordering(numbers: tuple[int, ...], permutation: Tensor) -> Ordering:
+    _, length, _, _, seed = numbers
+    return Ordering("permutation", length, seed=seed, table=permutation)
 
 
 def _numbers_of_part(part: GridPart | None) -> list[int]:

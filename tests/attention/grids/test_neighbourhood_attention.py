@@ -214,7 +214,7 @@ def test_extra_keys_have_gradients_when_compiled_and_checkpointed():
 
 STORED = (
     None, Ordering.from_curve("hilbert", 24, grid=(4, 6)), Ordering.from_curve("snake", 24, chunk=6),
-    Ordering.residue(24, 3, chunk=12), Ordering.random(24, 2**40),
+    Ordering.residue(24, 3, chunk=12), Ordering.random(24, 2**40), Ordering.from_permutation(torch.arange(24).flip(0)),
 )  # fmt: skip
 
 
@@ -375,3 +375,15 @@ def test_memory_does_not_grow_with_length_squared(monkeypatch):
         assert len(most) > 1
         assert max(most) <= 2**16
         most.clear()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_a_permutation_of_ones_own_is_an_order_of_storage(backend):
+    order = Ordering.from_permutation(torch.randperm(24, generator=torch.Generator().manual_seed(3)))
+    leaves = [x.requires_grad_() for x in tensors()[:3]]
+    expected = neighbourhood_attention(*leaves, NEAR, backend=backend)
+    found = neighbourhood_attention(*(order.apply(x, dim=1) for x in leaves), NEAR, ordering=order, backend=backend)
+    found = order.undo(found, dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)]
+    torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
