@@ -14,6 +14,7 @@ from ring_ranks import SPECS, device, inputs, noting, results
 from hilbert_lib import Neighbourhood, graph_cache
 from hilbert_lib.attention import operators
 from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.request import Tensors
 from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
@@ -122,18 +123,19 @@ def _stand_ins():
     fused = BACKENDS["triton"]
 
     def workspace(given, call, direction):
-        meta = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given)
+        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given[:3])
+        meta = (Tensors(q, k, v),) if direction == "forward" else (q, Tensors(q, k, v), q, q)
         sizes = fused.workspace(meta, call, direction, torch.device("cuda"), 0)
         return torch.empty(sum(sizes.values()), dtype=torch.uint8)
 
-    def forward(q, k, v, call, name):
-        _held = workspace((q, k, v), call, "forward")
+    def forward(given, call, name):
+        q = given.q
+        _held = workspace(given, call, "forward")
         return q.new_empty(q.shape), q.new_empty(q.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    def backward(*tensors):
-        *given, call, _ = tensors
+    def backward(dout, given, out, lse, call, name):
         _held = workspace(given, call, "backward")
-        return tuple(x.new_empty(x.shape) for x in given[1:4])
+        return tuple(x.new_empty(x.shape) for x in given[:3])
 
     nothing = {"merge_rows": lambda *_: None, "add_rows": lambda *_: None}
     with (

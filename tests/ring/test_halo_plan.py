@@ -194,7 +194,12 @@ def test_each_ranks_part_is_that_of_the_whole_and_gradients_of_shared_rows_are_a
     def attend(group):
         rows, layout = shards.cells(shape, group.own), layout_of(plan, group.own, torch.device("cpu"))
         own = Tensors(*(x[:, rows] for x in given[:3]), *given[3:])
-        request = Request(near, SCALE * 0.5, None, hidden[:, rows], extra_hidden)
+        request = Request(
+            HeadNeighbourhoods(tuple(near)),
+            scale=SCALE * 0.5,
+            key_padding_mask=hidden[:, rows],
+            extra_padding_mask=extra_hidden,
+        )
         job = HaloJob(layout, request, "eager", ("eager",) * len(layout.borders), lambda: group)
         out, lse, *received = halo.forward(own, job, lambda: None)
         return rows, out, lse, *halo.backward(dout[:, rows], own, out, lse, job, *received)
