@@ -22,6 +22,7 @@ def explain_backend(
 ) -> Explanation:
     """Which backend `attend` would run for the same arguments, and why it passes over the others.
 
+    >>> from hilbert_lib import DilatedPattern, Neighbourhood
     >>> q = k = v = torch.ones(1, 8, 2, 4)
     >>> explain_backend(q, k, v, DilatedPattern((4,), (1,))).chosen
     'sdpa'

@@ -98,10 +98,10 @@ TYPES = [
     (lambda: progressive(4, 8, run=0, estimate=0), "run must be a function of a length, got 0"),
     (lambda: progressive(4, 8, run=torch.zeros, estimate=32), "estimate must be a function of a length, got 32"),
     (lambda: progressive(4, 8, run=torch.zeros, estimate=lambda n: None), r"estimate\(4\) must be a number, got None"),
-    (lambda: estimated(None), "pattern must be a DilatedPattern or a Neighbourhood, got NoneType"),
+    (lambda: estimated(None), "pattern must be a DilatedPattern(| or a Neighbourhood), got NoneType"),
     (lambda: estimated(has_key_padding=torch.zeros(2)), "has_key_padding must be True or False, got tensor"),
     (lambda: estimated(has_kv_ordering="auto"), "has_kv_ordering must be True or False, got 'auto'"),
-    (lambda: points(None), "pattern must be a DilatedPattern or a Neighbourhood, got NoneType"),
+    (lambda: points(None), "pattern must be a DilatedPattern(| or a Neighbourhood), got NoneType"),
     (lambda: SafeBenchmarkRunner(benchmark="attention", device="cpu"), "benchmark must be a Benchmark, got 'att"),
 ]
 VALUES = [
