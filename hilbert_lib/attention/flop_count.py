@@ -6,17 +6,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-from torch._ops import OpOverloadPacket
-
 from hilbert_lib.patterns.dilated import FLOP_BACKWARD, FLOP_FORWARD
 
 COUNTER = "torch.utils.flop_counter"
 _FORMULAS: list[Callable[[ModuleType], None]] = []  # of each pair of operators
 
 
-def count_flop(
-    forward: OpOverloadPacket, backward: OpOverloadPacket, inputs: int, elements: Callable[[tuple, tuple], int]
-) -> None:
+def count_flop(forward: Callable, backward: Callable, inputs: int, elements: Callable[[tuple, tuple], int]) -> None:
     """Have torch's counter count two operators.
 
     inputs: how many tensors have gradients. elements: of their shapes and of the other arguments as they are, the pairs
