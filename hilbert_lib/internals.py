@@ -1,8 +1,511 @@
 """Names of torch and Triton that are private, or that their releases spell differently: each stands here, once.
 
-Each function says in which release its name was read, and what is done in a release that lacks it. torch and Triton
-are imported inside the functions, so that the library imports without Triton.
+Each function says in which release its name was read, what it gives, and what is done without it. A function below
+`_private` is that fallback: torch's own stands in its place where the release has it, so that a call costs no more.
+Names that load torch's compiler or Triton are imported inside the functions.
+
+With HILBERT_WITHOUT_INTERNALS=1 in the environment every fallback is taken. A test sets it.
 """
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial, reduce
+from inspect import getclosurevars, isfunction, signature
+from operator import or_
+from types import NoneType, SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
+
+WITHOUT_INTERNALS = os.environ.get("HILBERT_WITHOUT_INTERNALS") == "1"
+
+
+def _private(read: Callable[[], object]) -> Callable[[Callable], Callable]:
+    """A decorator of a fallback: what `read` finds in torch stands in its place, if that release has it."""
+
+    def choose(fallback: Callable) -> Callable:
+        if WITHOUT_INTERNALS:
+            return fallback
+        try:
+            return read()
+        except (AttributeError, ImportError):
+            return fallback
+
+    return choose
+
+
+# The dispatcher of operators.
+
+
+def _read_is_watched() -> Callable[[tuple], bool]:
+    keys, key_set, keys_of = torch._C.DispatchKey, torch._C.DispatchKeySet, torch._C._dispatch_keys
+    included, function_modes = torch._C._dispatch_tls_local_include_set, torch._C._len_torch_function_stack
+    is_profiled = torch.autograd._profiler_enabled
+    _ = forward_ad._current_level, torch.autograd.profiler._is_profiler_enabled  # read anew in every call
+
+    def bits(*names: str) -> int:
+        return reduce(or_, (key_set(getattr(keys, name)) for name in names)).raw_repr()
+
+    # Dispatch keys of a thread in which nobody watches operators, and of tensors that are nothing but data: any other
+    # is a mode's, a transform's, or a tensor's own.
+    watched = ~bits("BackendSelect", "ADInplaceOrView")
+    special = ~bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView")
+    plain, no_tensors = {Tensor, torch.nn.Parameter}, {NoneType, bool, int, float, str, tuple, list}
+
+    def is_watched(args: tuple) -> bool:
+        if (
+            torch.compiler.is_compiling()
+            or included().raw_repr() & watched
+            or function_modes()
+            or forward_ad._current_level >= 0  # the numbers of forward-mode differentiation show by this alone
+            or is_profiled()
+            or torch.autograd.profiler._is_profiler_enabled  # in all threads
+        ):
+            return True
+        for x in args:
+            if (kind := type(x)) in plain:
+                if keys_of(x).raw_repr() & special:
+                    return True
+            elif kind not in no_tensors and isinstance(x, Tensor):
+                return True
+        return False
+
+    return is_watched
+
+
+@_private(_read_is_watched)
+def is_watched(args: tuple) -> bool:
+    """Whether a compiler, a mode, a transform or a profiler may look at operators, or a tensor is more than its data.
+
+    Read in torch 2.13: dispatch keys of the thread and of tensors, modes, profilers. Without it: True, and every call
+    goes through torch's dispatcher.
+    """
+    return True
+
+
+def _read_is_below_autograd() -> Callable[[], bool]:
+    return partial(torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradOther)
+
+
+@_private(_read_is_below_autograd)
+def is_below_autograd() -> bool:
+    """Whether this thread runs below autograd, which records nothing here.
+
+    Read in torch 2.13. Without it: False, asked only where `is_watched` is False, which it then never is.
+    """
+    return False
+
+
+def _read_run_below_autograd() -> Callable:
+    guard = torch._C._AutoDispatchBelowAutograd
+
+    def run_below_autograd(operator: Callable, *args: object) -> tuple[Tensor, ...]:
+        with guard():
+            return operator(*args)
+
+    return run_below_autograd
+
+
+@_private(_read_run_below_autograd)
+def run_below_autograd(operator: Callable, *args: object) -> tuple[Tensor, ...]:
+    """The results of an operator that returns tensors, run by what torch's dispatcher has below autograd.
+
+    Read in torch 2.13: a guard of dispatch keys. Without it: inference mode, which excludes the same keys. Its tensors
+    serve no backward, so that each result is copied.
+    """
+    with torch.inference_mode():
+        results = operator(*args)
+    return tuple(x.clone() for x in results)
+
+
+@_private(lambda: torch._C._are_functorch_transforms_active)
+def is_functorch_active() -> bool:
+    """Whether torch.func's grad, jvp, vmap and the like run.
+
+    Read in torch 2.13. Without it: False, and torch refuses what has no rule for them in words of its own.
+    """
+    return False
+
+
+@_private(lambda: torch._C._functorch.is_batchedtensor)
+def is_batched(x: Tensor) -> bool:
+    """Whether torch.func.vmap maps over a tensor.
+
+    Read in torch 2.13. Without it: False, and torch refuses to give its values in words of its own.
+    """
+    return False
+
+
+def _read_is_forward_ad_active() -> Callable[[], bool]:
+    _ = forward_ad._current_level  # read anew in every call
+    return lambda: forward_ad._current_level >= 0
+
+
+@_private(_read_is_forward_ad_active)
+def is_forward_ad_active() -> bool:
+    """Whether forward-mode differentiation may run.
+
+    Read in torch 2.13: the number of its level. Without it: True; who needs to know asks every tensor.
+    """
+    return True
+
+
+# Tensors without data, and modes that make them.
+
+
+def _read_has_values() -> Callable[[Tensor], bool]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return lambda x: not x.is_meta and not isinstance(x, FakeTensor)
+
+
+@_private(_read_has_values)
+def has_values(x: Tensor) -> bool:
+    """Whether the values of a tensor can be read: it is neither a meta tensor nor a fake one.
+
+    Read in torch 2.13: the class of fake tensors. Without it: no subclass of Tensor but Parameter has any.
+    """
+    return not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
+
+
+@_private(lambda: torch._assert_async)
+def assert_async(condition: Tensor, message: str) -> None:
+    """Stop the device, or raise RuntimeError on the CPU, where a tensor of one element is False; no wait.
+
+    Read in torch 2.13, which compiles and exports it. Without it: the host waits, and a program that is compiled or
+    exported does not check.
+    """
+    if not torch.compiler.is_compiling() and has_values(condition) and not condition:
+        raise RuntimeError(message)
+
+
+def _read_made_outside_modes() -> Callable:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def made_outside_modes(build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        with _disable_current_modes() as modes:
+            tensors = build()
+        fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+        if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tensors as constants
+            return tensors
+        return tuple(fake.from_tensor(x, static_shapes=True) for x in tensors)
+
+    return made_outside_modes
+
+
+@_private(_read_made_outside_modes)
+def made_outside_modes(build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Tensors made outside of fake tensors and tracing, for every later call; as the mode that runs takes them.
+
+    Read in torch 2.13: the modes of the thread are put off, and fake ones of the tensors made. Without it: another
+    thread, which has none of the modes, makes the tensors; fake tensors of their shapes stand for them.
+    """
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    def build_on_stream() -> tuple[Tensor, ...]:
+        with torch.cuda.stream(stream):
+            return build()
+
+    with ThreadPoolExecutor(1) as pool:
+        tensors = pool.submit(build_on_stream).result()
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is Tensor:
+        return tensors
+    return tuple(map(torch.empty_like, tensors))
+
+
+def _read_dispatch_mode() -> Callable[[], type]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return lambda: TorchDispatchMode
+
+
+@_private(_read_dispatch_mode)
+def dispatch_mode() -> type:
+    """The class of modes that see every operator that runs: `__torch_dispatch__` is called for it.
+
+    Read in torch 2.13, in a module whose name is private. Without it: the one that torch's counter of FLOP, a public
+    module, has imported; this loads Triton where that is installed.
+    """
+    from torch.utils import flop_counter
+
+    return flop_counter.TorchDispatchMode
+
+
+# torch's compiler.
+
+
+def _mark_constant(function: Callable) -> Callable:
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_private(lambda: _mark_constant)
+def compile_time_constant(function: Callable) -> Callable:
+    """A decorator: torch.compile calls the function once and takes its answer as a constant of the program.
+
+    Read in torch 2.13: an attribute, which is all that torch.compiler.assume_constant_result gives a function. Without
+    it: that, which imports torch's compiler, and with it Triton, at once.
+    """
+    return torch.compiler.assume_constant_result(function)
+
+
+def _mark_disabled(function: Callable) -> Callable:
+    function._torchdynamo_disable = True
+    return function
+
+
+@_private(lambda: _mark_disabled)
+def untraced(function: Callable) -> Callable:
+    """A decorator: torch.compile breaks the graph at a call of the function.
+
+    Read in torch 2.13: an attribute. Without it: torch.compiler.disable, which imports torch's compiler at once.
+    """
+    return torch.compiler.disable(function)
+
+
+def is_compiler_loaded() -> bool:
+    """Whether torch's compiler, which torch.compile loads, is there, so that it may trace.
+
+    Read in torch 2.13: the name of its module. Without it: True.
+    """
+    return WITHOUT_INTERNALS or "torch._dynamo" in sys.modules
+
+
+def buffers_kept(**options: bool) -> AbstractContextManager:
+    """A context: what is compiled in it has a backward that may run again, since it takes over no buffers.
+
+    options: others of torch's AOTAutograd. Read in torch 2.13: its configuration. Without it: nothing is set, and torch
+    refuses to run such a backward twice.
+    """
+    if WITHOUT_INTERNALS:
+        return nullcontext()
+    try:
+        from torch._functorch import config
+
+        return config.patch(donated_buffer=False, **options)
+    except (AttributeError, ImportError):
+        return nullcontext()
+
+
+def _give_up_no_buffers(node: object) -> None:
+    node._forward_cls.metadata.bw_donated_idxs = []
+
+
+@_private(lambda: _give_up_no_buffers)
+def let_run_again(node: object) -> None:
+    """Say of the backward of compiled code, an autograd node, that it takes over no buffers.
+
+    torch 2.11 to 2.13 refuse to run one again unless the indices of these buffers are the empty list; they are None
+    where nobody looked for any. Without it: nothing is said, and torch refuses to run it twice.
+    """
+
+
+@cache
+def _small_tiles(block_size: int) -> object:
+    from torch._inductor.choices import InductorChoices
+
+    class SmallTiles(InductorChoices):
+        def get_flex_attention_fwd_configs(self, *args, **kwargs):
+            return cut(super().get_flex_attention_fwd_configs(*args, **kwargs), "block_m", "block_n")
+
+        def get_flex_attention_bwd_configs(self, *args, **kwargs):
+            configs = super().get_flex_attention_bwd_configs(*args, **kwargs)
+            return cut(configs, "block_m1", "block_n1", "block_m2", "block_n2")
+
+    def cut(configs, *sides):
+        # 4 warps: inductor gives them to its own tiles of 64 rows.
+        rows = [{side: min(getattr(each, side), block_size) for side in sides} for each in configs]
+        return [replace(each, num_warps=4, **least) for each, least in zip(configs, rows, strict=True)]
+
+    return SmallTiles()
+
+
+def flex_tiles_within(block_size: int) -> AbstractContextManager:
+    """A context: FlexAttention is compiled, by this thread, with tiles of at most so many rows and columns.
+
+    Read in torch 2.13: inductor's choices. Without it: nothing is set; where inductor's tiles are larger than a block
+    of the mask, it finds no kernel and raises.
+    """
+    if WITHOUT_INTERNALS:
+        return nullcontext()
+    try:
+        from torch._inductor.virtualized import V
+
+        return V.set_choices_handler(_small_tiles(block_size))
+    except (AttributeError, ImportError):
+        return nullcontext()
+
+
+def while_jit_traces(method: Callable) -> Callable[[type], type]:
+    """A class decorator: torch.jit.trace calls `method` of a module in the place of `forward`.
+
+    Read in torch 2.13: nn.Module's `_slow_forward`. Without it: `forward` is called, and must refuse tracers itself.
+    """
+
+    def decorate(layer: type) -> type:
+        if not WITHOUT_INTERNALS and hasattr(torch.nn.Module, "_slow_forward"):
+            layer._slow_forward = method
+        return layer
+
+    return decorate
+
+
+# torch's dense attention: operators beneath `scaled_dot_product_attention` that return lse.
+
+
+def _dense_operators() -> SimpleNamespace:
+    names = "flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention"
+    both = [f"{name}{direction}" for name in names for direction in ("", "_backward")]
+    packets = (None if WITHOUT_INTERNALS else getattr(torch.ops.aten, f"_scaled_dot_product_{x}", None) for x in both)
+    return SimpleNamespace(**dict(zip(both, packets, strict=True)))
+
+
+dense_operators = _dense_operators()
+"""torch's `_scaled_dot_product_<name>` and `<name>_backward`, read in torch 2.13.
+
+An operator that a release lacks is None. Without it: on the CPU `scaled_dot_product_attention` itself, with lse and
+gradients by matrix products; on CUDA the backend refuses and says which operator is missing.
+"""
+
+
+# Devices and process groups.
+
+
+def _read_spin() -> Callable[[int], None]:
+    return torch.cuda._sleep
+
+
+@_private(_read_spin)
+def spin(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles.
+
+    Read in torch 2.13, whose tests use it for this. Without it: nothing is queued, and a sample says that the device
+    waited for the host.
+    """
+
+
+@_private(lambda: torch.cuda._parse_visible_devices)
+def visible_devices() -> list[int] | list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES shows, as CUDA reads it: numbers, or UUIDs as strings.
+
+    Without the variable: more numbers than there are GPUs. Read in torch 2.13. Without it: the variable is split here,
+    up to the first word that is no number or no UUID.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return list(range(64))
+    words = [word.strip() for word in text.split(",")]
+    is_named = words[0].startswith(("GPU-", "MIG-"))
+    shown = []
+    for word in words:
+        if is_named != word.startswith(("GPU-", "MIG-")) or not (is_named or re.fullmatch(r"\+?\d+", word)):
+            break
+        if (device := word if is_named else int(word)) in shown:  # CUDA shows none where one is named twice
+            return []
+        shown.append(device)
+    return shown
+
+
+@_private(lambda: torch.cuda._transform_uuid_to_ordinals)
+def ordinals_of(shown: list[str], uuids: list[str]) -> list[int]:
+    """The numbers of GPUs named by UUIDs or by their beginnings, up to the first that names no one GPU.
+
+    Read in torch 2.13. Without it: the same, written here.
+    """
+    ordinals = []
+    for name in shown:
+        matches = [number for number, uuid in enumerate(uuids) if uuid.startswith(name)]
+        if len(matches) != 1:
+            break
+        ordinals += matches
+    return ordinals if len(set(ordinals)) == len(ordinals) else []
+
+
+def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """After how long a process group's backend for a device misses a rank.
+
+    Read in torch 2.13: the options of the backend. Without it: None, for which torch takes its default.
+    """
+    if WITHOUT_INTERNALS:
+        return None
+    try:
+        return group._get_backend(device).options._timeout
+    except AttributeError:
+        return None
+
+
+# Triton's launchers.
+
+
+def launch_of(compiled: object, grid: tuple[int, ...]) -> tuple | None:
+    """What starts a compiled kernel of Triton without hooks, with less of the host than `kernel[grid](...)`.
+
+    Read in Triton 3.6 to 3.9: the launcher of a kernel, and what it gives its own C function. Without it: None, and
+    Triton starts every kernel.
+
+    Returns:
+        what is called; what it is given before the stream and after it, and whether the arguments, which come last, are
+        one; and for each descriptor of a tensor what makes of it what the launcher takes, if the launcher does not.
+    """
+    if WITHOUT_INTERNALS:
+        return None
+    run, metas = _bare(compiled.run)
+    launch, given = _through(run, grid, (compiled.function, compiled.packed_metadata))
+    return launch, given, metas
+
+
+def _through(run: Callable, grid: tuple, compiled: tuple) -> tuple[Callable, tuple[tuple, tuple, bool]]:
+    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start or
+    # gives Triton's sanitizer (gsan, from 3.8 on) more. And what it is given before the stream and after it, and
+    # whether the arguments, which come last, are one.
+    stream, told = object(), []
+    scratch = "global_scratch_size", "profile_scratch_size"
+    if any(getattr(run, name, 1) for name in scratch) or getattr(run, "gsan_enabled", False):
+        return run, (grid, (*compiled, None, None, None), False)
+    _like(run, launch=lambda *given: told.extend(given))(*grid, stream, *compiled, None, None, None)
+    place, is_one = told.index(stream), told[-1] == ()  # from Triton 3.7 on
+    return run.launch, (tuple(told[:place]), tuple(told[place + 1 : len(told) - is_one]), is_one)
+
+
+def _like(x: object, **changed) -> object:
+    # A copy of an object with other attributes.
+    found = object.__new__(type(x))
+    found.__dict__ = vars(x) | changed
+    return found
+
+
+def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
+    # Triton's launcher makes maps of descriptors anew at every start, which takes as long as the rest. The launcher
+    # below it, and what makes a map of each descriptor; or the launcher itself where it is another than we know.
+    launch = getattr(run, "launch", None)
+    inside = getclosurevars(launch) if isfunction(launch) else None
+    if inside is None or not {"launcher", "tensordesc_meta"} <= inside.nonlocals.keys():
+        return run, iter(())
+    # A global name of the launcher's module in Triton 3.7, an argument of the wrapper from 3.8 on.
+    make = (inside.globals | inside.nonlocals).get("make_tensordesc_arg")
+    metas = inside.nonlocals["tensordesc_meta"]
+    if make is None or not metas or None in metas:
+        return run, iter(())
+    run = _like(run, launch=inside.nonlocals["launcher"])
+    # From Triton 3.8 on it takes a third argument, which is not read for NVIDIA's GPUs.
+    unread = (None,) * (len(signature(make).parameters) - 2)
+    return run, (partial(_map_of, make, meta, unread) for meta in metas)
+
+
+def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
+    return make(x, meta, *unread)
+
+
+# Gluon's names.
 
 
 def async_load():

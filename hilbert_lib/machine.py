@@ -18,6 +18,7 @@ import pynvml
 import torch
 
 from hilbert_lib import checks
+from hilbert_lib.internals import compile_time_constant, ordinals_of, visible_devices
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -181,6 +182,7 @@ def machine_facts() -> dict:
     }
 
 
+@compile_time_constant
 def kernel_mode() -> str:
     """How Triton kernels run here: "compiled" (on a GPU), "interpreted" (TRITON_INTERPRET is set) or "absent"."""
     if importlib.util.find_spec("triton") is None:
@@ -188,9 +190,6 @@ def kernel_mode() -> str:
     if _is_interpreting():
         return "interpreted"
     return "compiled" if torch.cuda.is_available() else "absent"
-
-
-kernel_mode._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
 def prepare_kernels() -> str:
@@ -312,13 +311,13 @@ def _is_interpreting() -> bool:
 
 def _has_nvidia_device() -> bool:
     """Whether there is a GPU that CUDA_VISIBLE_DEVICES does not hide."""
-    shown = torch.cuda._parse_visible_devices()  # as CUDA reads it: numbers or UUIDs, up to the first that is none
+    shown = visible_devices()
     try:
         pynvml.nvmlInit()
         gpus = range(pynvml.nvmlDeviceGetCount())
         if shown and str(shown[0]).startswith("GPU-"):
             uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in gpus]
-            shown = torch.cuda._transform_uuid_to_ordinals(shown, uuids)
+            shown = ordinals_of(shown, uuids)
         return bool(shown) and (shown[0] in gpus or str(shown[0]).startswith("MIG-"))
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return bool(shown) and Path("/dev/nvidia0").exists()

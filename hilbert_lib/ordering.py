@@ -8,15 +8,13 @@ from math import isqrt, prod
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hilbert_lib import checks
 from hilbert_lib.checks import integer
 from hilbert_lib.curves.coordinates import KINDS, checked_shape, curve_coordinates
 from hilbert_lib.curves.hilbert import raster_index
 from hilbert_lib.graph_cache import CacheInfo, cached_for_graphs
+from hilbert_lib.internals import compile_time_constant, is_forward_ad_active, is_functorch_active, made_outside_modes
 
 CACHED_POSITIONS = 2**24  # 20 bytes each (perm, inverse and slots): 320 MiB
 
@@ -261,22 +259,16 @@ class OrderingSpec:
         return Ordering(self.kind, length, self.grid, self.chunk, self.rate, self.seed)
 
 
+@compile_time_constant  # torch.compile cannot trace a lock
 def _tables_on(
     device: torch.device, kind: str, length: int, chunk: int | None, rate: int | None, seed: int | None, *grid: int
 ) -> Tables:
-    # Made outside of fake tensors and tracing, whose tensors have no place among real ones.
-    with _disable_current_modes() as modes:
+    # Tensors of fake modes and of tracing have no place among the real ones of the cache.
+    def tables() -> Tables:
         ordering = Ordering(kind, length, grid or None, chunk, rate, seed)
-        tables = ordering_tables(ordering, ordering.to(device).device)
-    fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
-    if fake is None or fake.allow_non_fake_inputs:  # torch.export takes real tables as constants
-        return tables
-    return tuple(fake.from_tensor(table, static_shapes=True) for table in tables)
+        return ordering_tables(ordering, ordering.to(device).device)
 
-
-# torch.compile takes the tables as constants, for it cannot trace a lock. This is all that
-# torch.compiler.assume_constant_result does, but that imports torch._dynamo, and with it triton, at once.
-_tables_on._dynamo_marked_constant = True
+    return made_outside_modes(tables)
 
 
 @cached_for_graphs(CACHED_POSITIONS, size=lambda ordering, device: ordering.length)
@@ -343,7 +335,7 @@ class Permuted(torch.autograd.Function):
 
 def _is_transformed() -> bool:
     # Whether torch.func or forward-mode differentiation runs, for which `Permuted` has no rules, but index_select has.
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_functorch_active() or is_forward_ad_active()
 
 
 def in_sequence(x: Tensor, ordering: Ordering) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hilbert_lib import DilatedPattern, MultiheadDilatedAttention
+from hilbert_lib.internals import dense_operators
 from hilbert_lib.lab.pairs import Results, Side, relative_difference, run_back_to_back, run_sides
 
 EMBED, HEADS = 768, 16
@@ -25,8 +26,7 @@ PATTERN = DilatedPattern.geometric(offsets="head_block", padding="zeros")
 def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
     """torch's FlashAttention-2 as torchscale calls flash-attn's: (batch, seq, heads, head_dim), and lse."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    aten = torch.ops.aten
-    op = aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+    op = dense_operators.flash_attention if q.is_cuda else dense_operators.flash_attention_for_cpu
     out, lse, *_ = op(*heads_first, dropout, is_causal)
     return out.transpose(1, 2), lse.detach()
 

@@ -14,6 +14,7 @@ from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import CPU_RULE, FULL_RULE, HALF_RULES, Rule, grid_rule
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 
 # "auto" has k and v put in sequence order from so many rows of q on, and so many keys of a row on average, over all
@@ -75,13 +76,11 @@ def _of_documents_first(rule: Rule, call: Request) -> Rule:
     return Rule(tuple(order), rule.record)  # torch.compile cannot trace `_replace`
 
 
+@compile_time_constant  # torch.compile cannot trace questions to the machine
 def _known_rule(device: torch.device, dtype: torch.dtype) -> Rule:
     if device.type != "cuda":
         return CPU_RULE
     return HALF_RULES[get_gpu_info(device).architecture] if dtype.itemsize == 2 else FULL_RULE
-
-
-_known_rule._dynamo_marked_constant = True  # torch.compile cannot trace questions to the machine (as in ordering.py)
 
 
 def choose(q: Tensor, call: Request, name: str, *, gradient: bool) -> str:

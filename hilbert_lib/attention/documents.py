@@ -10,6 +10,7 @@ from torch import Tensor
 from hilbert_lib.attention.dropout import NAME, name_table, named
 from hilbert_lib.attention.request import Request
 from hilbert_lib.checks import dense_tensor, integer
+from hilbert_lib.internals import assert_async
 
 LOOPED = "attends to one document after the other; the host waits for the device to tell their lengths"
 
@@ -63,9 +64,9 @@ def check_rows(cu_seqlens: Tensor, total: int, max_seqlen: int | None) -> None:
         return
     lengths = cu_seqlens.diff()
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths.amin() >= 0)
-    torch._assert_async(right, f"cu_seqlens must begin with 0, never fall and end with q's length {total}")
+    assert_async(right, f"cu_seqlens must begin with 0, never fall and end with q's length {total}")
     if max_seqlen is not None:
-        torch._assert_async(lengths.amax() <= max_seqlen, "max_seqlen must be at least the length of every document")
+        assert_async(lengths.amax() <= max_seqlen, "max_seqlen must be at least the length of every document")
 
 
 def places_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from hilbert_lib.attention.backends.registry import BACKENDS, backends_for
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import Rule
 from hilbert_lib.files import write_whole
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, machine_facts
 from hilbert_lib.patterns.pattern import Pattern, Specification, from_specification
 
@@ -100,6 +101,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
     return path
 
 
+@compile_time_constant
 def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[ShapeClass, Rule], ...]:
     """What was measured on this machine with this software; other files are ignored with a warning."""
     place = folder()
@@ -109,9 +111,6 @@ def remembered_rules(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Sh
         changed = 0
     kind = device_name(device), str(dtype).removeprefix("torch.")
     return tuple(each for each in _rules_in(place, changed) if (each[0].device, each[0].dtype) == kind)
-
-
-remembered_rules._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
 @lru_cache(maxsize=8)

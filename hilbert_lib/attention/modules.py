@@ -5,7 +5,6 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from hilbert_lib import checks
@@ -20,6 +19,7 @@ from hilbert_lib.attention.validation import (
     check_dtype,
     check_scale,
 )
+from hilbert_lib.internals import assert_async, has_values
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 
@@ -368,8 +368,8 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
     allowed = padded | (mask == 0)
     message = "key_padding_mask must be bool, or hold 0 and -inf alone"
     # A program cannot branch on values, but asserts them where it runs; others have none.
-    if torch.compiler.is_compiling() or mask.is_meta or isinstance(mask, FakeTensor):
-        torch._assert_async(torch.all(allowed), message)
+    if torch.compiler.is_compiling() or not has_values(mask):
+        assert_async(torch.all(allowed), message)
     elif not torch.all(allowed):
         raise ValueError(f"{message}; got {mask[~allowed][0].item()}")
     return padded

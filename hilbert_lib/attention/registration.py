@@ -2,30 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
-from operator import or_
-from types import NoneType
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hilbert_lib.attention.transforms import no_rule_for_vmap, unserved_derivative
+from hilbert_lib.internals import is_below_autograd, is_watched, run_below_autograd
 
 LIBRARY = torch.library.Library("hilbert_lib", "FRAGMENT")
-_KEYS = torch._C.DispatchKey
-_PLAIN = {Tensor, torch.nn.Parameter}
-_NO_TENSORS = {NoneType, bool, int, float, str, tuple, list}
-
-
-def _bits(*names: str) -> int:
-    # Of dispatch keys.
-    return reduce(or_, (torch._C.DispatchKeySet(getattr(_KEYS, name)) for name in names)).raw_repr()
-
-
-# Dispatch keys of a thread in which nobody watches operators, and of tensors that are nothing but data: any other is a
-# mode's, a transform's, or a tensor's own.
-_UNWATCHED = _bits("BackendSelect", "ADInplaceOrView")
-_DENSE = _bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView")
 
 
 def register(
@@ -74,40 +59,14 @@ def _directly(own: str, run: Callable, function: type[torch.autograd.Function], 
     operator = getattr(torch.ops.hilbert_lib, own)
 
     def call(*args):
-        if _is_watched(args):
+        if is_watched(args):
             return operator(*args)
         needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:tensors])
-        if needed and not torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther):
+        if needed and not is_below_autograd():
             return function.apply(*args[:tensors], run, args[tensors:])
         return run(*args)
 
     return call
-
-
-def _is_watched(args: tuple) -> bool:
-    # Whether a compiler, a mode, a transform or a profiler may look, or a tensor is more than its data. The numbers of
-    # forward-mode differentiation show by its level alone.
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_UNWATCHED
-        or torch._C._len_torch_function_stack()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch.autograd._profiler_enabled()
-        or torch.autograd.profiler._is_profiler_enabled  # in all threads
-    ):
-        return True
-    for x in args:
-        if (kind := type(x)) in _PLAIN:
-            if torch._C._dispatch_keys(x).raw_repr() & ~_DENSE:
-                return True
-        elif kind not in _NO_TENSORS and isinstance(x, Tensor):
-            return True
-    return False
-
-
-def _below_autograd(own: str, *args):
-    with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.hilbert_lib, own)(*args)
 
 
 # Kernels for autograd of our own: with this many arguments torch.library.register_autograd takes as long for its
@@ -156,10 +115,12 @@ def _once(said: Callable[[tuple], str]) -> type[torch.autograd.Function]:
 
 
 def _by_backward_alone(said: Callable, own: str, function: type[torch.autograd.Function], tensors: int) -> Callable:
+    operator = getattr(torch.ops.hilbert_lib, own)
+
     def apply(*args):
         if reason := unserved_derivative(said(args[tensors:]), args[:tensors]):
             raise RuntimeError(reason)
-        return function.apply(*args[:tensors], partial(_below_autograd, own), args[tensors:])
+        return function.apply(*args[:tensors], partial(run_below_autograd, operator), args[tensors:])
 
     return apply
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from hilbert_lib.internals import is_batched, is_forward_ad_active, is_functorch_active, while_jit_traces
+
 _TRACED = "is not traced by torch.jit.trace, nor by an export to ONNX that uses it: use torch.export"
 
 
@@ -28,12 +30,12 @@ def unserved_derivative(name: str, tensors: Iterable[Tensor | None]) -> str | No
         name: of the function, as errors say it.
         tensors: those that it is differentiable in.
     """
-    if torch._C._are_functorch_transforms_active():
+    if is_functorch_active():
         return (
             f"{name} has no rule for torch.func's grad, vjp, jvp, jacrev and the like: differentiate it by "
             "backward() or torch.autograd.grad"
         )
-    if forward_ad._current_level < 0:
+    if not is_forward_ad_active():
         return None
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return (
@@ -50,17 +52,19 @@ def no_rule_for_vmap(name: str) -> str:
 
 def refuse_vmap(name: str, x: Tensor) -> None:
     """Raise RuntimeError for a tensor over which torch.func.vmap maps, for a function that reads its values."""
-    if torch._C._functorch.is_batchedtensor(x):
+    if is_batched(x):
         raise RuntimeError(no_rule_for_vmap(name))
 
 
+def _refuse_jit_trace(layer: nn.Module, *args: object, **kwargs: object) -> None:
+    # An export to ONNX by torch.jit.trace gives every argument by its place, which `forward` could not refuse in words
+    # of its own.
+    raise TypeError(f"{type(layer).__name__} {_TRACED}")
+
+
+@while_jit_traces(_refuse_jit_trace)
 class Layer(nn.Module):
     """A module that torch.jit neither traces nor scripts, and says so."""
-
-    def _slow_forward(self, *args: object, **kwargs: object) -> None:
-        # Called in the place of `forward` while torch.jit.trace runs. An export to ONNX by it gives every argument by
-        # its place, which `forward` could not refuse in words of its own.
-        raise TypeError(f"{type(self).__name__} {_TRACED}")
 
     def __prepare_scriptable__(self) -> None:
         raise TypeError(f"{type(self).__name__} is not scripted by torch.jit.script: use torch.export or torch.compile")

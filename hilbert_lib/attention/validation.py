@@ -10,6 +10,7 @@ from hilbert_lib.attention.documents import check_documents
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.attention.transforms import refuse_tracers
 from hilbert_lib.checks import boolean, dense_tensor, integer, number, positive
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.patterns.pattern import Pattern, check_pattern
@@ -129,11 +130,9 @@ def _casts(device_type: str) -> bool:
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
+@compile_time_constant  # torch.compile cannot trace it in torch 2.11
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
-
-
-_has_autocast._dynamo_marked_constant = True  # torch.compile cannot trace it in torch 2.11 (said as in ordering.py)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,12 +5,11 @@ Backends that call kernels say their own (`Backend.workspace`).
 """
 
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hilbert_lib import checks
 from hilbert_lib.attention.backends.backend import Backend
@@ -20,6 +19,7 @@ from hilbert_lib.attention.explain import explain_backend
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.attention.validation import LARGEST_HEAD_DIM, as_pattern, check_dtype
 from hilbert_lib.attention.zero_keys import has_zero_keys
+from hilbert_lib.internals import dense_operators, dispatch_mode
 from hilbert_lib.limits.memory import GB, device_or_default
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
@@ -202,13 +202,13 @@ def _serving(
     return explanation.chosen
 
 
-class _Alive(TorchDispatchMode):
+class _Alive(dispatch_mode()):
     """Counts the bytes of tensors alive while operators run on meta tensors; `peak` leaves the given tensors out."""
 
     def __init__(self, given: list[Tensor], device: torch.device):
         super().__init__()
         self._on_cpu = device.type == "cpu"
-        self._sizes = {x.untyped_storage()._cdata: 0 for x in given}
+        self._sizes = {id(x.untyped_storage()): 0 for x in given}
         self._now = self.peak = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -216,13 +216,13 @@ class _Alive(TorchDispatchMode):
             return torch.empty(0, args[0].dim(), dtype=torch.int64)
         results = operator(*args, **(kwargs or {}))
         is_table = any(isinstance(x, Tensor) and not x.is_meta for x in args)  # made on the host, for later calls too
-        for x in tree_leaves(results):
+        for x in leaves_of(results):
             if isinstance(x, Tensor) and x.is_meta and not is_table:
                 storage = x.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = storage.nbytes()
+                if id(storage) not in self._sizes:
+                    self._sizes[id(storage)] = storage.nbytes()
                     self._now += storage.nbytes()
-                    weakref.finalize(storage, self._forget, storage._cdata)
+                    weakref.finalize(storage, self._forget, id(storage))
         self.peak = max(self.peak, self._now + (_inside(operator, args) if self._on_cpu else 0))
         return results
 
@@ -230,11 +230,20 @@ class _Alive(TorchDispatchMode):
         self._now -= self._sizes.pop(key)
 
 
-def _inside(operator: torch._ops.OpOverload, args: tuple) -> int:
+def leaves_of(x: object) -> Iterator[object]:
+    """What is in tuples and lists, which may lie in one another."""
+    if isinstance(x, tuple | list):
+        for each in x:
+            yield from leaves_of(each)
+    else:
+        yield x
+
+
+def _inside(operator: Callable, args: tuple) -> int:
     """Bytes that a CPU operator takes in addition to its results, by torch's profiler; others never decide the peak."""
-    if operator is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+    if operator.overloadpacket is dense_operators.flash_attention_for_cpu:
         return torch.get_num_threads() * 2**20  # blocks of scores
-    if operator is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    if operator.overloadpacket is dense_operators.flash_attention_for_cpu_backward:
         copy = 0 if args[0].transpose(1, 2).is_contiguous() else args[0].nbytes  # of dout
         return copy + torch.get_num_threads() * 2 * 2**20
     if torch.Tag.pointwise in operator.tags:  # the narrower of two dtypes is copied into the wider
@@ -248,7 +257,7 @@ def _traced(given: tuple, call: Request, backend: Backend, direction: str, devic
     """Bytes alive at the highest point of a backend written in torch's operators, what it returns included."""
     run = backend.functions(device)[DIRECTIONS.index(direction)]
     others = [x for x in (call.seed, call.key_padding_mask) if x is not None]
-    with torch.no_grad(), _Alive([x for x in tree_leaves(given) if x is not None] + others, device) as alive:
+    with torch.no_grad(), _Alive([x for x in leaves_of(given) if x is not None] + others, device) as alive:
         results = run(*given, call)
         if direction == "forward":
             results[1].contiguous()

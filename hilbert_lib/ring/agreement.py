@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hilbert_lib.internals import group_timeout
 from hilbert_lib.launch import REFUSED
 
 _HEADER = struct.Struct("<?q32s")  # whether the arguments were refused, the shard's length, a digest of the request
@@ -115,14 +116,14 @@ def _difference(asked: dict[int, tuple[str | None, dict[str, str]]]) -> str:
 
 def _companion(group: ProcessGroup) -> ProcessGroup:
     """The gloo group of the same ranks: itself, or one that is made at the group's first call."""
-    cuda = torch.device("cuda")
-    if dist.get_backend(group) == "gloo" or cuda not in group._device_types:
+    if dist.get_backend(group) == "gloo" or "cuda:" not in dist.get_backend_config(group):
         return group  # not kept: its threads end with the last reference to it
     if group not in _companions:
         # NCCL makes its communicator at a group's first call, in which all ranks must take part: an exchange does not
         # ask that of a rank that has nothing to send.
         dist.barrier(group)
-        timeout = group._get_backend(cuda).options._timeout  # a rank that never comes is missed as soon as in the group
+        # A rank that never comes is missed as soon as in the group.
+        timeout = group_timeout(group, torch.device("cuda"))
         ranks = dist.get_process_group_ranks(group)
         _companions[group] = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     return _companions[group]

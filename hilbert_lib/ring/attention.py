@@ -1,6 +1,5 @@
 """Dilated attention of a sequence that is spread over ranks, as users call it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from hilbert_lib.attention.transforms import refuse_tracers, unserved_derivative
 from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.internals import is_compiler_loaded, untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
@@ -34,6 +34,7 @@ _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary(
 _untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
 
 
+@untraced  # torch.compile cannot trace collectives that are waited for later
 @unscripted
 @suggesting
 def ring_dilated_attention(
@@ -102,15 +103,11 @@ def ring_dilated_attention(
     return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit), validate)
 
 
-# torch.compile, which cannot trace collectives that are waited for later, reads this and breaks the graph here.
-ring_dilated_attention._torchdynamo_disable = True
-
-
 def uncompiled(function: Callable) -> Callable:
     """The function, inside which torch.compile does not go on after a break of the graph: it would trace streams."""
     # Only where it is loaded: this imports it, and with it triton. Made once: it takes 0.1 ms (and torch.compile warns
     # of functools' caches).
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return function
     if function not in _untraced:
         _untraced[function] = torch.compiler.disable(function)

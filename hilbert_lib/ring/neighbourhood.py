@@ -19,6 +19,7 @@ from hilbert_lib.attention.transforms import unserved_derivative
 from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.internals import untraced
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
@@ -30,6 +31,7 @@ from hilbert_lib.ring.rank import halo
 from hilbert_lib.ring.rank.halo import HaloJob, HaloLayout
 
 
+@untraced  # torch.compile cannot trace collectives that are waited for later
 @unscripted
 @suggesting
 def ring_neighbourhood_attention(
@@ -88,10 +90,6 @@ def ring_neighbourhood_attention(
     options = {"scale": scale, "extra_k": extra_k, "extra_v": extra_v, "key_padding_mask": key_padding_mask}
     options |= {"extra_padding_mask": extra_padding_mask, "backend": backend, "return_lse": return_lse}
     return uncompiled(_attend)(q, k, v, neighbourhood, shards, ordering, options, group, validate)
-
-
-# torch.compile, which cannot trace collectives that are waited for later, reads this and breaks the graph here.
-ring_neighbourhood_attention._torchdynamo_disable = True
 
 
 class _Asked(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.request import Request, Tensors
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.pattern import Pattern
@@ -116,9 +117,7 @@ def half(note: str, *, largest_head_dim: int = 256, majors: range = FROM_AMPERE,
     return Backend(note=f"{note} over strided views", **shared | own)
 
 
+@compile_time_constant
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU."""
     return get_gpu_info(device).capability
-
-
-capability._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hilbert_lib.attention.backends import backend as shared
 from hilbert_lib.attention.backends.backend import SPREADS, Backend, dense_refusal, gpu_refusal, half
 from hilbert_lib.attention.backends.kernel import Eager, Grads, Kernel, Problem
 from hilbert_lib.attention.backends.strided import over_views
 from hilbert_lib.attention.request import Request
+from hilbert_lib.internals import dense_operators
 
-_aten = torch.ops.aten
 REACH = 2**31  # elements that signed 32-bit arithmetic tells apart
 
 
@@ -25,9 +26,7 @@ class CpuFlash:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, problem.is_causal, scale=problem.scale
-        )
+        out, lse = dense_operators.flash_attention_for_cpu(q, k, v, 0.0, problem.is_causal, scale=problem.scale)
         # Where all scores are -inf it gives 0 and 0. A single key of score 0 has lse 0 as well, and its v may be 0.
         nothing = lse.eq(0)
         if lse.is_meta or not nothing.any():
@@ -42,7 +41,7 @@ class CpuFlash:
     @staticmethod
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - lse) is then 0
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return dense_operators.flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, problem.is_causal, scale=problem.scale
         )
 
@@ -52,7 +51,7 @@ class Efficient:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
+        out, lse, _, _ = dense_operators.efficient_attention(
             q, k, v, None, True, 0.0, problem.is_causal, scale=problem.scale
         )
         return out, lse[..., : q.shape[2]]
@@ -68,7 +67,24 @@ class Efficient:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         nothing = lse.new_zeros((), dtype=torch.int64)  # no dropout: seed and offset are not read
         given = dout, q, k, v, None, out, padded, nothing, nothing, 0.0, [True, True, True, False], problem.is_causal
-        return _aten._scaled_dot_product_efficient_attention_backward(*given, scale=problem.scale)[:3]
+        return dense_operators.efficient_attention_backward(*given, scale=problem.scale)[:3]
+
+
+class WithoutLse:
+    """torch's `scaled_dot_product_attention`, which returns no lse: that and the gradients are made by products.
+
+    It stands for operators beneath it that a release of torch lacks.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        out = scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, scale=problem.scale)
+        lse = Eager._scores(q, k, problem).logsumexp(-1)
+        return out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse
+
+    @staticmethod
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
+        return Eager.backward(dout, q, k, v, out, lse, problem)
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,7 @@ class Flash:
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, problem.is_causal, scale=problem.scale)[:2]
+        return dense_operators.flash_attention(q, k, v, 0.0, problem.is_causal, scale=problem.scale)[:2]
 
     @staticmethod
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> Grads:
@@ -131,7 +147,7 @@ class Flash:
         nothing = lse.new_zeros((), dtype=torch.int64)
         lengths = None, None, q.shape[2], k.shape[2]
         given = dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, problem.is_causal, nothing, nothing
-        return _aten._scaled_dot_product_flash_attention_backward(*given, scale=problem.scale)
+        return dense_operators.flash_attention_backward(*given, scale=problem.scale)
 
 
 class CuDnn:
@@ -141,7 +157,7 @@ class CuDnn:
     def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         if 1 in (q.shape[2], k.shape[2]):  # of keys alone, in a block of a ring
             return Eager.forward(q, k, v, problem)
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = dense_operators.cudnn_attention(
             q, k, v, None, True, 0.0, problem.is_causal, False, scale=problem.scale
         )
         return out, lse.view(*q.shape[:3])
@@ -157,7 +173,7 @@ class CuDnn:
         nothing = lse.new_zeros((), dtype=torch.int64)
         lengths = None, None, q.shape[2], k.shape[2]
         given = dout, q, k, v, out, lse.contiguous()[..., None], nothing, nothing, None, *lengths, 0.0
-        return _aten._scaled_dot_product_cudnn_attention_backward(*given, problem.is_causal, scale=problem.scale)
+        return dense_operators.cudnn_attention_backward(*given, problem.is_causal, scale=problem.scale)
 
 
 def sdpa_limits(q: Tensor, call: Request) -> str:
@@ -176,8 +192,15 @@ def sdpa_here(q: Tensor, call: Request) -> str:
     return ""
 
 
+def _absence(name: str) -> str:
+    # Why the kernel of an operator and its backward cannot be called, or "".
+    if getattr(dense_operators, name) and getattr(dense_operators, f"{name}_backward"):
+        return ""
+    return f"torch {torch.__version__} has no operator _scaled_dot_product_{name} with a backward"
+
+
 def _flash_here(q: Tensor, call: Request) -> str:
-    if refused := gpu_refusal(q):
+    if refused := gpu_refusal(q) or _absence("flash_attention"):
         return refused
     # torch's FlashAttention-2 has no backward for these there; its own chooser, which is passed by here, knows that. A
     # forward alone is refused with it: a call does not say whether it will be differentiated.
@@ -192,11 +215,13 @@ def _cudnn_here(q: Tensor, call: Request) -> str:
     # Refused with warn_only, too, which cannot be asked for under torch.compile.
     if torch.are_deterministic_algorithms_enabled():
         return "sums gradients in an order that varies, and torch.use_deterministic_algorithms asks for one"
-    return gpu_refusal(q)
+    return gpu_refusal(q) or _absence("cudnn_attention")
 
 
 # The workspaces are bytes by size of an element: `strided.over_views` says of what. tests/limits/test_estimate.py holds
 # them against what a GPU allocates.
+_ON_CPU = WithoutLse if _absence("flash_attention_for_cpu") else CpuFlash
+_ON_CUDA = WithoutLse if _absence("efficient_attention") else Within32Bits(Efficient)
 HALF = (
     half("cuDNN", name="cudnn", colour="#0072B2", largest_head_dim=128, here=_cudnn_here,
          **over_views(CuDnn, {2: (4, 4, 4)})),
@@ -211,7 +236,7 @@ BACKENDS = (
         limits=sdpa_limits,
         here=sdpa_here,
         caveat=SPREADS,
-        **over_views(CpuFlash, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=Within32Bits(Efficient)),
+        **over_views(_ON_CPU, {2: (4, 8, 8), 4: (4, 12, 12)}, on_cuda=_ON_CUDA),
     ),
     Backend(
         name="eager",

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 
 from hilbert_lib.attention.backends.backend import Backend, gpu_refusal, half_limits, of_sequences
 from hilbert_lib.attention.request import Request, working_dtype
 from hilbert_lib.attention.triton.schedule import head_offsets
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.internals import buffers_kept, let_run_again
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering, Permuted
 from hilbert_lib.patterns.dilated import DilatedPattern
@@ -36,8 +36,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
-    key = torch._C.DispatchKey.AutogradFunctionality
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+    with torch.inference_mode(False):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         own = attend(*leaves, call)
         if not call.is_part:
@@ -171,7 +170,7 @@ def block_list(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor | tuple:
     """torch's `flex_attention` of q, k, v (batch, heads, seq, head_dim) on CUDA, compiled for the shape and options."""
-    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+    with torch.compiler.config.patch(recompile_limit=COMPILATIONS):
         return run_to_keep(_compiled_flex(), q, k, v, **options)
 
 
@@ -180,9 +179,7 @@ def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
     # The backward is compiled here, where these settings hold, and not by autograd's thread when it first runs. The
     # tag keeps it apart from code that does take buffers over: to inductor's cache they are one. Autograd's cache
     # cannot keep code that holds tensors, like a mask's, and would warn of that; a kept warning keeps the tensors.
-    kept = functorch_config.patch(
-        donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
-    )
+    kept = buffers_kept(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
     tag = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag}, buffers kept")
     with kept, tag:
         results = run(*arguments, **options)
@@ -190,9 +187,7 @@ def run_to_keep(run: Callable, *arguments, **options) -> Tensor | tuple:
     node = (results if isinstance(results, Tensor) else results[0]).grad_fn
     while node is not None and node not in given:
         if node.name() == "CompiledFunctionBackward":
-            # torch 2.11 to 2.13 refuse to run a backward again unless the indices of the buffers that it takes over
-            # are the empty list. They are None where nobody looked for any.
-            node._forward_cls.metadata.bw_donated_idxs = []
+            let_run_again(node)
             break
         node = node.next_functions[0][0] if node.next_functions else None  # a view of what the code returned
     return results

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +25,7 @@ from hilbert_lib.attention.backends.flex import (
 from hilbert_lib.attention.grid_parts import padding_of
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.internals import flex_tiles_within
 from hilbert_lib.machine import kernel_mode
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.blocks import mask_blocks
@@ -82,8 +81,7 @@ def attend(
 def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request) -> Tensors:
     """Gradients of q, k, v and of the extra keys; on CUDA alone."""
     # The operator that calls this runs below autograd, which has to record the forward here.
-    key = torch._C.DispatchKey.AutogradFunctionality
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+    with torch.inference_mode(False):
         leaves = [x.detach().requires_grad_() for x in given if x is not None]
         own = attend(Tensors(*leaves), request)
         if request.is_part:
@@ -191,29 +189,7 @@ def _tiles_within(block_size: int) -> AbstractContextManager:
     # choice holds for one thread: `run_to_keep` compiles the backward here too.
     if block_size >= FLEX_BLOCK:
         return nullcontext()
-    from torch._inductor.virtualized import V
-
-    return V.set_choices_handler(_small_tiles(block_size))
-
-
-@cache
-def _small_tiles(block_size: int) -> object:
-    from torch._inductor.choices import InductorChoices
-
-    class SmallTiles(InductorChoices):
-        def get_flex_attention_fwd_configs(self, *args, **kwargs):
-            return cut(super().get_flex_attention_fwd_configs(*args, **kwargs), "block_m", "block_n")
-
-        def get_flex_attention_bwd_configs(self, *args, **kwargs):
-            configs = super().get_flex_attention_bwd_configs(*args, **kwargs)
-            return cut(configs, "block_m1", "block_n1", "block_m2", "block_n2")
-
-    def cut(configs, *sides):
-        # 4 warps: inductor gives them to its own tiles of 64 rows.
-        rows = [{side: min(getattr(each, side), block_size) for side in sides} for each in configs]
-        return [replace(each, num_warps=4, **least) for each, least in zip(configs, rows, strict=True)]
-
-    return SmallTiles()
+    return flex_tiles_within(block_size)
 
 
 def _refusal(q: Tensor, request: Request) -> str:

@@ -9,9 +9,11 @@ from hilbert_lib.attention.backends.backend import Backend, Backward, Forward, o
 from hilbert_lib.attention.failures import not_compiled
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.triton import limits, schedule
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import get_gpu_info, kernel_mode
 
 
+@compile_time_constant
 def absence(device: torch.device) -> str:
     """Why the fused kernels do not run on a device, or ""."""
     if kernel_mode() == "absent":
@@ -23,9 +25,6 @@ def absence(device: torch.device) -> str:
     if device.type == "cuda" and (room := get_gpu_info(device).shared_memory_bytes) < limits.SHARED_BYTES:
         return f"its tiles need {limits.SHARED_BYTES} bytes of shared memory, this GPU has {room}"
     return ""
-
-
-absence._dynamo_marked_constant = True  # torch.compile cannot trace it (said as in ordering.py)
 
 
 def _limits(q: Tensor, call: Request) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
+from hilbert_lib.internals import compile_time_constant
 from hilbert_lib.machine import installed_version
 
 # The distributions that flash-attn-4 loads when it first compiles a kernel.
@@ -37,6 +38,7 @@ MODULES = {  # the kernels are imported from these
 FLASH_ATTN_2_SINCE = "2.7"  # before it, the functions called here return other things
 
 
+@compile_time_constant
 def absence(package: str) -> str:
     """Why the package (a key of `MODULES`) cannot be used in this process, or "" where its files say that it can."""
     if package not in _ABSENCE:
@@ -44,13 +46,10 @@ def absence(package: str) -> str:
     return _ABSENCE[package]()
 
 
+@compile_time_constant
 def breakage(package: str) -> str:
     """`absence`, or why the package does not load when it is imported: built for another torch, a missing library."""
     return absence(package) or _breakage(package)
-
-
-# torch.compile cannot trace such questions: it takes their answers as constants (said as in ordering.py).
-absence._dynamo_marked_constant = breakage._dynamo_marked_constant = True
 
 
 @cache

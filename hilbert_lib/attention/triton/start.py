@@ -5,11 +5,10 @@ kind of call starts is kept: compiled kernels and their arguments, with places f
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from functools import cache, partial, reduce
-from inspect import getclosurevars, isfunction, signature
+from functools import cache, reduce
 from operator import call, itemgetter, or_
 from types import NoneType
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hilbert_lib import internals
 from hilbert_lib.attention.failures import KernelError, not_compiled
 from hilbert_lib.attention.triton.geometry import products_of_float32
 
@@ -161,26 +161,6 @@ def _start_kept(kept: _Kept, device: int, tensors: Sequence[Tensor | None], addr
     return True
 
 
-def _through(run: Callable, grid: tuple, compiled: tuple) -> tuple[Callable, tuple[tuple, tuple, bool]]:
-    # What to call for a start without hooks: a launcher's C function, unless it allocates memory for every start or
-    # gives Triton's sanitizer (gsan, from 3.8 on) more. And what it is given before the stream and after it, and
-    # whether the arguments, which come last, are one.
-    stream, told = object(), []
-    scratch = "global_scratch_size", "profile_scratch_size"
-    if any(getattr(run, name, 1) for name in scratch) or getattr(run, "gsan_enabled", False):
-        return run, (grid, (*compiled, None, None, None), False)
-    _like(run, launch=lambda *given: told.extend(given))(*grid, stream, *compiled, None, None, None)
-    place, is_one = told.index(stream), told[-1] == ()  # from Triton 3.7 on
-    return run.launch, (tuple(told[:place]), tuple(told[place + 1 : len(told) - is_one]), is_one)
-
-
-def _like(x: object, **changed) -> object:
-    # A copy of an object with other attributes.
-    found = object.__new__(type(x))
-    found.__dict__ = vars(x) | changed
-    return found
-
-
 def _put(known: dict, key: Hashable, value: object) -> None:
     if len(known) >= PLACES:
         known.clear()
@@ -188,14 +168,17 @@ def _put(known: dict, key: Hashable, value: object) -> None:
 
 
 def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | None]) -> _Kept | None:
-    # None where a tensor is not of the call, such as a copy that was made of one, or Triton's own hook compiled.
+    # None where a tensor is not of the call, such as a copy that was made of one, where Triton's own hook compiled, or
+    # where its launcher is not known.
     numbers = {id(x): number for number, x in reversed([*enumerate(tensors)]) if x is not None}
     kept, values, described, tables = [], [], [], {}
     for one, compiled in zip(starts, kernels, strict=True):
         if compiled is None:
             return None
-        compiled = _finished(compiled)
-        run, metas = _bare(compiled.run)
+        launcher = internals.launch_of(_finished(compiled), (*one.grid, 1, 1)[:3])
+        if launcher is None:
+            return None
+        launch, given_to_launch, metas = launcher
         given = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.named
         places = []
         for each in one.kernel.params:
@@ -218,31 +201,8 @@ def _keep(starts: Sequence[Start], kernels: list, tensors: Sequence[Tensor | Non
                 more = [None, *(made(x)[1:] if made else ())]
             places += range(place, place + len(more))
             values += more
-        launch, given = _through(run, (*one.grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata))
-        kept.append((one.kernel, launch, given, itemgetter(*places)))
+        kept.append((one.kernel, launch, given_to_launch, itemgetter(*places)))
     return _Kept(kept, values, described, [*map(ref, tables.values())], {})
-
-
-def _bare(run: Callable) -> tuple[Callable, Iterator[Callable]]:
-    # Triton's launcher makes maps of descriptors anew at every start, which takes as long as the rest. The launcher
-    # below it, and what makes a map of each descriptor; or the launcher itself where it is another than we know.
-    launch = getattr(run, "launch", None)
-    inside = getclosurevars(launch) if isfunction(launch) else None
-    if inside is None or not {"launcher", "tensordesc_meta"} <= inside.nonlocals.keys():
-        return run, iter(())
-    # A global name of the launcher's module in Triton 3.7, an argument of the wrapper from 3.8 on.
-    make = (inside.globals | inside.nonlocals).get("make_tensordesc_arg")
-    metas = inside.nonlocals["tensordesc_meta"]
-    if make is None or not metas or None in metas:
-        return run, iter(())
-    run = _like(run, launch=inside.nonlocals["launcher"])
-    # From Triton 3.8 on it takes a third argument, which is not read for NVIDIA's GPUs.
-    unread = (None,) * (len(signature(make).parameters) - 2)
-    return run, (partial(_map_of, make, meta, unread) for meta in metas)
-
-
-def _map_of(make: Callable, meta: dict, unread: tuple, x: object) -> list:
-    return make(x, meta, *unread)
 
 
 def forget() -> None:

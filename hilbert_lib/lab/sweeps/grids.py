@@ -6,9 +6,9 @@ from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 
 from hilbert_lib import checks
+from hilbert_lib.internals import buffers_kept
 from hilbert_lib.lab.cache.neighbourhood import BLOCK, neighbourhood_orderings, of_axes, used_by_blocks, used_by_boxes
 from hilbert_lib.lab.exact_rows import SampledRows
 from hilbert_lib.lab.pairs import Results, Side
@@ -150,7 +150,7 @@ def _side(
     def compute() -> Results:
         if direction == "forward":
             return (attend(),)
-        with functorch_config.patch(donated_buffer=False):  # or a compiled backward refuses to run again
+        with buffers_kept():  # or a compiled backward refuses to run again
             return torch.autograd.grad(out(), leaves(), dout(), retain_graph=True)
 
     def run() -> Results:

@@ -185,14 +185,14 @@ def cudnn_with_plans():
         return Eager.backward(dout, q, k, v, out, lse[..., 0], Problem(scale, is_causal))
 
     operators = {
-        "_scaled_dot_product_cudnn_attention": forward,
-        "_scaled_dot_product_cudnn_attention_backward": backward,
+        "cudnn_attention": forward,
+        "cudnn_attention_backward": backward,
     }
     return SimpleNamespace(**operators)
 
 
 def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeypatch):
-    monkeypatch.setattr(dense_kernels, "_aten", cudnn_with_plans())
+    monkeypatch.setattr(dense_kernels, "dense_operators", cudnn_with_plans())
     pattern, (*tensors, dout), _, _, grads = expected("aligned", "head", "softmax", torch.float64, "grouped", True)
     call = Request(pattern, is_causal=True, scale=tensors[0].shape[3] ** -0.5)
     for of_inputs, of_dout in itertools.product(LAYOUTS, LAYOUTS):
@@ -205,7 +205,7 @@ def test_cudnn_reads_gradients_of_every_layout_by_plans_made_for_another(monkeyp
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
 def test_cudnn_is_given_no_segment_of_one_query_or_one_key(monkeypatch, queries, keys):
     # A ring asks for blocks of as many queries and keys as two ranks have of a segment.
-    monkeypatch.setattr(dense_kernels, "_aten", SimpleNamespace())
+    monkeypatch.setattr(dense_kernels, "dense_operators", SimpleNamespace())
     dout, q = torch.randn(2, 2, 3, queries, 8, dtype=torch.float64).unbind()
     k, v = torch.randn(2, 2, 3, keys, 8, dtype=torch.float64).unbind()
     problem = Problem(0.3, False)
@@ -260,8 +260,8 @@ def test_flash_attention_2_is_given_no_more_sums_of_dq_than_32_bits_number(monke
         given.append(q.shape[1])
         return tuple(torch.full_like(q, len(given)) for _ in "qkv")
 
-    stand_in = SimpleNamespace(_scaled_dot_product_flash_attention_backward=backward)
-    monkeypatch.setattr(dense_kernels, "_aten", stand_in)
+    stand_in = SimpleNamespace(flash_attention_backward=backward)
+    monkeypatch.setattr(dense_kernels, "dense_operators", stand_in)
     dout, q, k, v, out = torch.randn(5, 1, 2, rows, head_dim).unbind()
     for x in Flash.backward(dout, q, k, v, out, torch.randn(1, 2, rows), Problem(0.1, False)):
         assert x[0, :, 0, 0].tolist() == ([1, 1] if at_once else [1, 2])
