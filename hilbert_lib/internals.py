@@ -4,7 +4,8 @@ Each function says in which release its name was read, what it gives, and what i
 `_private` is that fallback: torch's own stands in its place where the release has it, so that a call costs no more.
 Names that load torch's compiler or Triton are imported inside the functions.
 
-With HILBERT_WITHOUT_INTERNALS=1 in the environment every fallback is taken. A test sets it.
+With HILBERT_WITHOUT_INTERNALS=1 in the environment every fallback is taken. Tests set it. Some fallbacks load Triton
+when the library is imported: where there is no GPU, TRITON_INTERPRET=1 must then be set too.
 """
 
 import os
@@ -219,7 +220,7 @@ def made_outside_modes(build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor,
         tensors = pool.submit(build_on_stream).result()
     if torch.compiler.is_compiling() or type(torch.empty(0)) is Tensor:
         return tensors
-    return tuple(map(torch.empty_like, tensors))
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
 
 
 def _read_dispatch_mode() -> Callable[[], type]:
@@ -253,7 +254,7 @@ def compile_time_constant(function: Callable) -> Callable:
     """A decorator: torch.compile calls the function once and takes its answer as a constant of the program.
 
     Read in torch 2.13: an attribute, which is all that torch.compiler.assume_constant_result gives a function. Without
-    it: that, which imports torch's compiler, and with it Triton, at once.
+    it: that function, which imports torch's compiler, and with it Triton, at once.
     """
     return torch.compiler.assume_constant_result(function)
 
@@ -403,13 +404,14 @@ def visible_devices() -> list[int] | list[str]:
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(64))
-    words = [word.strip() for word in text.split(",")]
-    is_named = words[0].startswith(("GPU-", "MIG-"))
+    prefix = next((each for each in ("GPU-", "MIG-") if text.startswith(each)), None)
     shown = []
-    for word in words:
-        if is_named != word.startswith(("GPU-", "MIG-")) or not (is_named or re.fullmatch(r"\+?\d+", word)):
+    for word in text.split(","):
+        number = re.match(r"\s*\+?\d+", word)
+        if not (word.startswith(prefix) if prefix else number):
             break
-        if (device := word if is_named else int(word)) in shown:  # CUDA shows none where one is named twice
+        device = word if prefix else int(number[0])
+        if device in shown:  # CUDA shows none where one is named twice
             return []
         shown.append(device)
     return shown

@@ -1,0 +1,232 @@
+"""Private names of torch and Triton stand in `hilbert_lib/internals.py` alone, each with what is done without it."""
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hilbert_lib
+from hilbert_lib import internals
+
+ROOT = Path(hilbert_lib.__file__).resolve().parent
+SOURCES = [*ROOT.rglob("*.py"), *(ROOT.parent / "scripts").glob("*.py")]
+# Private names of others: of Python, of packages of kernels, of Jupyter.
+OTHERS = {
+    *("_asdict", "_fields", "_make", "_replace", "_exit", "_getframe", "_handle_fromlist", "_repr_mimebundle_"),
+    *("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_fwd", "_flash_attn_bwd"),
+    "_cpp_library_load_exception",
+}
+# Names of objects that torch and Triton make for themselves, which no underscore marks.
+UNMARKED = {
+    *("bw_donated_idxs", "packed_metadata", "global_scratch_size", "profile_scratch_size", "gsan_enabled"),
+    *("tensordesc_meta", "make_tensordesc_arg"),
+}
+MODULE = re.compile(r"(torch|triton)(\.\w+)+")
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None or name in UNMARKED
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Names that the library defines: functions, classes, variables and attributes of `self`."""
+    names = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                names.add(node.attr)
+    return frozenset(names)
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`; an expression that is no name stands as "()"."""
+    if isinstance(node, ast.Attribute):
+        return [*dotted(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else "()"]
+
+
+def note_module(note: Callable, node: ast.AST, name: str) -> None:
+    """Note a module of torch or Triton, or what is imported from one, that has a private part."""
+    root, *parts = name.split(".")
+    if root in ("torch", "triton"):
+        note(node, name, parts)
+
+
+def private_uses(text: str) -> list[tuple[int, str]]:
+    """The line and the name of every private name of torch or Triton that a source has.
+
+    Found are private parts of imports, of attributes of what is imported from the two, and of modules named in strings;
+    private attributes of any object that neither the library nor one of `OTHERS` has; methods of nn.Module that a class
+    overrides; all of these in examples of docstrings.
+    """
+    tree, uses, imported = ast.parse(text), [], {"torch", "triton"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.asname for alias in node.names if alias.asname and MODULE.fullmatch(alias.name)}
+
+    def note(node: ast.AST, name: str, parts: list[str], own: frozenset[str] = frozenset()) -> None:
+        if any(is_private(part) and part not in own for part in parts):
+            uses.append((node.lineno, name))
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    note_module(note, node, alias.name)
+            case ast.ImportFrom(module=str(module), names=names):
+                for alias in names:
+                    note_module(note, node, f"{module}.{alias.name}")
+            case ast.Attribute(value=value, attr=attribute) if not is_self(value):
+                names = dotted(node)
+                own = frozenset() if names[0] in imported else own_names() | OTHERS
+                note(node, ".".join(names), [attribute], own)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[_, name, *_]):
+                if isinstance(name, ast.Constant):
+                    note(node, name.value, [name.value], own_names() | OTHERS)
+            case ast.Constant(value=str(value)) if value in UNMARKED:
+                note(node, value, [value])
+            case ast.Constant(value=str(value)) if MODULE.fullmatch(value):
+                note_module(note, node, value)
+            case ast.Expr(value=ast.Constant(value=str(docstring))):
+                examples = doctest.DocTestParser().get_examples(docstring)
+                uses += [(node.lineno, name) for _, name in private_uses("".join(each.source for each in examples))]
+            case ast.ClassDef(body=body):
+                for each in body:
+                    name = getattr(each, "name", "")
+                    note(each, f"nn.Module.{name}", [name] if hasattr(nn.Module, name) else [])
+    return sorted(set(uses))
+
+
+def test_private_names_of_torch_and_triton_stand_in_internals_alone():
+    found = [
+        f"{path.relative_to(ROOT.parent)}:{line} {name}"
+        for path in SOURCES
+        if path != ROOT / "internals.py"
+        for line, name in private_uses(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    assert len(private_uses((ROOT / "internals.py").read_text(encoding="utf-8"))) > 30
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch._functorch import config",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.distributed import distributed_c10d as c10d\nc10d._get_default_group()",
+        "import torch.distributed as dist\ndist._get_default_group()",
+        "torch._C._dispatch_keys(x)",
+        "torch.autograd.forward_ad._current_level",
+        "aten = torch.ops.aten\naten._scaled_dot_product_flash_attention(q, k, v)",
+        "x.untyped_storage()._cdata",
+        "group._get_backend(device)",
+        "node.metadata.bw_donated_idxs = []",
+        "getattr(launcher, 'gsan_enabled', False)",
+        "hasattr(node, '_forward_cls')",
+        "function._dynamo_marked_constant = True",
+        "'torch._dynamo' in sys.modules",
+        "triton.runtime._allocation",
+        "class Layer(nn.Module):\n    def _slow_forward(self): ...",
+        "'''Text.\n\n>>> from torch.testing._internal.distributed.fake_pg import FakeStore\n'''",
+    ],
+)
+def test_a_private_name_is_found_wherever_it_is_planted(line):
+    source = (ROOT / "ordering.py").read_text(encoding="utf-8")
+    uses = private_uses(f"{source}\n{line}\n")
+    assert uses
+    for at, name in uses:
+        assert at > source.count("\n")
+        assert name.split(".")[-1] in line
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """`hilbert_lib.internals` as it is where torch and Triton have none of its names."""
+    monkeypatch.setenv("HILBERT_WITHOUT_INTERNALS", "1")
+    spec = importlib.util.spec_from_file_location("internals_forced", ROOT / "internals.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_name_says_where_it_was_read_and_what_is_done_without_it(forced):
+    public = [each for name, each in vars(forced).items() if inspect.isfunction(each) and not name.startswith("_")]
+    own = [each for each in public if each.__module__ == forced.__name__]
+    assert len(own) > 20
+    for each in own:
+        assert re.search(r"[Tt]riton 3\.\d|torch 2\.\d", each.__doc__), each.__name__
+    for each in own:
+        if each.__name__ not in ("async_load", "async_store", "async_add", "reinterpret"):  # these are always there
+            assert "Without it:" in " ".join(each.__doc__.split()), each.__name__
+
+
+LISTS = [None, "", "0,1", "-1", "1, 0", "2,x,1", "0,0", "3gpu,+1", "GPU-a,GPU-b,1", "MIG-a,GPU-b", "GPU-a,GPU-a"]
+
+
+@pytest.mark.parametrize("shown", LISTS)
+def test_without_torchs_parser_the_same_devices_are_visible(monkeypatch, forced, shown):
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert forced.visible_devices() == internals.visible_devices()
+
+
+@pytest.mark.parametrize("shown", ["", "ab", "a", "b ac", "b b", "x b"])
+def test_without_torchs_search_the_same_ordinals_are_found(forced, shown):
+    shown, uuids = [f"GPU-{each}" for each in shown.split()], ["GPU-abc", "GPU-acd", "GPU-bcd"]
+    assert forced.ordinals_of(shown, uuids) == internals.ordinals_of(shown, uuids)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_results_from_below_autograd_have_no_gradient_and_serve_a_backward(forced, is_forced):
+    run = (forced if is_forced else internals).run_below_autograd
+    x = torch.ones(3, requires_grad=True)
+    (y,) = run(lambda x: (x * 2,), x)
+    assert not y.requires_grad
+    (x * y).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_tensors_made_outside_of_fake_ones_have_values(forced, is_forced):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made, made_outside_modes = [], (forced if is_forced else internals).made_outside_modes
+    with FakeTensorMode():
+        (fake,) = made_outside_modes(lambda: made.append(torch.arange(3)) or (made[0],))
+        assert fake.shape == (3,)
+        assert not internals.has_values(fake)
+        assert not forced.has_values(fake)
+    assert made[0].tolist() == [0, 1, 2]
+    assert internals.has_values(made[0])
+    assert forced.has_values(made[0])
+    assert made_outside_modes(lambda: (made[0],))[0] is made[0]
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_false_condition_stops_what_runs(forced, is_forced):
+    assert_async = (forced if is_forced else internals).assert_async
+    assert_async(torch.tensor(True), "words")
+    with pytest.raises(RuntimeError, match="words"):
+        assert_async(torch.tensor(False), "words")
