@@ -120,7 +120,8 @@ def run_below_autograd(operator: Callable, *args: object) -> tuple[Tensor, ...]:
     """The results of an operator that returns tensors, run by what torch's dispatcher has below autograd.
 
     Read in torch 2.13: a guard of dispatch keys. Without it: inference mode, which excludes the same keys. Its tensors
-    serve no backward, so that each result is copied.
+    serve no backward: each result is copied, and for a moment held twice, which `estimate_memory` does not count. In a
+    checkpoint that torch.compile compiles torch refuses them.
     """
     with torch.inference_mode():
         results = operator(*args)
