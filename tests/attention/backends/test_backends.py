@@ -16,7 +16,7 @@ from cases import TOLERANCE, assert_close, attended, determinism, expected
 from hilbert_lib import DilatedPattern, explain_backend, machine
 from hilbert_lib.attention import choice
 from hilbert_lib.attention.backends import backend as backends
-from hilbert_lib.attention.backends import flex, fused, presence
+from hilbert_lib.attention.backends import dense, flex, fused, presence
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request
 from hilbert_lib.attention.rules import HALF_RULES
@@ -46,7 +46,12 @@ def on_gpu(dtype=torch.bfloat16, head_dim=64):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Sets the capability of that GPU, and says that all packages are there, unless it is to look for them."""
+    """Sets the capability of that GPU, and says that all packages are there, unless it is to look for them.
+
+    torch has all its operators for it.
+    """
+    operators = dict.fromkeys(vars(dense.dense_operators), object())
+    monkeypatch.setattr(dense, "dense_operators", SimpleNamespace(**operators))
 
     def set_capability(*capability, with_packages=True):
         monkeypatch.setattr(backends, "capability", lambda device: capability)
@@ -110,6 +115,16 @@ def test_that_flex_fails_under_reduce_overhead_is_told(gpu, monkeypatch):
         told = choice.explain(on_gpu(), Request(PATTERN), name, gradient=False).reasons
         assert "torch refused it under torch.compile(mode='reduce-overhead')" in told["flex"]
         assert "reduce-overhead" not in told["triton"]
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("direction", ["", "_backward"])
+def test_a_backend_is_refused_where_torch_lacks_its_operator(monkeypatch, gpu, name, direction):
+    gpu(9, 0)
+    monkeypatch.setattr(dense.dense_operators, f"{name}_attention{direction}", None)
+    other = {"flash": "cudnn", "cudnn": "flash"}[name]
+    assert f"has no operator _scaled_dot_product_{name}" in BACKENDS[name].refusal(on_gpu(), Request(PATTERN))
+    assert not BACKENDS[other].refusal(on_gpu(), Request(PATTERN))
 
 
 def test_cudnn_is_refused_where_torch_is_asked_for_determinism(gpu):
