@@ -15,7 +15,7 @@ NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 # The tests start many processes, each of which would compile the library anew where no bytecode is written.
 export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
-.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-releases test-browser lab lint
+.PHONY: help setup reports figures pages numbers picture test test-all test-gpu test-multigpu test-releases test-public test-browser lab lint
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ test-multigpu: setup  ## the tests that need several CUDA devices, on all that t
 
 test-releases: setup  ## a sample of all kernels, compiled by every release of triton that was tried; needs a network
 	@$(BIN)/python -m pytest -rs -m releases
+
+# Triton is loaded with the library then, which is too late to choose its interpreter.
+test-public: setup  ## tests with every fallback of hilbert_lib/internals.py: without private names of torch and triton
+	@HILBERT_WITHOUT_INTERNALS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest $(XDIST) \
+		-m "not full and not gpu and not multigpu and not releases and not browser" \
+		tests/attention tests/limits tests/ring tests/test_graph_cache.py tests/test_ordering.py
 
 test-browser: setup  ## every notebook in JupyterLab in Chromium, every widget moved
 	@$(BIN)/python -m pytest -rs -m browser

@@ -4,7 +4,10 @@ import ast
 import doctest
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -196,6 +199,37 @@ def test_without_torchs_parser_the_same_devices_are_visible(monkeypatch, forced,
 def test_without_torchs_search_the_same_ordinals_are_found(forced, shown):
     shown, uuids = [f"GPU-{each}" for each in shown.split()], ["GPU-abc", "GPU-acd", "GPU-bcd"]
     assert forced.ordinals_of(shown, uuids) == internals.ordinals_of(shown, uuids)
+
+
+SCRIPT = """
+import sys, torch
+from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, dilated_attention, internals, neighbourhood_attention
+x = torch.linspace(-3, 3, 3 * 64 * 2 * 4, dtype=torch.float64).sin().view(3, 1, 64, 2, 4)
+calls = [
+    lambda q, k, v: dilated_attention(q, k, v, DilatedPattern((16, 64), (1, 4)), backend=backend, is_causal=True)
+    for backend in ("eager", "sdpa", "reference")
+]
+calls.append(lambda q, k, v: neighbourhood_attention(q, k, v, Neighbourhood((8, 8), 3), backend="eager"))
+ordering = Ordering.from_curve("hilbert", 64)
+calls.append(lambda q, k, v: dilated_attention(q, k, v, DilatedPattern((16,), (2,)), kv_ordering=ordering))
+for call in calls:
+    leaves = [each.clone().requires_grad_() for each in x]
+    out = call(*leaves)
+    grads = torch.autograd.grad(out.cos().sum(), leaves)
+    print(*(f"{each.sum():.9f} {each.norm():.9f}" for each in (out, *grads)))
+print(internals.WITHOUT_INTERNALS, file=sys.stderr)
+"""
+
+
+def test_without_any_private_name_outputs_and_gradients_are_the_same():
+    printed = {}
+    for forced in ("0", "1"):
+        env = os.environ | {"HILBERT_WITHOUT_INTERNALS": forced, "TRITON_INTERPRET": "1"}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
+        assert done.stderr.split()[-1] == str(forced == "1")
+        printed[forced] = done.stdout
+    assert printed["0"] == printed["1"]
+    assert printed["0"].count("\n") == 5
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

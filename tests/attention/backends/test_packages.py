@@ -17,6 +17,7 @@ from hilbert_lib.attention.backends.dense import CuDnn, Efficient, Flash, Within
 from hilbert_lib.attention.backends.kernel import Eager, Problem
 from hilbert_lib.attention.backends.registry import BACKENDS
 from hilbert_lib.attention.request import Request
+from hilbert_lib.internals import WITHOUT_INTERNALS
 
 
 def dense(q, k, v, scale, causal):
@@ -243,6 +244,7 @@ def test_a_kernel_of_32_bits_is_given_no_row_and_no_head_that_lies_further(monke
         assert_close(got_grads, grads, 1e-11)
 
 
+@pytest.mark.skipif(WITHOUT_INTERNALS, reason="then torch's public function stands for its kernel")
 @pytest.mark.parametrize(("name", "kernel"), [("sdpa", Efficient), ("xformers", packages.XFORMERS)])
 def test_what_may_run_the_memory_efficient_kernel_is_kept_within_32_bits(name, kernel):
     for function in BACKENDS[name].functions(torch.device("cuda")):
