@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from hilbert_lib import DilatedPattern, Ordering, dilated_attention
 from hilbert_lib.attention.modules import DilatedAttention, MultiheadDilatedAttention
+from hilbert_lib.internals import WITHOUT_INTERNALS
 
 pytestmark = pytest.mark.usefixtures("compiled_code_is_forgotten")
 DENSE = DilatedPattern((64,), (1,))  # one segment for every length here: dense attention
@@ -249,6 +250,7 @@ def test_an_encoder_of_torchs_leaves_padding_out_in_evaluation():
     assert not out[PADDED].any(), "it was no list"
 
 
+@pytest.mark.skipif(WITHOUT_INTERNALS, reason="torch's assertion in a program is private")
 @pytest.mark.parametrize("how", ["compile", "export"])
 def test_a_program_asserts_the_values_of_a_floating_mask(how):
     ours, x, mask = multihead(), tokens(2, LENGTH), MASKS["float"]

@@ -29,6 +29,7 @@ from hilbert_lib import (
     ring_neighbourhood_attention,
     shard,
 )
+from hilbert_lib.internals import WITHOUT_INTERNALS
 
 PATTERN, NEAR = DilatedPattern((4, 8), (1, 2)), Neighbourhood((2, 4), 2)
 HILBERT = Ordering.from_curve("hilbert", 8)
@@ -106,7 +107,11 @@ def test_tensors_without_a_tangent_are_served_beside_others_that_have_one():
 def test_a_floating_mask_that_is_mapped_over_is_refused():
     module, (tokens,) = MODULES["MultiheadDilatedAttention"]
     masked = torch.func.vmap(lambda mask: module(tokens, key_padding_mask=mask)[0])
-    with pytest.raises(RuntimeError, match=r"MultiheadDilatedAttention has no rule for torch\.func\.vmap"):
+    by_torch, by_us = (
+        r"vmap: .* data-dependent control flow",
+        r"MultiheadDilatedAttention has no rule for torch\.func\.vmap",
+    )
+    with pytest.raises(RuntimeError, match=by_torch if WITHOUT_INTERNALS else by_us):
         masked(torch.zeros(3, 1, 8))
 
 
@@ -138,6 +143,8 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_is_traced_or_scripted_is_refused_with_what_serves(name, tracer, is_inside):
+    if WITHOUT_INTERNALS and tracer == "ONNX" and not is_inside:
+        pytest.skip("an export to ONNX by torch.jit.trace reaches words of ours before `forward` by a private method")
     module, inputs = MODULES[name]
     is_ours = f"{name} is not|attention is not"
     with pytest.raises(TypeError, match=rf"({is_ours}) (traced|scripted) by torch\.(jit|fx).*use torch\.export"):
