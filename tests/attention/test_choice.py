@@ -235,9 +235,6 @@ def test_a_folder_of_any_name_is_read_but_for_files_of_other_machines(monkeypatc
     assert len(remembered_rules(CPU, torch.float32)) == 1
 
 
-@pytest.mark.skipif(
-    WITHOUT_INTERNALS, reason="torch's kernel for the CPU, which is timed, is reached by a private name"
-)
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     assert folder() == tmp_path
     monkeypatch.delenv(remembered.VARIABLE)
@@ -248,6 +245,7 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     assert str(folder()) == "/someone/.cache/hilbert_lib"
 
 
+@pytest.mark.skipif(WITHOUT_INTERNALS, reason="torch's kernel for the CPU, which is timed, has a private name")
 def test_benchmark_backends_measures_once_and_remembers(place, monkeypatch):
     machine = FakeMachine(monkeypatch)
     for backend, milliseconds in ((CpuFlash, 5), (Eager, 1)):  # the rules take the other one
