@@ -160,6 +160,11 @@ def test_it_compiles_is_counted_and_explained():
     with FlopCounterMode(display=False) as counter:
         attend(*tensors, NEAR_AND_FAR)
     assert counter.get_total_flops() == 4 * 8 * 2 * 2 * int(counts_of(NEAR_AND_FAR).sum())
+    q, k, v, extra_k, extra_v = drawn(extra=3)
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v, NEAR_AND_FAR, extra_k=extra_k, extra_v=extra_v)
+    pairs = 2 * 2 * int(counts_of(NEAR_AND_FAR).sum()) + 2 * 4 * CELLS * 3  # every query head sees the extra keys once
+    assert counter.get_total_flops() == 4 * 8 * pairs
     reasons = explain_backend(*tensors, NEAR_AND_FAR).reasons
     assert reasons["sdpa"] == "cannot serve: serves no Neighbourhood, which is a part of the union"
     assert reasons["eager"].startswith("chosen: the parts of the union one by one")
