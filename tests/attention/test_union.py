@@ -152,6 +152,18 @@ def test_flex_attention_differentiates_a_part_by_the_merged_results(monkeypatch)
 NEAR = NEAR_AND_FAR.patterns[0]
 
 
+def test_a_new_kind_of_pattern_may_be_compiled_before_it_ever_ran():
+    @dataclass(frozen=True)
+    class Line(Diamond):
+        kind: ClassVar[str] = "line"
+
+    tensors, pattern = drawn()[:3], Line((1, CELLS), 2)
+    run = torch.compile(lambda *x: attend(*x, pattern), fullgraph=True, backend="aot_eager")
+    found = run(*tensors)
+    torch.testing.assert_close(found, attend(*tensors, Neighbourhood((CELLS,), 5, edge="clip")), atol=1e-12, rtol=0)
+    torch.compiler.reset()
+
+
 def test_it_compiles_is_counted_and_explained():
     tensors = drawn()[:3]
     run = torch.compile(lambda *x: attend(*x, NEAR_AND_FAR), fullgraph=True, backend="aot_eager")

@@ -1,5 +1,7 @@
 """The backends that exist: by the kind of pattern that they serve, then by name."""
 
+import torch
+
 from hilbert_lib.attention.backends import dense, flex, flex_grid, fused, fused_grid, packages, reference, tiles
 from hilbert_lib.attention.backends.backend import Backend
 from hilbert_lib.attention.backends.parts import part_by_part
@@ -23,19 +25,24 @@ def _serving(kind: type[Pattern]) -> dict[str, Backend]:
         for backend in _EVERY:
             if backend.serves is ancestor:
                 found.setdefault(backend.name, backend)
-    if issubclass(kind, Union):
-        by_parts = {name: part_by_part(name, backends_for) for name in NAMES if name != "reference"}
-        found = {**by_parts, "reference": found["reference"]}
     return found
-
-
-_BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)}
-BACKENDS = _BY_KIND[DilatedPattern]
 
 
 def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
     """The backends that serve a pattern, or a kind of patterns, by name."""
     kind = pattern if isinstance(pattern, type) else type(pattern)
-    if kind not in _BY_KIND:
-        _BY_KIND[kind] = _serving(kind)
-    return _BY_KIND[kind]
+    if kind in _BY_KIND:
+        return _BY_KIND[kind]
+    found = _serving(kind)
+    if not torch.compiler.is_compiling():  # which could not make the entry again
+        _BY_KIND[kind] = found
+    return found
+
+
+def _serving_unions() -> dict[str, Backend]:
+    by_parts = {name: part_by_part(name, backends_for) for name in NAMES if name != "reference"}
+    return {**by_parts, "reference": _serving(Union)["reference"]}
+
+
+_BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)} | {Union: _serving_unions()}
+BACKENDS = _BY_KIND[DilatedPattern]
