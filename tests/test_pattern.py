@@ -13,7 +13,8 @@ from counts import lines_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hilbert_lib import DilatedPattern, residues
+from hilbert_lib import DilatedPattern
+from hilbert_lib.patterns import residues
 from hilbert_lib.patterns.dilated import MIXING_RULES, OFFSET_RULES
 
 

@@ -37,7 +37,6 @@ class FakeGpu:
             Event=lambda enable_timing: SimpleNamespace(**self.event()),
             device=lambda device: nullcontext(),
             synchronize=lambda device=None: setattr(self, "now", max(self.now, self.done)),
-            _sleep=self.sleep,
             current_device=lambda: 0,
         )
         self.device = torch.device
@@ -68,6 +67,7 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = FakeGpu()
+    monkeypatch.setattr(timers, "spin", gpu.sleep)
     monkeypatch.setattr(timers, "torch", gpu)
     monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: gpu.now * 1e6))
     monkeypatch.setattr(timers.CudaTimer, "sm_clock_mhz", lambda self: 1980)
