@@ -74,6 +74,8 @@ class Ordering:
                 raise ValueError(f"{name} must be None for kind {self.kind!r}, got {getattr(self, name)!r}")
         if "table" in own and self.table is None:
             raise ValueError("table must be a permutation for kind 'permutation': use Ordering.from_permutation")
+        if self.table is not None and not (isinstance(self.table, Tensor) and self.table.shape == (self.length,)):
+            raise ValueError(f"table must be a tensor of length {self.length}: use Ordering.from_permutation")
         length = integer("length", self.length, least=1, most=checks.LARGEST_SIZE)
         checked = {"length": length, "device": checks.device(self.device)}
         if self.chunk is not None:
@@ -150,8 +152,11 @@ class Ordering:
         checks.dense_tensor("perm", perm)
         if perm.dim() != 1 or perm.is_floating_point() or perm.is_complex() or perm.dtype == torch.bool:
             raise TypeError(f"perm must be integers of one axis, got shape {tuple(perm.shape)} and {perm.dtype}")
-        table = perm.detach().to("cpu", torch.int64, copy=True)
-        if not len(table) or not table.sort().values.equal(torch.arange(len(table), device="cpu")):
+        if perm.is_meta or not len(perm):
+            raise ValueError(f"perm must hold at least one position, and its values; got {perm!r}")
+        with torch.inference_mode(False):  # a table of inference mode could not serve a later backward pass
+            table = perm.detach().to("cpu", torch.int64, copy=True)
+        if not table.sort().values.equal(torch.arange(len(table), device="cpu")):
             raise ValueError(f"perm must hold each of 0 to {len(table) - 1} once, got {_some(table)}")
         digest = hashlib.blake2b(table.numpy().tobytes(), digest_size=8).digest()
         return cls("permutation", len(table), seed=int.from_bytes(digest, "big") >> 1, table=table)
@@ -212,8 +217,9 @@ class Ordering:
 
     def _tables(self, device: torch.device) -> Tables:
         if self.kind == "permutation":
-            made = ordering_tables.__wrapped__ if torch.compiler.is_compiling() else ordering_tables
-            return made(self, torch.empty(0, device=device).device)
+            if torch.compiler.is_compiling():
+                return ordering_tables.__wrapped__(self, torch.empty(0, device=device).device)
+            return made_outside_modes(lambda: ordering_tables(self, self.to(device).device))
         # One by one, as torch.compile takes constants: in torch 2.11 a dataclass is none, and a plain int that changes
         # between calls becomes a symbol, which `index` fixes.
         numbers = self.length, self.chunk, self.rate, self.seed, *(self.grid or ())

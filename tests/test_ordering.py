@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hilbert_lib import Neighbourhood, attend
 from hilbert_lib import ordering as module
 from hilbert_lib.curves.coordinates import KINDS
 from hilbert_lib.graph_cache import cached_for_graphs
@@ -292,7 +293,8 @@ def test_a_permutation_of_ones_own_is_an_ordering():
     [
         (torch.tensor([0, 2]), ValueError, "each of 0 to 1 once, got"),
         (torch.tensor([0, 0, 1]), ValueError, "each of 0 to 2 once"),
-        (torch.empty(0, dtype=torch.int64), ValueError, "perm must hold each"),
+        (torch.empty(0, dtype=torch.int64), ValueError, "perm must hold at least one position"),
+        (torch.arange(3, device="meta"), ValueError, "and its values"),
         (torch.tensor([0.0, 1.0]), TypeError, "integers of one axis"),
         (torch.zeros(2, 2, dtype=torch.int64), TypeError, "integers of one axis"),
         ([1, 0], TypeError, "perm must be a"),
@@ -306,3 +308,26 @@ def test_what_is_no_permutation_is_refused(perm, error, words):
 def test_a_permutation_has_no_recipe_for_other_lengths():
     with pytest.raises(ValueError, match=r"use Ordering\.from_permutation"):
         OrderingSpec("permutation", seed=1)
+
+
+def test_a_permutation_made_in_inference_mode_serves_a_backward():
+    with torch.inference_mode():
+        order = Ordering.from_permutation(torch.tensor([2, 0, 1, 3]))
+    x = torch.randn(1, 4, 1, 2, requires_grad=True)
+    attend(x, x, x, Neighbourhood((4,), 3), ordering=order).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_a_permutation_serves_fake_tensors_and_real_ones_after_them():
+    perm = torch.tensor([2, 0, 1, 3])
+    order = Ordering.from_permutation(perm)
+    with FakeTensorMode():
+        assert order.apply(torch.empty(4, 5), dim=0).shape == (4, 5)
+    assert type(order.perm) is torch.Tensor
+    assert order.perm.equal(perm)
+
+
+@pytest.mark.parametrize("table", [torch.arange(3), [0, 1, 2, 3]])
+def test_a_table_of_another_length_is_refused(table):
+    with pytest.raises(ValueError, match=r"table must be a tensor of length 4: use Ordering\.from_permutation"):
+        Ordering("permutation", 4, seed=0, table=table)

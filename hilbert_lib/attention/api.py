@@ -278,7 +278,9 @@ def check_neighbourhood(neighbourhood: object) -> Neighbourhood | HeadNeighbourh
         return HeadNeighbourhoods(tuple(neighbourhood))
     if isinstance(neighbourhood, Neighbourhood | HeadNeighbourhoods):
         return neighbourhood
-    hint = ": call dilated_attention, or attend" if isinstance(neighbourhood, DilatedPattern) else ""
+    hint = ": call attend" if isinstance(neighbourhood, Pattern) else ""
+    if isinstance(neighbourhood, DilatedPattern):
+        hint = ": call dilated_attention, or attend"
     raise TypeError(
         f"neighbourhood must be a Neighbourhood, or a tuple of one for each KV head; got {neighbourhood!r}{hint}"
     )

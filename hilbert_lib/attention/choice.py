@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hilbert_lib.attention.backends import presence
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.backends.registry import BACKENDS, WITHOUT_BUILD, backends_for
+from hilbert_lib.attention.backends.registry import WITHOUT_BUILD, backends_for
 from hilbert_lib.attention.documents import LOOPED
 from hilbert_lib.attention.failures import compiling, failure
 from hilbert_lib.attention.measured_rules import MEASURED, remembered_rules
@@ -59,7 +59,7 @@ def rule_for(q: Tensor, call: Request, *, gradient: bool) -> Rule:
     if call.pattern.length is not None:
         order = "" if call.ordering is None else call.ordering.kind
         return _that_serves(grid_rule(q.device.type, q.element_size(), order), call)
-    return _of_documents_first(_known_rule(q.device, q.dtype), call)
+    return _of_documents_first(_that_serves(_known_rule(q.device, q.dtype), call), call)
 
 
 def _that_serves(rule: Rule, call: Request) -> Rule:
@@ -72,7 +72,8 @@ def _of_documents_first(rule: Rule, call: Request) -> Rule:
     # Of packed documents, those that take all in one call stand before loops, for which the host waits.
     if call.cu_seqlens is None:
         return rule
-    order = sorted(rule.order, key=lambda name: not BACKENDS[name].reads_documents)
+    backends = backends_for(call.pattern)
+    order = sorted(rule.order, key=lambda name: not backends[name].reads_documents)
     return Rule(tuple(order), rule.record)  # torch.compile cannot trace `_replace`
 
 

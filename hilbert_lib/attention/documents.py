@@ -85,9 +85,10 @@ def _some(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) <= 8 else f"{str(numbers[:4])[:-1]}, ..., {str(numbers[-4:])[1:]}"
 
 
-def documents(call: Request, q: Tensor) -> Iterator[tuple[slice, Request]]:
+def documents(call: Request, q: Tensor, kv_heads: int) -> Iterator[tuple[slice, Request]]:
     """The rows of each document and the call that it is by itself. Dropout is that of a batch of them."""
     heads = torch.arange(q.shape[2], device=q.device)
+    parts = call.pattern.part_count(kv_heads)
     for number, rows in enumerate(rows_of(call.cu_seqlens, q.shape[1], call.max_seqlen)):
         if rows.start == rows.stop:
             continue
@@ -95,5 +96,5 @@ def documents(call: Request, q: Tensor) -> Iterator[tuple[slice, Request]]:
         if seed is not None:
             names = torch.tensor([number, 0, 1, 0, 0, 0, 0], device=q.device).repeat(1, len(heads), 1)
             names[..., 1] = heads
-            seed = named(seed, name_table(names.view(1, -1, NAME), tuple(range(len(call.pattern.branches)))))
+            seed = named(seed, name_table(names.view(1, -1, NAME), tuple(range(parts))))
         yield rows, replace(call, cu_seqlens=None, max_seqlen=None, seed=seed)

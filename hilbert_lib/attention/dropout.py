@@ -58,6 +58,16 @@ def named(seed: Tensor, table: Tensor) -> Tensor:
     return torch.cat([seed.view(torch.int32), table])
 
 
+def of_branches(seed: Tensor, known: int, branches: tuple[int, ...]) -> Tensor:
+    """A seed made by `named` for some of its branches, which are numbered anew.
+
+    known: how many branches it names.
+    """
+    at = torch.tensor(branches, device=seed.device)
+    count = seed.new_full((1,), len(branches))
+    return torch.cat([seed[:3], count, seed[4 : 4 + known][at], seed[4 + known :]])
+
+
 def name_table(names: Tensor, branches: tuple[int, ...]) -> Tensor:
     """Which rows of a larger call those of a call are.
 

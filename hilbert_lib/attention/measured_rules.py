@@ -86,7 +86,7 @@ def remember(shape: ShapeClass, order: tuple[str, ...], times_ms: dict[str, floa
         ValueError: for another order.
         OSError: if the folder cannot be written.
     """
-    names = backends_for(shape.pattern.of_heads(1))
+    names = backends_for(shape.pattern.of_heads(shape.heads))
     if not set(order) <= set(names):
         raise ValueError(f"order must be of {', '.join(names)}; got {order!r}")
     if "eager" not in order:

@@ -132,7 +132,7 @@ def _run_forward(*args) -> tuple[Tensor, Tensor]:
         if request.cu_seqlens is None or backend.reads_documents:
             return _forward_of_one(backend, given, request)
         out, lse = _fake_forward(*args)
-        for rows, own in documents(request, q):
+        for rows, own in documents(request, q, given.k.shape[2]):
             some = Tensors(*(x[:, rows] for x in given[:3]))
             out[:, rows], lse[:, :, rows] = _forward_of_one(backend, some, own)
         return out, lse
@@ -160,7 +160,7 @@ def _run_backward(dout: Tensor, *args) -> tuple[Tensor, ...]:
         if request.cu_seqlens is None or backend.reads_documents:
             return _backward_of_one(backend, dout, given, out, lse, request)
         grads = _fake_backward(dout, *args)
-        for rows, own in documents(request, given.q):
+        for rows, own in documents(request, given.q, given.k.shape[2]):
             some = Tensors(*(x[:, rows] for x in given[:3]))
             own_lse = lse[:, :, rows].contiguous()
             found = _backward_of_one(backend, dout[:, rows], some, out[:, rows], own_lse, own)

@@ -103,7 +103,9 @@ def as_pattern(pattern: object) -> Pattern:
 def refuse_options(pattern: Pattern, options: dict) -> None:
     """Raise ValueError for an option that is given, and that the pattern's kind does not take."""
     for name, value in options.items():
-        if name not in pattern.options and value is not DEFAULTS[name] and value != DEFAULTS[name]:
+        # Only plain numbers are compared: tensors and arrays have no one answer.
+        is_default = value is DEFAULTS[name] or (isinstance(value, int | float) and value == DEFAULTS[name])
+        if name not in pattern.options and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
 

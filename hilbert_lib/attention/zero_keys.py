@@ -43,7 +43,8 @@ def add_zero_keys(out: Tensor, lse: Tensor, call: Request, first: int, length: i
 
 def has_zero_keys(call: Request, length: int) -> bool:
     """Whether a query of a sequence of this length may see a zero key."""
-    if call.pattern.padding == "none" or call.is_causal:  # they lie after the last position
+    padding = getattr(call.pattern, "padding", "none")  # other kinds have no zero keys
+    if padding == "none" or call.is_causal:  # they lie after the last position
         return False
     return any(min(w, length) % r or length % min(w, length) for w, r in call.pattern.branches)
 

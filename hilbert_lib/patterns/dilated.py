@@ -391,6 +391,8 @@ class DilatedPattern(Pattern):
 def check_dilated(pattern: object) -> DilatedPattern:
     """The argument; TypeError unless it is a DilatedPattern."""
     if not isinstance(pattern, DilatedPattern):
-        hint = ": call neighbourhood_attention, or attend" if isinstance(pattern, Pattern) else ""
+        hint = ": call attend" if isinstance(pattern, Pattern) else ""
+        if hint and pattern.noun == "Neighbourhood":
+            hint = ": call neighbourhood_attention, or attend"
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}{hint}")
     return pattern

@@ -1,6 +1,7 @@
 """What every pattern answers: which keys each query sees, through which parts, and itself as plain numbers."""
 
-from dataclasses import fields
+import operator
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from math import prod
 from typing import ClassVar, Self
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 COUNTED_AT_ONCE = 2**24  # pairs
+SEPARATORS = frozenset(" ,|")  # of words in a specification
 KINDS: dict[str, type["Pattern"]] = {}  # patterns by their word in a specification
 Specification = tuple[str, tuple[int, ...]]  # a pattern as the operators take it: words, and integers
 
@@ -28,7 +30,16 @@ class Pattern:
 
     def __init_subclass__(cls, **rest) -> None:
         super().__init_subclass__(**rest)
-        KINDS[cls.kind] = cls
+        kind = vars(cls).get("kind")
+        if not isinstance(kind, str) or not kind.isidentifier():
+            raise TypeError(f"{cls.__name__} must have a kind of its own, a word of letters and digits; got {kind!r}")
+        known = KINDS.get(kind, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"kind of {cls.__name__} must be a word that no other pattern has; {known.__name__} has {kind!r}"
+            )
+        KINDS[kind] = cls
+        from_specification.cache_clear()  # a class may be written anew, as a cell of a notebook is
         cls.noun = vars(cls).get("noun", cls.__name__)
 
     @property
@@ -69,22 +80,32 @@ class Pattern:
                     total += int(self.mask(part, rows, key, kv_head=kv_head, kv_heads=kv_heads).sum())
         return heads // kv_heads * total
 
+    def part_count(self, kv_heads: int) -> int:
+        """How many numbers `head_parts` counts by, over all KV heads."""
+        return 1 + max(part for head in range(kv_heads) for part in self.head_parts(head, kv_heads))
+
     @property
     def specification(self) -> Specification:
         """The pattern as words and integers, of which `from_specification` makes it again.
 
-        The fields of the dataclass are integers, truth values, strings, or tuples of one of these.
+        The fields of the dataclass are integers, truth values, words, or tuples of one of these; else TypeError.
         """
         words, numbers = [self.kind], []
         for field in fields(self):
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             form = "*" if isinstance(value, tuple) else ""
-            if values and isinstance(values[0], str):
+            if values and all(isinstance(each, str) and not SEPARATORS & set(each) for each in values):
                 words.append(form + "=" + ",".join(values))
-            else:
-                words.append(f"{form}{len(values)}")
-                numbers += [int(number) for number in values]
+                continue
+            try:
+                numbers += [operator.index(number) for number in values]
+            except TypeError:
+                allowed = (
+                    "an integer, a truth value, a word without spaces, commas and bars, or a tuple of one of these"
+                )
+                raise TypeError(f"{field.name} of a {self.noun} must be {allowed}; got {value!r}") from None
+            words.append(f"{form}{len(values)}")
         return " ".join(words), tuple(numbers)
 
     @classmethod
@@ -113,4 +134,6 @@ def check_pattern(pattern: object) -> Pattern:
     """The argument; TypeError unless it is a pattern."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}")
+    if not is_dataclass(pattern):
+        raise TypeError(f"{pattern.noun} must be a frozen dataclass, as every pattern is")
     return pattern

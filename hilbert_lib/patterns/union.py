@@ -1,5 +1,6 @@
 """A union of patterns over the same tokens: one softmax over the keys of all."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -35,6 +36,8 @@ class Union(Pattern):
     patterns: tuple[Pattern, ...]
 
     def __post_init__(self) -> None:
+        if isinstance(self.patterns, str) or not isinstance(self.patterns, Iterable):
+            raise TypeError(f"patterns must be a tuple of patterns, got {type(self.patterns).__name__}")
         flat: list[Pattern] = []
         for pattern in self.patterns:
             flat += pattern.patterns if isinstance(pattern, Union) else [check_pattern(pattern)]

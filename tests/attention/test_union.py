@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hilbert_lib import DilatedPattern, Neighbourhood, Ordering, Union, attend, estimate_memory, explain_backend
+from hilbert_lib import (
+    DilatedPattern,
+    Neighbourhood,
+    Ordering,
+    Union,
+    attend,
+    dilated_attention,
+    estimate_memory,
+    explain_backend,
+    neighbourhood_attention,
+)
 from hilbert_lib.attention.backends import flex_grid, tiles
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import validated
@@ -22,6 +32,7 @@ BY_HEAD = Union(
     )
 )
 BRANCHES = Union((DilatedPattern((9, 20), (1, 2)), DilatedPattern((36,), (3,), offsets="zero")))
+GROUPS = Union((DilatedPattern((36,), (3,)), DilatedPattern((9, 20), (1, 2), mixing="head_groups")))
 CELLS = 36
 
 
@@ -38,6 +49,19 @@ class Diamond(Pattern):
         rows = (query // self.shape[1] - key // self.shape[1]).abs()
         columns = (query % self.shape[1] - key % self.shape[1]).abs()
         return rows + columns <= self.radius
+
+
+@dataclass(frozen=True)
+class Band(Pattern):
+    """Every position within a distance along a sequence."""
+
+    kind: ClassVar[str] = "band"
+    options: ClassVar[frozenset[str]] = DilatedPattern.options
+
+    distance: int
+
+    def attends(self, query, key):
+        return (query - key).abs() <= self.distance
 
 
 def drawn(dtype=torch.float64, extra=0, head_dim=8):
@@ -235,3 +259,111 @@ def test_flex_attention_serves_a_pattern_of_ones_own():
     stored = Tensors(*(order.apply(x, dim=1) for x in tensors[:3]))
     ordered = Request(pattern, scale=request.scale, ordering=order)
     torch.testing.assert_close(order.undo(flex_grid.attend(stored, ordered, block_size=16)[0], dim=1), out)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", [Band(4), Union((Band(4), BRANCHES))])
+def test_auto_serves_a_pattern_of_ones_own_along_a_sequence(pattern, is_causal):
+    tensors = drawn()
+    expected = differentiated(*brute(tensors, counts_of(Union((pattern,)), is_causal)), tensors)
+    found = attend(*tensors[:3], pattern, is_causal=is_causal, return_lse=True)
+    for x, right in zip(differentiated(*found, tensors), expected, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
+    assert explain_backend(*tensors[:3], pattern).chosen == "eager"
+
+
+@pytest.mark.parametrize("patterns", [(Diamond((6, 6), 2), NEAR), (NEAR, Diamond((6, 6), 2))])
+def test_a_union_of_which_one_part_takes_no_extra_keys_has_gradients(patterns):
+    tensors, pattern = drawn(), Union(patterns)
+    expected = differentiated(*brute(tensors, counts_of(pattern)), tensors)
+    found = differentiated(*attend(*tensors[:3], pattern, backend="eager", return_lse=True), tensors)
+    for x, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+@pytest.mark.parametrize("pattern", [BRANCHES, GROUPS, Band(4), Union((Band(4), BRANCHES))])
+def test_documents_drop_what_a_batch_of_them_drops(pattern, backend):
+    # A batch of two sequences of one length, packed, is the same call.
+    batched = [x.detach() for x in drawn()[:3]]
+    packed = [x.reshape(1, -1, *x.shape[2:]) for x in batched]
+    ends, found = torch.tensor([0, CELLS, 2 * CELLS], dtype=torch.int32), []
+    for tensors, options in ((batched, {}), (packed, {"cu_seqlens": ends})):
+        torch.manual_seed(0)
+        found.append(attend(*tensors, pattern, dropout_p=0.4, backend=backend, **options))
+    torch.testing.assert_close(found[1].view_as(found[0]), found[0], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", [BRANCHES, Band(4)])
+def test_memory_along_a_sequence_is_estimated(pattern):
+    sizes = {"length": CELLS, "heads": 4, "kv_heads": 2, "head_dim": 8, "device": "cpu"}
+    assert estimate_memory(pattern, **sizes, backend="eager").peak > 0
+
+
+def test_what_the_parts_lack_the_union_lacks():
+    tensors = drawn()[:3]
+    reason = explain_backend(*tensors, NEAR_AND_FAR).reasons["eager"]
+    assert explain_backend(*tensors, NEAR).reasons["eager"].partition("; ")[2] in reason.partition("; ")[2]
+    assert "a NaN in a masked key" in reason
+
+
+def test_a_class_that_is_written_anew_is_the_one_that_runs():
+    found = []
+    for distance in (0, CELLS):  # as a cell of a notebook that is changed and run again
+
+        @dataclass(frozen=True)
+        class Anew(Pattern):
+            kind: ClassVar[str] = "anew"
+            shape: tuple[int, ...]
+
+            def attends(self, query, key, distance=distance):
+                return (query - key).abs() <= distance
+
+        found.append(attend(*drawn()[:3], Anew((CELLS,))))
+    assert (found[0] - found[1]).abs().max() > 0.1
+
+
+@dataclass(frozen=True)
+class Loose(Diamond):
+    kind: ClassVar[str] = "loose"
+
+    extra: object = 0
+
+
+@pytest.mark.parametrize("value", [2.5, None, "a b", "a,b", "a|b", ("a", 1), ((1, 2),)])
+def test_a_field_that_is_not_kept_exactly_is_refused(value):
+    with pytest.raises(TypeError, match="extra of a Loose must be an integer, a truth value, a word"):
+        attend(*drawn()[:3], Loose((6, 6), 2, value))
+
+
+def test_a_kind_is_a_word_that_no_other_pattern_has():
+    with pytest.raises(TypeError, match="Heir must have a kind of its own"):
+        type("Heir", (Diamond,), {})
+    with pytest.raises(TypeError, match="a word of letters and digits; got 'two words'"):
+        type("Heir", (Diamond,), {"kind": "two words"})
+    with pytest.raises(ValueError, match="DilatedPattern has 'dilated'"):
+        type("Heir", (Diamond,), {"kind": "dilated"})
+    plain = type("Plain", (Pattern,), {"kind": "plain"})
+    with pytest.raises(TypeError, match="Plain must be a frozen dataclass"):
+        attend(*drawn()[:3], plain())
+
+
+@pytest.mark.parametrize("patterns", [NEAR, 3, "near"])
+def test_patterns_of_a_union_are_several(patterns):
+    with pytest.raises(TypeError, match="patterns must be a tuple of patterns, got"):
+        Union(patterns)
+
+
+def test_an_option_of_several_values_is_refused_by_name():
+    several = torch.tensor([True, False])
+    for options in ({"is_causal": several}, {"dropout_p": several.numpy()}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be left out for a Neighbourhood"):
+            attend(*drawn()[:3], NEAR, **options)
+
+
+def test_the_doors_of_one_kind_send_a_union_to_attend():
+    tensors = drawn()[:3]
+    with pytest.raises(TypeError, match=r"got Union: call attend$"):
+        dilated_attention(*tensors, BRANCHES)
+    with pytest.raises(TypeError, match=r": call attend$"):
+        neighbourhood_attention(*tensors, NEAR_AND_FAR)

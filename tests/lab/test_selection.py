@@ -14,6 +14,7 @@ from hilbert_lib import (
     DilatedPattern,
     Neighbourhood,
     Ordering,
+    Union,
     dilated_attention,
     explain_backend,
     select_attention_backend,
@@ -187,3 +188,17 @@ def test_a_grid_is_measured_as_a_sequence_is(monkeypatch):
         select_attention_backend(q, q, q, both, benchmark_backends=True)
     with pytest.raises(ValueError, match="False where ordering is given"):
         select_attention_backend(q, q, q, near, benchmark_backends=True, ordering=order)
+
+
+def test_a_pattern_in_which_groups_of_heads_differ_is_measured():
+    q, pattern = torch.randn(1, 64, 2, 8), DilatedPattern((8, 32), (1, 4), mixing="head_groups")
+    chosen = select_attention_backend(q, q, q, pattern, benchmark_backends=True)
+    explanation = explain_backend(q, q, q, pattern)
+    assert explanation.is_measured
+    assert explanation.chosen == chosen
+
+
+def test_a_union_is_not_measured():
+    q = torch.randn(1, 64, 2, 8)
+    with pytest.raises(ValueError, match="benchmark_backends must be False where a Union is given"):
+        select_attention_backend(q, q, q, Union((PATTERN, PATTERN)), benchmark_backends=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hilbert_lib.attention.backends.backend import Backend
-from hilbert_lib.attention.dropout import name_table, named
+from hilbert_lib.attention.dropout import name_table, named, of_branches
 from hilbert_lib.attention.merge import merge
 from hilbert_lib.attention.request import Request, Tensors, working_dtype
 from hilbert_lib.patterns.pattern import Pattern
@@ -22,10 +22,10 @@ from hilbert_lib.patterns.union import Union
 BackendsFor = Callable[[Pattern], dict[str, Backend]]
 
 
-def part_by_part(name: str, backends_for: BackendsFor) -> Backend:
+def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
     """The backend of that name for unions: it serves where it serves every part.
 
-    backends_for: the backends that serve a pattern, by name.
+    backends_for: the backends that serve a pattern, by name. caveat: what they lack under this name.
     """
 
     def refusal(q: Tensor, request: Request) -> str:
@@ -47,6 +47,7 @@ def part_by_part(name: str, backends_for: BackendsFor) -> Backend:
             partial(_backward, name, backends_for),
         ),
         limits=refusal,
+        caveat=caveat,
         workspace=partial(_workspace, name, backends_for),
         options=("part",),
     )
@@ -68,12 +69,14 @@ def _parts(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]
 
 def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> Tensor:
     # A seed with which a pattern's own parts drop what they drop as parts of the union.
-    count, pattern = len(union.patterns), union.patterns[number]
-    most = max(part for head in range(kv_heads) for part in pattern.head_parts(head, kv_heads))
+    count, parts = len(union.patterns), union.patterns[number].part_count(kv_heads)
+    branches = tuple(part * count + number for part in range(parts))
+    if seed.dtype == torch.int32:  # of a document
+        return of_branches(seed, union.part_count(kv_heads), branches)
     names = torch.tensor([0, 0, 1, 0, 0, 0, 0], device=q.device).repeat(q.shape[0], q.shape[2], 1)
     names[..., 0] = torch.arange(q.shape[0], device=q.device)[:, None]
     names[..., 1] = torch.arange(q.shape[2], device=q.device)
-    return named(seed, name_table(names, tuple(part * count + number for part in range(most + 1))))
+    return named(seed, name_table(names, branches))
 
 
 def _forward(name: str, backends_for: BackendsFor, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
@@ -95,8 +98,9 @@ def _backward(
         _, run = backends_for(part.pattern)[name].functions(dout.device)
         grads = run(dout, own, out, lse, part)
         for n, grad in enumerate(grads):
-            # Only the first part has extra keys. Sums are in float32 (float64 for float64), and rounded once.
-            if grad is not None and grad.shape == given[n].shape:
+            # Only the first part has extra keys, and none where not all parts take them. Sums are in float32 (float64
+            # for float64), and rounded once.
+            if grad is not None and given[n] is not None and grad.shape == given[n].shape:
                 grad = grad.to(working_dtype(grad.dtype))
                 sums[n] = grad if sums[n] is None else sums[n] + grad
     kept = (1, 2) if request.part and request.part.in_float else ()

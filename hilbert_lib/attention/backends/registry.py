@@ -40,8 +40,13 @@ def backends_for(pattern: Pattern | type[Pattern]) -> dict[str, Backend]:
 
 
 def _serving_unions() -> dict[str, Backend]:
-    by_parts = {name: part_by_part(name, backends_for) for name in NAMES if name != "reference"}
+    by_parts = {name: part_by_part(name, backends_for, _caveats(name)) for name in NAMES if name != "reference"}
     return {**by_parts, "reference": _serving(Union)["reference"]}
+
+
+def _caveats(name: str) -> str:
+    # Of all backends of that name.
+    return "; ".join(dict.fromkeys(each.caveat for each in _EVERY if each.name == name and each.caveat))
 
 
 _BY_KIND = {kind: _serving(kind) for kind in (DilatedPattern, HeadNeighbourhoods)} | {Union: _serving_unions()}
