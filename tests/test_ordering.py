@@ -331,3 +331,12 @@ def test_a_permutation_serves_fake_tensors_and_real_ones_after_them():
 def test_a_table_of_another_length_is_refused(table):
     with pytest.raises(ValueError, match=r"table must be a tensor of length 4: use Ordering\.from_permutation"):
         Ordering("permutation", 4, seed=0, table=table)
+
+
+def test_fake_tensors_of_a_grid_are_attended_to_in_an_order_of_ones_own():
+    order = Ordering.from_permutation(torch.tensor([2, 0, 1, 3]))
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 1, 2, requires_grad=True)
+        out = attend(x, x, x, Neighbourhood((4,), 3), ordering=order)
+        out.sum().backward()
+    assert x.grad.shape == out.shape == (1, 4, 1, 2)

@@ -7,7 +7,7 @@ them, and are one node each to all of these. They check nothing: `api.py` does.
 
 import operator
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import torch
@@ -21,6 +21,7 @@ from hilbert_lib.attention.flop_count import count_flop
 from hilbert_lib.attention.registration import as_given, as_kernels_load, register
 from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.attention.zero_keys import add_zero_keys
+from hilbert_lib.internals import made_outside_modes
 from hilbert_lib.ordering import KINDS, Ordering
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
@@ -68,8 +69,15 @@ def _arguments(request: Request) -> tuple:
         request.extra_padding_mask,
         _numbers_of_part(request.part),
         request.slots,
-        None if request.ordering is None else request.ordering.table,
+        _permutation(request.ordering),
     )
+
+
+def _permutation(ordering: Ordering | None) -> Tensor | None:
+    # The values of an ordering of one's own, as the mode that runs takes them.
+    if ordering is None or ordering.table is None or torch.compiler.is_compiling():
+        return None if ordering is None else ordering.table
+    return made_outside_modes(lambda: (ordering.table,))[0]
 
 
 def _request(words: str, numbers: list[int], *rest) -> Request:
@@ -246,7 +254,12 @@ def _pairs(request: Request, shapes: tuple) -> int:
     if isinstance(request.pattern, HeadNeighbourhoods):
         return _grid_pairs(request, shapes)
     (batch, queries, heads, _), (_, keys, kv_heads, _) = map(tuple, shapes[:2])
-    return batch * request.pattern.pairs_of(int(queries), int(keys), heads=heads, kv_heads=kv_heads)
+    count = partial(request.pattern.pairs_of, heads=heads, kv_heads=kv_heads, is_causal=request.is_causal)
+    if request.cu_seqlens is not None:
+        lengths = (rows.stop - rows.start for rows in rows_of(request.cu_seqlens, keys))
+        return sum(count(range(each), each) for each in lengths)
+    first = int(request.first_query)
+    return batch * count(range(first, first + int(queries)), int(keys))
 
 
 def _sequence_pairs(request: Request, shapes: tuple) -> int:

@@ -71,13 +71,18 @@ class Pattern:
         seen = self.attends(queries[:, None], keys)
         return seen & (keys <= queries[:, None]) if is_causal else seen
 
-    def pairs_of(self, queries: int, keys: int, *, heads: int, kv_heads: int) -> int:
-        """Pairs of a query and a key that attend in one sequence, over all query heads, counted by masks."""
-        query, key, total = torch.arange(queries), torch.arange(keys), 0
+    def pairs_of(self, queries: range, keys: int, *, heads: int, kv_heads: int, is_causal: bool = False) -> int:
+        """Pairs of a query and a key that attend in one sequence, over all query heads, counted by masks.
+
+        queries: their positions, one after the other.
+        """
+        query = torch.arange(queries.start, queries.stop, device="cpu")
+        key, total = torch.arange(keys, device="cpu"), 0
+        options = {"kv_heads": kv_heads, "is_causal": is_causal}
         for kv_head in range(kv_heads):
             for part in self.head_parts(kv_head, kv_heads):
-                for rows in query.split(max(1, COUNTED_AT_ONCE // keys)):
-                    total += int(self.mask(part, rows, key, kv_head=kv_head, kv_heads=kv_heads).sum())
+                for rows in query.split(max(1, COUNTED_AT_ONCE // max(1, keys))):
+                    total += int(self.mask(part, rows, key, kv_head=kv_head, **options).sum())
         return heads // kv_heads * total
 
     def part_count(self, kv_heads: int) -> int:

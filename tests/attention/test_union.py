@@ -367,3 +367,20 @@ def test_the_doors_of_one_kind_send_a_union_to_attend():
         dilated_attention(*tensors, BRANCHES)
     with pytest.raises(TypeError, match=r": call attend$"):
         neighbourhood_attention(*tensors, NEAR_AND_FAR)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "pairs"),
+    [
+        (CELLS, {}, 9 * CELLS - 20),
+        (CELLS, {"is_causal": True}, 5 * CELLS - 10),
+        (2, {"query_start": 20}, 18),
+        (1, {"query_start": 35, "is_causal": True}, 5),
+        (CELLS, {"cu_seqlens": torch.tensor([0, 3, 3, CELLS], dtype=torch.int32)}, 9 + 9 * 33 - 20),
+    ],
+)
+def test_pairs_of_a_pattern_of_ones_own_are_those_of_the_call(rows, options, pairs):
+    q, k, v = (x[:1].detach() for x in drawn()[:3])
+    with FlopCounterMode(display=False) as counter:
+        attend(q[:, :rows], k, v, Band(4), **options)
+    assert counter.get_total_flops() == 4 * 8 * 4 * pairs
