@@ -68,7 +68,12 @@ class Pattern:
         self, part: int, queries: Tensor, keys: Tensor, *, kv_head: int, kv_heads: int, is_causal: bool = False
     ) -> Tensor:
         """Which pairs of positions attend through one part: (nq, nk) bool of queries (nq,) and keys (nk,) int64."""
-        seen = self.attends(queries[:, None], keys)
+        seen, shape = self.attends(queries[:, None], keys), (len(queries), len(keys))
+        fits = all(side in (1, whole) for side, whole in zip(reversed(seen.shape), reversed(shape), strict=False))
+        if seen.dtype != torch.bool or seen.dim() > 2 or not fits:
+            got = f"{seen.dtype} of shape {tuple(seen.shape)}"
+            raise TypeError(f"attends of a {self.noun} must be bool of positions that broadcast, {shape}; got {got}")
+        seen = seen.expand(shape)
         return seen & (keys <= queries[:, None]) if is_causal else seen
 
     def pairs_of(self, queries: range, keys: int, *, heads: int, kv_heads: int, is_causal: bool = False) -> int:
@@ -141,4 +146,6 @@ def check_pattern(pattern: object) -> Pattern:
         raise TypeError(f"pattern must be a DilatedPattern or a Neighbourhood, got {type(pattern).__name__}")
     if not is_dataclass(pattern):
         raise TypeError(f"{pattern.noun} must be a frozen dataclass, as every pattern is")
+    if not isinstance(getattr(pattern, "shape", ()), tuple | None):
+        raise TypeError(f"shape of a {pattern.noun} must be a tuple of sides, got {pattern.shape!r}")
     return pattern

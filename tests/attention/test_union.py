@@ -384,3 +384,42 @@ def test_pairs_of_a_pattern_of_ones_own_are_those_of_the_call(rows, options, pai
     with FlopCounterMode(display=False) as counter:
         attend(q[:, :rows], k, v, Band(4), **options)
     assert counter.get_total_flops() == 4 * 8 * 4 * pairs
+
+
+@dataclass(frozen=True)
+class Given(Pattern):
+    """What a function says."""
+
+    kind: ClassVar[str] = "given"
+    found: ClassVar[object]
+
+    shape: tuple[int, ...] = (6, 6)
+
+    def attends(self, query, key):
+        return type(self).found(query, key)
+
+
+def test_what_a_pattern_sees_may_depend_on_the_key_or_the_query_alone():
+    tensors = [x.detach() for x in drawn(extra=0)]
+    for found, pairs in ((lambda q, k: k < 3, CELLS * 3), (lambda q, k: q < 3, 3 * CELLS)):
+        Given.found = staticmethod(found)
+        counts = found(torch.arange(CELLS)[:, None], torch.arange(CELLS)).expand(2, CELLS, CELLS).double()
+        with FlopCounterMode(display=False) as counter:
+            out = attend(*tensors[:3], Given())
+        torch.testing.assert_close(out, brute(tensors, counts)[0], atol=1e-12, rtol=1e-12)
+        assert counter.get_total_flops() == 4 * 8 * 2 * 4 * pairs
+
+
+@pytest.mark.parametrize("found", [lambda q, k: (q - k).abs(), lambda q, k: torch.ones(3, dtype=torch.bool)])
+def test_what_attends_must_say_is_told(found):
+    Given.found = staticmethod(found)
+    with pytest.raises(
+        TypeError, match=r"attends of a Given must be bool of positions that broadcast, \(36, 36\); got"
+    ):
+        attend(*drawn()[:3], Given())
+
+
+@pytest.mark.parametrize("shape", [CELLS, [6, 6]])
+def test_a_shape_is_a_tuple(shape):
+    with pytest.raises(TypeError, match="shape of a Given must be a tuple of sides, got"):
+        attend(*drawn()[:3], Given(shape))
