@@ -69,7 +69,7 @@ def leave() -> None:
     Python's own end is left out. In it a thread of a library may still want the interpreter, and end the process by
     SIGABRT ("terminate called without an active exception"): a finished result would then look like a crash.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the process began without it
         with contextlib.suppress(OSError, ValueError):  # it is closed, or its reader is gone
             stream.flush()
     os._exit(0)

@@ -169,3 +169,10 @@ def test_what_tidies_up_after_a_process_that_succeeded_is_given_time_for_it(monk
     left = path.exists()
     path.unlink(missing_ok=True)
     assert (ending.status, left) == ("ok", False)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)])
+def test_a_process_that_began_without_its_streams_leaves_with_status_0(closed):
+    code = "from hilbert_lib.launch.child import leave; leave()"
+    shut = " ".join(f"{number}>&-" for number in closed)
+    assert subprocess.call(["sh", "-c", f'exec "$0" -c "$1" {shut}', sys.executable, code], timeout=PATIENCE) == 0
