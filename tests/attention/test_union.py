@@ -19,6 +19,7 @@ from hilbert_lib import (
     neighbourhood_attention,
 )
 from hilbert_lib.attention.backends import flex_grid, tiles
+from hilbert_lib.attention.backends.registry import backends_for
 from hilbert_lib.attention.request import Request, Tensors
 from hilbert_lib.attention.validation import validated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods
@@ -247,6 +248,26 @@ def test_a_pattern_of_ones_own_is_served_by_its_file_alone(backend, monkeypatch)
     both = Union((pattern, NEAR))
     out, _ = brute(tensors, counts_of(both))
     torch.testing.assert_close(attend(*tensors[:3], both, backend=backend), out, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "words"),
+    [
+        (Diamond((6, 6), 2), {"is_causal": True}, "no is_causal"),
+        (Diamond((6, 6), 2), {"dropout_p": 0.1}, "no dropout_p"),
+        (Diamond((6, 6), 2), {"query_start": 3}, "no query_start"),
+        (Diamond((6, 6), 2), {"cu_seqlens": torch.tensor([0, 36])}, "no cu_seqlens"),
+        (DilatedPattern((9,), (1,)), {}, "has no attends"),
+        (NEAR, {}, "serves no extra keys"),
+        (Diamond((6, 6), 2), {}, ""),
+    ],
+)
+def test_flex_attention_refuses_what_its_mask_of_pairs_does_not_say(pattern, options, words):
+    flex = backends_for(Diamond)["flex"]
+    refusal = flex.limits(torch.empty(1, 36, 2, 16), Request(pattern, **options))
+    assert words in refusal
+    assert bool(refusal) == bool(words)
+    assert not flex.reads_orderings  # k and v come in sequence order
 
 
 def test_flex_attention_serves_a_pattern_of_ones_own():

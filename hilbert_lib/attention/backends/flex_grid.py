@@ -204,6 +204,25 @@ def _limits(q: Tensor, request: Request) -> str:
     return f"needs a head_dim of at least 16, got {q.shape[-1]}" if q.shape[-1] < 16 else ""
 
 
+def _limits_of_any(q: Tensor, request: Request) -> str:
+    # The mask is of pairs of positions alone, and asks `attends`.
+    pattern = request.pattern
+    if type(pattern).attends is Pattern.attends:
+        return f"asks a pattern which pairs attend, and {pattern.noun} has no attends"
+    if "extra_k" in pattern.options:
+        return "serves no extra keys for patterns of this kind"
+    asked = {
+        "is_causal": request.is_causal,
+        "dropout_p": request.dropout_p > 0.0,
+        "query_start": request.query_start is not None,
+        "cu_seqlens": request.cu_seqlens is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            return f"no {name} for patterns of this kind"
+    return _limits(q, request)
+
+
 def _workspace(given: tuple, request: Request, direction: str, device: torch.device, returned: int) -> dict[str, int]:
     # On CUDA, of a forward that is the first of its mask, and of a backward after it, which holds the output of its own
     # forward twice: as FlexAttention makes it and as we return it. Of k and v there are copies where extra keys are
@@ -238,8 +257,7 @@ BACKENDS = (
         note="compiled FlexAttention with a mask of all pairs; its backward runs the forward once more",
         colour="#E69F00",
         functions=lambda device: (attend, backward),
-        limits=_limits,
+        limits=_limits_of_any,
         here=_refusal,
-        reads_orderings=True,
     ),
 )
