@@ -7,7 +7,7 @@ q, k, v are (batch, seq, heads, head_dim). A name is loaded when it is first use
 attention   attend, dilated_attention, explain_backend, DilatedAttention, MultiheadDilatedAttention, DilatedPattern
 grids       neighbourhood_attention, NeighbourhoodAttention, Neighbourhood, Union
 orders      Ordering, OrderingSpec, curve_coordinates, curve_index
-many GPUs   ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
+many GPUs   ring_attend, ring_dilated_attention, RingDilatedAttention, plan_ring, run_ranks, shard, gather
             ring_neighbourhood_attention, RingNeighbourhoodAttention, plan_halo, Rectangles, Runs
 limits      estimate_memory, SafetyConfig, MemorySafetyChecker, ProgressiveTester, Watcher, GpuInfo, get_gpu_info
 with [suite] select_attention_backend, SafeBenchmarkRunner; the command `hilbert`
@@ -39,9 +39,8 @@ PUBLIC = {
     "hilbert_lib.ordering": ("Ordering", "OrderingSpec"),
     "hilbert_lib.patterns.dilated": ("DilatedPattern",),
     "hilbert_lib.patterns.union": ("Union",),
-    "hilbert_lib.ring.attention": ("ring_dilated_attention",),
+    "hilbert_lib.ring.attention": ("ring_attend", "ring_dilated_attention", "ring_neighbourhood_attention"),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
-    "hilbert_lib.ring.neighbourhood": ("ring_neighbourhood_attention",),
     "hilbert_lib.ring.plan.halo": ("plan_halo",),
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
     "hilbert_lib.ring.plan.shards": ("Rectangles", "Runs"),
@@ -89,12 +88,13 @@ if TYPE_CHECKING:  # what type checkers read: `as` exports a name. No __all__, w
     from hilbert_lib.patterns.dilated import DilatedPattern as DilatedPattern
     from hilbert_lib.patterns.neighbourhood import Neighbourhood as Neighbourhood
     from hilbert_lib.patterns.union import Union as Union
+    from hilbert_lib.ring.attention import ring_attend as ring_attend
     from hilbert_lib.ring.attention import ring_dilated_attention as ring_dilated_attention
+    from hilbert_lib.ring.attention import ring_neighbourhood_attention as ring_neighbourhood_attention
     from hilbert_lib.ring.module import RingDilatedAttention as RingDilatedAttention
     from hilbert_lib.ring.module import RingNeighbourhoodAttention as RingNeighbourhoodAttention
     from hilbert_lib.ring.module import gather as gather
     from hilbert_lib.ring.module import shard as shard
-    from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention as ring_neighbourhood_attention
     from hilbert_lib.ring.plan.halo import plan_halo as plan_halo
     from hilbert_lib.ring.plan.plan import plan_ring as plan_ring
     from hilbert_lib.ring.plan.shards import Rectangles as Rectangles

@@ -49,14 +49,14 @@ FLOORS = {
         *("measured_rules", "choice", "zero_keys", "flop_count", "registration", "operators", "validation", "api"),
         *("torchscale", "modules", "grid_module", "explain"),
     ],
-    "ring": ["plan", "rank", "agreement", "attention", "neighbourhood", "module"],
+    "ring": ["plan", "rank", "agreement", "spread", "attention", "module"],
 }
 FOLDERS = {
     "attention": "dilated_attention explain_backend DilatedAttention MultiheadDilatedAttention neighbourhood_attention "
     "NeighbourhoodAttention",
     "curves": "curve_coordinates curve_index",
     "ring": "Rectangles RingDilatedAttention RingNeighbourhoodAttention Runs gather plan_halo plan_ring "
-    "ring_dilated_attention ring_neighbourhood_attention run_ranks shard",
+    "ring_attend ring_dilated_attention ring_neighbourhood_attention run_ranks shard",
     "ring.plan": "plan_halo plan_ring",
     "launch": "run_ranks run_isolated ProgressiveTester",
     "limits": "SafetyConfig MemorySafetyChecker Watcher estimate_memory",

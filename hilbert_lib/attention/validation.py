@@ -100,12 +100,15 @@ def as_pattern(pattern: object) -> Pattern:
     return HeadNeighbourhoods(tuple(pattern)) if is_by_head else check_pattern(pattern)
 
 
-def refuse_options(pattern: Pattern, options: dict) -> None:
-    """Raise ValueError for an option that is given, and that the pattern's kind does not take."""
+def refuse_options(pattern: Pattern, options: dict, defaults: dict = DEFAULTS, taken: frozenset = frozenset()) -> None:
+    """Raise ValueError for an option that is given, and that the pattern's kind does not take.
+
+    defaults: the values of those that not every kind takes. taken: those that it takes besides `Pattern.options`.
+    """
     for name, value in options.items():
-        # Only plain numbers are compared: tensors and arrays have no one answer.
-        is_default = value is DEFAULTS[name] or (isinstance(value, int | float) and value == DEFAULTS[name])
-        if name not in pattern.options and not is_default:
+        # Only plain values are compared: tensors and arrays have no one answer.
+        is_default = value is defaults[name] or (isinstance(value, int | float | str) and value == defaults[name])
+        if name not in pattern.options | taken and not is_default:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} must be left out for a {pattern.noun}, got {got}")
 

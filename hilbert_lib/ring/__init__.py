@@ -1,11 +1,11 @@
 """Exact attention over several ranks: dilated, each with a contiguous shard, or on a grid, each with a part of it.
 
-attention      the function along a sequence
-neighbourhood  the function on a grid
-module         both as modules; a sequence split over ranks, and put together
-agreement      what ranks must agree on, compared before anything is sent
-plan           what each rank sends to whom, by which transport and why
-rank           one rank's work
+attention  the one call, and its doors for sequences and grids
+module     both doors as modules; a sequence split over ranks, and put together
+spread     how tokens are spread along a sequence and on a grid, and what differs with it
+agreement  what ranks must agree on, compared before anything is sent
+plan       what each rank sends to whom, by which transport and why
+rank       one rank's work
 
 A public name is imported when it is asked for: this package alone loads neither torch nor torch.distributed.
 """
@@ -14,9 +14,8 @@ from hilbert_lib.lazy import lazily
 
 PUBLIC = {
     "hilbert_lib.launch.workers": ("run_ranks",),
-    "hilbert_lib.ring.attention": ("ring_dilated_attention",),
+    "hilbert_lib.ring.attention": ("ring_attend", "ring_dilated_attention", "ring_neighbourhood_attention"),
     "hilbert_lib.ring.module": ("RingDilatedAttention", "RingNeighbourhoodAttention", "gather", "shard"),
-    "hilbert_lib.ring.neighbourhood": ("ring_neighbourhood_attention",),
     "hilbert_lib.ring.plan.halo": ("plan_halo",),
     "hilbert_lib.ring.plan.plan": ("plan_ring",),
     "hilbert_lib.ring.plan.shards": ("Rectangles", "Runs"),

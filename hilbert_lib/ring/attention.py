@@ -1,11 +1,15 @@
-"""Dilated attention of a sequence that is spread over ranks, as users call it."""
+"""Attention of tokens that are spread over ranks, as users call it: `ring_attend`, and a door for each kind of pattern.
+
+arguments -> checked -> agreement of all ranks -> rows of other ranks arrive -> out, lse
+                     -> attention over own tokens, meanwhile                 ->
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,24 +18,112 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hilbert_lib.attention import operators
-from hilbert_lib.attention.api import computed
-from hilbert_lib.attention.backends.registry import BACKENDS
+from hilbert_lib.attention.api import check_neighbourhood, computed
 from hilbert_lib.attention.request import Request, Tensors
-from hilbert_lib.attention.transforms import refuse_tracers, unserved_derivative
+from hilbert_lib.attention.transforms import unserved_derivative
 from hilbert_lib.attention.validation import needs_gradient, validated
 from hilbert_lib.checks import boolean, suggesting, unscripted
-from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.internals import is_compiler_loaded, untraced
 from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
 from hilbert_lib.ring.agreement import Agreement, in_words, resolved
-from hilbert_lib.ring.plan.plan import check_planning, plan_ring
-from hilbert_lib.ring.rank import passes
-from hilbert_lib.ring.rank.blocks import Job
-from hilbert_lib.ring.rank.layout import Layout, layout_of
+from hilbert_lib.ring.plan.halo import Shards
+from hilbert_lib.ring.rank.call import RankCall, agreed_already, by_pattern
+from hilbert_lib.ring.spread import DEFAULTS, GridSpread, SequenceSpread, Spread, check_served, spread_of
 
 _agreed: "WeakKeyDictionary[ProcessGroup, tuple[int, ...]]" = WeakKeyDictionary()  # lengths of the last validated call
 _untraced: dict[Callable, Callable] = {}  # what torch.compile leaves alone
+
+
+@untraced  # torch.compile cannot trace collectives that are waited for later
+@unscripted
+@suggesting
+def ring_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern | Neighbourhood | Union | tuple[Neighbourhood, ...],
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    kv_ordering: OrderingSpec | None = None,
+    transport: str = "auto",
+    weights: Sequence[float] | None = None,
+    memory_limit: int | None = None,
+    shards: Shards | None = None,
+    ordering: Ordering | None = None,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    validate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact `attend` of tokens that are spread over the ranks of a group: a sequence, or the cells of a grid.
+
+    Only rows of k and v that other ranks' queries see travel. All ranks must call it, and where gradients are needed
+    all must run the backward. On one rank it is `attend`. The patterns of a `Union` are computed one after the other,
+    and merged by lse.
+
+    Args:
+        q: (batch, rows, heads, head_dim), this rank's tokens; there may be none.
+        k, v: (batch, rows, kv_heads, head_dim), of the same tokens.
+        pattern: which keys a query sees, over all tokens: a `DilatedPattern`, a `Neighbourhood` or a tuple of one for
+            each KV head, or a `Union` of several.
+        group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
+        scale, backend, return_lse: as for `attend`.
+        key_padding_mask: (batch, rows) bool, True = no weight, of this rank's tokens.
+        is_causal, dropout_p, kv_ordering, transport, weights: for sequences alone, as in `ring_dilated_attention`.
+        memory_limit: likewise, and not for a `Union`.
+        shards, ordering, extra_k, extra_v, extra_padding_mask: for grids alone, as in `ring_neighbourhood_attention`.
+        validate: whether ranks compare their arguments before they send anything, as in these two.
+
+    Returns:
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
+
+    Raises:
+        TypeError, ValueError: as `attend`, `plan_ring` and `plan_halo`; for a pattern that no ring serves; for
+            an option that this kind does not take. With validate, an error on one rank is raised on all, and
+            mismatched arguments are named.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = torch.ones(1, 6, 1, 2)
+    >>> near_and_far = Union((Neighbourhood((2, 3), 2), Neighbourhood((2, 3), (1, 3))))
+    >>> ring_attend(x, x, x, near_and_far).shape
+    torch.Size([1, 6, 1, 2])
+    >>> dist.destroy_process_group()
+    """
+    door = _Door("ring_attend", spread_of(pattern), check_served)
+    return uncompiled(_attend)(
+        door,
+        q,
+        k,
+        v,
+        pattern,
+        group,
+        validate,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        kv_ordering=kv_ordering,
+        transport=transport,
+        weights=weights,
+        memory_limit=memory_limit,
+        shards=shards,
+        ordering=ordering,
+        extra_k=extra_k,
+        extra_v=extra_v,
+        extra_padding_mask=extra_padding_mask,
+        backend=backend,
+        return_lse=return_lse,
+    )
 
 
 @untraced  # torch.compile cannot trace collectives that are waited for later
@@ -97,10 +189,102 @@ def ring_dilated_attention(
     torch.Size([1, 8, 2, 4])
     >>> dist.destroy_process_group()
     """
-    attend = uncompiled(_attend)
-    options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "return_lse": return_lse}
-    options |= {"key_padding_mask": key_padding_mask, "kv_ordering": kv_ordering, "backend": backend}
-    return attend(q, k, v, pattern, options, group, (transport, weights, memory_limit), validate)
+    door = _Door("ring_dilated_attention", SequenceSpread, check_dilated)
+    return uncompiled(_attend)(
+        door,
+        q,
+        k,
+        v,
+        pattern,
+        group,
+        validate,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        kv_ordering=kv_ordering,
+        transport=transport,
+        weights=weights,
+        memory_limit=memory_limit,
+        backend=backend,
+        return_lse=return_lse,
+    )
+
+
+@untraced  # torch.compile cannot trace collectives that are waited for later
+@unscripted
+@suggesting
+def ring_neighbourhood_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    neighbourhood: Neighbourhood | tuple[Neighbourhood, ...],
+    *,
+    shards: Shards | None = None,
+    ordering: Ordering | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    scale: float | None = None,
+    extra_k: Tensor | None = None,
+    extra_v: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    extra_padding_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    validate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact `neighbourhood_attention` on a grid whose parts lie on the ranks of a group.
+
+    Only rows of k and v that the windows of other ranks reach travel, each once to each rank (`plan_halo` shows which),
+    while queries that see own keys alone are computed. All ranks must call it, and where gradients are needed all must
+    run the backward. Over NCCL set TORCH_NCCL_HIGH_PRIORITY=1 before the group is made, as `run_ranks` does. A CUDA
+    graph captures a call of a kind that has run; ranks then compare their arguments at the capture alone.
+
+    Args:
+        q: (batch, rows, heads, head_dim), the cells of this rank as it stores them; there may be none.
+        k, v: (batch, rows, kv_heads, head_dim), of the same cells.
+        neighbourhood: which cells a query sees, on the whole grid; or a tuple, as in `neighbourhood_attention`.
+        shards: which cells each rank holds: `Rectangles` or `Runs`; by default `Rectangles.compact`, which are 2 x 2 of
+            a square on 4 ranks.
+        ordering: instead of shards: each rank holds a run of its slots, as many as `shard` gives it.
+        group: the ranks, as a process group or a 1-D DeviceMesh; by default all.
+        scale, backend, return_lse: as in `neighbourhood_attention`.
+        extra_k, extra_v, extra_padding_mask: likewise, the same on all ranks; each rank's gradients of them are those
+            of its own queries.
+        key_padding_mask: (batch, rows) bool, True = no weight, of this rank's cells.
+        validate: whether ranks compare their arguments before they send anything: if these differ, all raise.
+
+    Returns:
+        out like q, for this rank's queries; with return_lse also lse (batch, heads, rows), detached.
+
+    Raises:
+        TypeError, ValueError: as `neighbourhood_attention` and `plan_halo`. With validate, an error on one rank is
+            raised on all, and mismatched arguments are named.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = torch.ones(1, 6, 1, 2)
+    >>> ring_neighbourhood_attention(x, x, x, Neighbourhood((2, 3), 2)).shape
+    torch.Size([1, 6, 1, 2])
+    >>> dist.destroy_process_group()
+    """
+    door = _Door("ring_neighbourhood_attention", GridSpread, check_neighbourhood)
+    return uncompiled(_attend)(
+        door,
+        q,
+        k,
+        v,
+        neighbourhood,
+        group,
+        validate,
+        scale=scale,
+        key_padding_mask=key_padding_mask,
+        shards=shards,
+        ordering=ordering,
+        extra_k=extra_k,
+        extra_v=extra_v,
+        extra_padding_mask=extra_padding_mask,
+        backend=backend,
+        return_lse=return_lse,
+    )
 
 
 def uncompiled(function: Callable) -> Callable:
@@ -114,82 +298,107 @@ def uncompiled(function: Callable) -> Callable:
     return _untraced[function]
 
 
+class _Door(NamedTuple):
+    """One of the functions that users call."""
+
+    function: str  # its name, as errors say it
+    spread: type[Spread]  # of the kind of pattern that it serves
+    check_pattern: Callable[[object], Pattern]
+
+
 class _Asked(NamedTuple):
     """What one rank asks for, checked."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    call: Request
-    kv_ordering: OrderingSpec | None
+    function: str
+    given: Tensors
+    request: Request
+    spread: Spread
     backend: str
-    gradient: bool
-    planning: dict  # transport, weights and memory_limit of `plan_ring`
     group: ProcessGroup
 
 
-def _attend(q, k, v, pattern, options, group, planning, validate) -> Tensor | tuple[Tensor, Tensor]:
-    """The call: `options` are those of `dilated_attention`, `planning` those of `plan_ring`."""
+def _attend(door: _Door, q, k, v, pattern, group, validate, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """The call: options are those of `attend`, and of how tokens are spread."""
+    options = DEFAULTS | {"ordering": None, "kv_ordering": None} | options
     group = resolved(group)
     if group.size() == 1:
         boolean("validate", validate)
-        check_planning(*planning, ranks=1)
-        options = options | {"kv_ordering": _ordering(options["kv_ordering"], k)}
-        return computed(q, k, v, check_dilated(pattern), **options)
-    check = partial(_checked, q, k, v, pattern, options, group, planning, validate)
-    asked, lengths, agreement = _agree(check, group, validate)
-    if agreement:
-        out, lse = _begin_early(asked, lengths, agreement)
-    elif asked.q.shape[0] and sum(lengths):
-        out, lse = _run(asked, lengths)
-    else:  # nothing to compute, and nothing to send
-        out, lse = operators.forward(Tensors(asked.q, asked.k, asked.v), asked.call, "reference")
+        pattern, spread, options = _spread(door, pattern, options, 1)
+        return computed(q, k, v, pattern, **options | spread.for_whole(k))
+    check = partial(_checked, door, q, k, v, pattern, options, group, validate)
+    asked, lengths, agreement = _agree(door, check, group, validate)
+    out, lse = _begin_early(asked, lengths, agreement) if agreement else _run(asked, lengths)
     return (out, lse) if options["return_lse"] else out
 
 
+def _spread(door: _Door, pattern: object, options: dict, ranks: int) -> tuple[Pattern, Spread, dict]:
+    """The pattern, how its tokens are spread over so many ranks, and the options of `attend`."""
+    pattern = door.check_pattern(pattern)
+    spread = door.spread.checked(pattern, options, ranks)
+    return pattern, spread, {name: value for name, value in options.items() if name not in DEFAULTS}
+
+
+def _checked(door: _Door, q, k, v, pattern, options: dict, group: ProcessGroup, validate: bool) -> _Asked:
+    boolean("validate", validate)
+    pattern, spread, options = _spread(door, pattern, options, group.size())
+    given, request = validated(q, k, v, pattern, **options | spread.for_shard(k, group.rank()))
+    if reason := unserved_derivative(door.function, given):
+        raise TypeError(reason)
+    spread.check_backend(given, request, options["backend"], group)
+    return _Asked(door.function, given, request, spread, options["backend"], group)
+
+
+def _words(asked: _Asked) -> dict[str, str]:
+    # What all ranks must agree on.
+    given, request = asked.given, asked.request
+    options = {each.name: getattr(request, each.name) for each in fields(request)}
+    pattern = options.pop("pattern").of_any_heads()
+    is_on_grid = isinstance(pattern, Neighbourhood | HeadNeighbourhoods)
+    options["neighbourhood" if is_on_grid else "pattern"] = pattern
+    options |= asked.spread.words
+    options["extra_k"] = None if given.extra_k is None else tuple(given.extra_k.shape)
+    options |= {"backend": asked.backend, "requires_grad": needs_gradient(*given)}
+    return in_words(given.q, given.k, options)
+
+
 def _agree(
-    check: Callable[[], _Asked], group: ProcessGroup, validate: bool
+    door: _Door, check: Callable[[], _Asked], group: ProcessGroup, validate: bool
 ) -> tuple[_Asked, tuple[int, ...], Agreement | None]:
     """What this rank asks for, and the lengths of all shards: as the ranks agree, or, with the agreement that is still
-    under way, as they agreed last."""
-    agreed = _agreed.get(group)
-    if agreed is not None and not validate:
+    under way, as this rank expects them."""
+    agreed, rank = _agreed.get(group), group.rank()
+    if not validate and (agreed is not None or not door.spread.lengths_vary):
         asked = check()
-        return asked, _lengths_now(agreed, asked.q.shape[1], group.rank()), None
-    asked, refusal, request, rows = None, None, {}, 0
+        return asked, asked.spread.lengths_unvalidated(asked.given, agreed, rank), None
+    asked, refusal, words, rows = None, None, {}, 0
     try:
         asked = check()
-        request, rows = _request(asked), asked.q.shape[1]
+        words, rows = _words(asked), asked.given.q.shape[1]
     except (TypeError, ValueError) as error:
         refusal = error
-    agreement = Agreement(request, rows, refusal, group)
-    # Mostly all is as in the last call: then the shard's own attention need not wait for the other ranks. It waits with
-    # dropout, whose seed is sent first, and on a rank without rows, which has nothing to compute.
-    if asked and agreed and agreed[group.rank()] == rows and asked.q.numel() and asked.call.dropout_p == 0.0:
-        return asked, agreed, agreement
-    _agreed[group] = agreement.lengths()
-    return asked, _agreed[group], None
+    agreement = Agreement(words, rows, refusal, group)
+    if asked:
+        lengths = asked.spread.expected_lengths(asked.given, asked.request, agreed, rank)
+        if lengths is not None:  # the shard's own attention need not wait for the other ranks
+            return asked, lengths, agreement
+    lengths = agreement.lengths()
+    _remember(asked, lengths)
+    return asked, lengths, None
 
 
-def _lengths_now(agreed: tuple[int, ...], rows: int, rank: int) -> tuple[int, ...]:
-    # Without validation.
-    if agreed[rank] == rows:
-        return agreed
-    if len(set(agreed)) > 1:  # this rank cannot know how many rows the others have now
-        raise ValueError(
-            f"validate must be True where shards of unequal length change: this rank's had {agreed[rank]} rows in the "
-            f"last validated call, and has {rows}"
-        )
-    return (rows,) * len(agreed)
+def _remember(asked: _Asked, lengths: tuple[int, ...]) -> None:
+    if asked.spread.lengths_vary:
+        _agreed[asked.group] = lengths
 
 
 def _begin_early(asked: _Asked, lengths: tuple[int, ...], agreement: Agreement) -> tuple[Tensor, Tensor]:
-    """The ring under the lengths last agreed upon: the shard's own attention begins while the agreement is under way,
+    """The call under the lengths that are expected: the shard's own attention begins while the agreement is under way,
     and begins again if it brings other lengths. Nothing is sent before."""
 
     def confirm() -> None:
-        _agreed[asked.group] = agreement.lengths()
-        if _agreed[asked.group] != lengths:
+        found = agreement.lengths()
+        _remember(asked, found)
+        if found != lengths:
             raise _OtherLengths
 
     with suppress(_OtherLengths):
@@ -199,97 +408,68 @@ def _begin_early(asked: _Asked, lengths: tuple[int, ...], agreement: Agreement) 
             confirm()  # other ranks may wait for this one's request, which may differ and be why it failed
             raise
     # After the exception is gone, and with it what was computed in vain.
-    return _run(asked, _agreed[asked.group])
+    return _run(asked, agreement.lengths())
 
 
 class _OtherLengths(Exception):
-    """Shards are not as long as in the last call; `_agreed` has their lengths."""
+    """Shards are not as long as in the last call."""
 
 
-def _run(asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor]:
+def _run(
+    asked: _Asked, lengths: tuple[int, ...], confirm: Callable[[], None] = agreed_already
+) -> tuple[Tensor, Tensor]:
     # Output and lse; `confirm` is called before anything of the exchange is sent.
-    q, k, call, group = asked.q, asked.k, asked.call, asked.group
-    sizes = {"batch": q.shape[0], "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
-    kind = {"dtype": q.dtype, "is_causal": call.is_causal, "padded": call.key_padding_mask is not None}
-    kind["ordered"] = asked.kv_ordering is not None
-    options = tuple((sizes | kind | asked.planning).items())
-    layout = _layout(call.pattern, lengths, options, group.rank(), q.device)
-    if call.dropout_p > 0.0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=q.device)
+    given, request, spread, group = asked.given, asked.request, asked.spread, asked.group
+    if not given.q.shape[0] or not sum(lengths):  # nothing to compute, and nothing to send
+        confirm()
+        return operators.forward(given, request, "eager")
+    if request.dropout_p > 0.0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=given.q.device)
         dist.broadcast(seed, group=group, group_src=0)
-        call = replace(call, seed=seed)
-    job = Job(layout, call, asked.backend, asked.gradient, _ordering(asked.kv_ordering, k), ref(group))
-    return _Ring.apply(q, k, asked.v, job, confirm)
+        request = replace(request, seed=seed)
+    each = list(by_pattern(given, request))
+    jobs = tuple(
+        spread.job(own, part, (number, len(each)), asked.backend, lengths, group)
+        for number, (own, part) in enumerate(each)
+    )
+    call = RankCall(asked.function, request, spread.passes, jobs)
+    return _OnRanks.apply(*given, call, confirm)
 
 
-@cached_for_graphs(maxsize=64)
-def _layout(
-    pattern: DilatedPattern, lengths: tuple[int, ...], options: tuple, rank: int, device: torch.device
-) -> Layout:
-    plan = plan_ring(pattern, lengths, **dict(options))
-    with torch.device("cpu"):  # where it is computed, whatever torch's default device is
-        return layout_of(plan, rank, device)
-
-
-class _Ring(torch.autograd.Function):
+class _OnRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        out, lse, kept = passes.forward(q, k, v, job, confirm)
-        # The mask and the seed too, so that autograd sees it if they are changed before the backward.
-        ctx.save_for_backward(q, k, v, out, lse, job.call.key_padding_mask, job.call.seed, *kept.values())
-        ctx.job, ctx.kept = job, tuple(kept)
+    def forward(ctx, *args) -> tuple[Tensor, Tensor]:
+        *given, call, confirm = args
+        out, lse, kept_of_each = call.forward(Tensors(*given), confirm)
+        kept = [x for kept in kept_of_each for x in kept.values()]
+        # The masks and the seed too, so that autograd sees it if they are changed before the backward.
+        request = call.request
+        changing = request.key_padding_mask, request.extra_padding_mask, request.seed
+        ctx.save_for_backward(*given, out, lse, *kept, *changing)
+        ctx.call, ctx.names = call, [tuple(kept) for kept in kept_of_each]
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # a gradient of lse would be filled with zeros, and dropped
         return out, lse
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        if reason := unserved_derivative("ring_dilated_attention", (dout,)):
+        if reason := unserved_derivative(ctx.call.function, (dout,)):
             raise RuntimeError(reason)
-        q, k, v, out, lse, _mask, _seed, *kept = ctx.saved_tensors
+        saved = iter(ctx.saved_tensors)
+        given = Tensors(*(next(saved) for _ in Tensors._fields))
+        out, lse = next(saved), next(saved)
+        kept_of_each = [{name: next(saved) for name in names} for names in ctx.names]
         dout = torch.zeros_like(out) if dout is None else dout  # the others need this rank all the same
-        return *_Once.apply(dout, q, k, v, out, lse, ctx.job, dict(zip(ctx.kept, kept, strict=True))), None, None
+        return *_Once.apply(dout, *given, out, lse, kept_of_each, ctx.call), None, None
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args) -> tuple[Tensor, Tensor, Tensor]:
-        return passes.backward(*args)
+    def forward(ctx, dout: Tensor, *args) -> tuple[Tensor | None, ...]:
+        *given, out, lse, kept_of_each, call = args
+        ctx.function = call.function
+        return tuple(call.backward(dout, Tensors(*given), out, lse, kept_of_each))
 
     @staticmethod
     def backward(ctx, *_grads: Tensor) -> None:
-        raise RuntimeError("ring_dilated_attention can be differentiated once; it has no second derivative")
-
-
-def _checked(q, k, v, pattern, options: dict, group: ProcessGroup, planning: tuple, validate: bool) -> _Asked:
-    boolean("validate", validate)
-    planning = check_planning(*planning, ranks=group.size())
-    if reason := unserved_derivative("ring_dilated_attention", (q, k, v)):
-        raise TypeError(reason)
-    spec, backend = options["kv_ordering"], options["backend"]
-    given, call = validated(q, k, v, check_dilated(pattern), **options | {"kv_ordering": _ordering(spec, k)})
-    q, k, v, *_ = given
-    if backend != "auto" and (reason := BACKENDS[backend].refusal(q, call)):
-        raise ValueError(f"backend={backend!r} {reason}")
-    return _Asked(q, k, v, call, spec, backend, needs_gradient(q, k, v), planning, group)
-
-
-def checked_spec(spec: object) -> OrderingSpec | None:
-    """The argument kv_ordering of a ring, if it is an OrderingSpec or None."""
-    if spec is not None and not isinstance(spec, OrderingSpec):
-        raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
-    return spec
-
-
-def _ordering(spec: OrderingSpec | None, k: Tensor) -> Ordering | None:
-    refuse_tracers(k)  # as the first who reads a size
-    spec = checked_spec(spec)
-    has_rows = isinstance(k, Tensor) and not k.is_nested and k.dim() > 1 and k.shape[1]  # k itself is checked elsewhere
-    return spec.ordering(k.shape[1]) if spec is not None and has_rows else None
-
-
-def _request(asked: _Asked) -> dict[str, str]:
-    # What all ranks must agree on, in words.
-    options = vars(asked.call) | asked.planning
-    options |= {"kv_ordering": asked.kv_ordering, "backend": asked.backend, "requires_grad": asked.gradient}
-    return in_words(asked.q, asked.k, options)
+        raise RuntimeError(f"{ctx.function} can be differentiated once; it has no second derivative")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hilbert_lib.attention.api import check_neighbourhood
 from hilbert_lib.attention.transforms import Layer, refuse_tracers
 from hilbert_lib.attention.validation import check_backend, check_dropout, check_scale
 from hilbert_lib.checks import boolean, dense_tensor, integer, unscripted
@@ -17,11 +18,11 @@ from hilbert_lib.ordering import Ordering, OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern, check_dilated
 from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
 from hilbert_lib.ring.agreement import check_group, resolved
-from hilbert_lib.ring.attention import checked_spec, ring_dilated_attention
-from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention, spread
+from hilbert_lib.ring.attention import ring_dilated_attention, ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards
 from hilbert_lib.ring.plan.plan import check_planning
+from hilbert_lib.ring.spread import DEFAULTS, GridSpread, check_spec
 
 PLANNING = ("transport", "weights", "memory_limit")
 OPTIONS = ("scale", "kv_ordering", "backend", "validate")
@@ -71,7 +72,7 @@ class RingDilatedAttention(_OnRanks):
         self.transport, self.weights, self.memory_limit = check_planning(transport, weights, memory_limit).values()
         self.dropout = check_dropout("dropout", dropout)  # a call in eval would not check it
         self.scale = None if scale is None else check_scale(scale)
-        self.kv_ordering = checked_spec(kv_ordering)
+        self.kv_ordering = check_spec(kv_ordering)
         self.backend = check_backend(backend, DilatedPattern)
         self.validate = boolean("validate", validate)
 
@@ -123,7 +124,8 @@ class RingNeighbourhoodAttention(_OnRanks):
     ):
         super().__init__()
         self.neighbourhood, self.shards, self.ordering = neighbourhood, shards, ordering
-        spread(shards, ordering, neighbourhood, 1 if shards is None else None)
+        options = DEFAULTS | {"shards": shards, "ordering": ordering}
+        GridSpread.checked(check_neighbourhood(neighbourhood), options, 1 if shards is None else None)
         self.group = check_group(group)
         self.scale = None if scale is None else check_scale(scale)
         self.backend = check_backend(backend, HeadNeighbourhoods)

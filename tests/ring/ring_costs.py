@@ -19,7 +19,7 @@ from hilbert_lib.lab.sweeps import ring as benchmarks
 from hilbert_lib.lab.sweeps.ring_trace import counted
 from hilbert_lib.limits.memory import begin_peak
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.ring import attention, neighbourhood, ring_neighbourhood_attention
+from hilbert_lib.ring import ring_neighbourhood_attention, spread
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.plan.plan import plan_ring
 from hilbert_lib.ring.rank import blocks, exchange, halo, local, passes
@@ -63,8 +63,8 @@ def made_by_two_calls(what: str, **options) -> list[list[str]]:
         options |= {"kv_ordering": spec, "transport": what}
         call = partial(ring_dilated_attention, pattern=DilatedPattern((8, 17, 48), (1, 2, 3)), **options)
     places = [(graph_cache, "made_to_share", "table"), (DilatedPattern, "__post_init__", "pattern")]
-    places += [(attention, "plan_ring", "plan"), (neighbourhood, "plan_halo", "plan")]
-    places += [(neighbourhood, "shard_lengths_for", "plan")]
+    places += [(spread, "plan_ring", "plan"), (spread, "plan_halo", "plan")]
+    places += [(spread, "shard_lengths_for", "plan")]
     places += [(passes, "Shard", "table"), (passes, "name_table", "table"), (blocks, "name_table", "table")]
     places += [(place, "exchange", "message") for place in (exchange, passes, halo)]
     found = []
@@ -91,12 +91,12 @@ def peak_memory(
     mask = torch.zeros(1, length, dtype=torch.bool, device=device()) if padded else None
     call = partial(ring_dilated_attention, pattern=DilatedPattern(*branches), key_padding_mask=mask, **asked)
     call.keywords["kv_ordering"] = SPECS[ordering]
-    layout_of = Mock(side_effect=attention._layout)
-    with nullcontext() if device().type == "cuda" else _stand_ins(), patch.object(attention, "_layout", layout_of):
+    layout_of = Mock(side_effect=spread.sequence_layout)
+    with nullcontext() if device().type == "cuda" else _stand_ins(), patch.object(spread, "sequence_layout", layout_of):
         torch.autograd.grad(call(*leaves), leaves, dout)  # what is made once, such as tables, is not of this call
         out, forward = with_peak(partial(call, *leaves))
         _, backward = with_peak(partial(torch.autograd.grad, out, leaves, dout))
-    layout = attention._layout(*layout_of.call_args.args)
+    layout = spread.sequence_layout(*layout_of.call_args.args)
     held = sum(x.nbytes for x in leaves) + _bytes_of(layout)
     if ordering != "none":  # perm and inverse, and the slots of touched rows, int64; slots, int32
         held += length * (8 + 8 + 4) + 8 * layout.touched.shape[1]

@@ -1,6 +1,7 @@
 """What needs no ranks: what a ring refuses, by the argument's name, before anything is sent, and pieces of it."""
 
 import copy
+import inspect
 from functools import partial
 
 import oracle
@@ -20,7 +21,6 @@ from hilbert_lib.ordering import OrderingSpec
 from hilbert_lib.patterns.dilated import DilatedPattern
 from hilbert_lib.ring import agreement, attention
 from hilbert_lib.ring import module as modules
-from hilbert_lib.ring import neighbourhood as on_grids
 from hilbert_lib.ring.agreement import Agreement
 from hilbert_lib.ring.attention import ring_dilated_attention
 from hilbert_lib.ring.module import RingDilatedAttention, gather, shard
@@ -150,17 +150,22 @@ ON_GRID += [{"neighbourhood": Neighbourhood((8, 2), (3, 2))}, {"shards": Rectang
 OF_EXTRA = [{"extra_k": X[:, :2].clone().requires_grad_()}, {"extra_padding_mask": PADDED[:, :2]}]
 
 
-def request(q=X, pattern=ONE, transport="auto", weights=None, memory_limit=None, **asked):
-    options = {"is_causal": False, "scale": None, "dropout_p": 0.0, "key_padding_mask": None, "kv_ordering": None}
-    options |= {"backend": "auto", "return_lse": False} | asked
-    planning = transport, weights, memory_limit
-    return attention._request(attention._checked(q, X, X, pattern, options, dist.group.WORLD, planning, True))
+def words_of(door, q, pattern, **asked):
+    """Of the first of four ranks."""
+    options = inspect.signature(door).parameters.values()
+    defaults = {each.name: each.default for each in options if each.kind is each.KEYWORD_ONLY}
+    own = attention._Door("", attention.spread_of(pattern), attention.check_served)
+    given = attention.DEFAULTS | {"kv_ordering": None, "ordering": None} | defaults | asked
+    group, validate = given.pop("group") or dist.group.WORLD, given.pop("validate")
+    return attention._words(attention._checked(own, q, X, X, pattern, given, group, validate))
 
 
-def request_on_grid(q=X, neighbourhood=NEAR, shards=None, backend="auto", **asked):
-    spread = on_grids.spread(shards, None, neighbourhood, 4)
-    checked = on_grids._checked(q, X, X, neighbourhood, spread, asked | {"backend": backend}, dist.group.WORLD)
-    return on_grids._words(checked, backend)
+def request(q=X, pattern=ONE, **asked):
+    return words_of(ring_dilated_attention, q, pattern, **asked)
+
+
+def request_on_grid(q=X, neighbourhood=NEAR, **asked):
+    return words_of(ring_neighbourhood_attention, q, neighbourhood, **asked)
 
 
 @pytest.mark.parametrize(("words", "asked"), [*((request, x) for x in ASKED), *((request_on_grid, x) for x in ON_GRID)])
@@ -237,8 +242,9 @@ def test_shards_are_parts_of_the_whole_and_what_several_ranks_add_to_is_a_sum(tr
         stored = [x[:, rows] if order is None else order.apply(x[:, rows], 1) for x in (k, v)]
         call, layout = Request(pattern, **how | {"key_padding_mask": hidden[:, rows]}), layout_of(plan, group.own, CPU)
         job = Job(layout, call, "eager", True, order, lambda: group)
-        out, lse, kept = passes.forward(q[:, rows], *stored, job, lambda: None)
-        dq, *grads = passes.backward(dout[:, rows], q[:, rows], *stored, out, lse, job, kept)
+        own = Tensors(q[:, rows], *stored)
+        out, lse, kept = passes.forward(own, job, lambda: None)
+        dq, *grads = passes.backward(dout[:, rows], own, out, lse, job, kept)[:3]
         return rows, out, lse, dq, *(x if order is None else order.undo(x, 1) for x in grads)
 
     for rows, *found in run_threads(attend, len(SHARDS)):

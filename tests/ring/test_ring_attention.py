@@ -16,9 +16,9 @@ from hilbert_lib import Neighbourhood, Ordering, Rectangles, Runs, plan_halo
 from hilbert_lib.launch import REFUSED
 from hilbert_lib.launch.workers import RankError, run_ranks
 from hilbert_lib.patterns.dilated import DilatedPattern
-from hilbert_lib.ring.attention import _layout
 from hilbert_lib.ring.rank import exchange, halo
 from hilbert_lib.ring.rank.layout import Mail
+from hilbert_lib.ring.spread import ALONE, sequence_layout
 
 TOGETHER = 4  # ranks that are started once, for all tests of as many and of fewer
 AT_ONCE = 16  # ranks, in groups that share the calls on GPUs: a rank compiles one kernel after the other
@@ -489,10 +489,10 @@ def test_it_changes_nothing(change):
 def test_a_layout_does_not_depend_on_the_default_device():
     options = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "is_causal": True, "transport": "ring"}
     options |= {"dtype": torch.float32, "padded": True}
-    asked = DilatedPattern(*BRANCHES["uneven"]), (9, 4), tuple(options.items()), 1, torch.device("cpu")
-    expected = _layout.__wrapped__(*asked)
+    asked = DilatedPattern(*BRANCHES["uneven"]), (9, 4), tuple(options.items()), ALONE, 1, torch.device("cpu")
+    expected = sequence_layout.__wrapped__(*asked)
     with torch.device("meta"):
-        assert repr(_layout.__wrapped__(*asked)) == repr(expected)
+        assert repr(sequence_layout.__wrapped__(*asked)) == repr(expected)
     sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
     near = Neighbourhood((8, 12), (3, 5), edge=("shift", "wrap"))
     for shards in (Rectangles((2, 2)), Runs(Ordering.linear(96), (40, 56))):

@@ -5,7 +5,7 @@
       extra keys are given to pattern 1 alone: every query sees them once
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -53,18 +53,47 @@ def part_by_part(name: str, backends_for: BackendsFor, caveat: str) -> Backend:
     )
 
 
-def _parts(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
-    # Each pattern with what it is given: the extra keys go to the first.
-    union = request.pattern
-    for number, pattern in enumerate(union.patterns):
+def given_to_patterns(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+    """Each pattern of a union, and what it is given: the extra keys go to the first. The seed is the union's."""
+    for number, pattern in enumerate(request.pattern.patterns):
         own = replace(request, pattern=pattern, is_part=True)
-        if request.seed is not None:
-            own = replace(own, seed=_seed(request.seed, union, number, given.q, given.k.shape[2]))
         if "extra_k" in pattern.options and (number or given.extra_k is None):
             none = given.k[:, :0]
             yield Tensors(*given[:3], none, none), replace(own, extra_padding_mask=None)
         else:
             yield given, own
+
+
+def merge_patterns(results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output, in a dtype, and lse over the keys of all patterns, from those over each."""
+    merged, lse = None, None
+    for out, part_lse in results:
+        part_out = out.to(working_dtype(dtype)).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
+        merged, lse = (part_out, part_lse) if merged is None else merge(merged, lse, part_out, part_lse)
+    return merged.transpose(1, 2).to(dtype).contiguous(), lse
+
+
+def add_patterns(gradients: Iterable[Tensors], given: Tensors, in_float: tuple[int, ...] = ()) -> Tensors:
+    """Sums of the gradients of all patterns: in float32 (float64 for float64), and rounded once but for some tensors.
+
+    in_float: the numbers of those that are not rounded.
+    """
+    sums: list[Tensor | None] = [None] * len(given)
+    for grads in gradients:
+        for n, grad in enumerate(grads):
+            # Only the first pattern has extra keys, and none where not all patterns take them.
+            if grad is not None and given[n] is not None and grad.shape == given[n].shape:
+                grad = grad.to(working_dtype(grad.dtype))
+                sums[n] = grad if sums[n] is None else sums[n] + grad
+    return Tensors(*(x if x is None or n in in_float else x.to(given[n].dtype) for n, x in enumerate(sums)))
+
+
+def _parts(given: Tensors, request: Request) -> Iterator[tuple[Tensors, Request]]:
+    # `given_to_patterns`, each with a seed of its own.
+    for number, (own, part) in enumerate(given_to_patterns(given, request)):
+        if request.seed is not None:
+            part = replace(part, seed=_seed(request.seed, request.pattern, number, given.q, given.k.shape[2]))
+        yield own, part
 
 
 def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> Tensor:
@@ -80,31 +109,24 @@ def _seed(seed: Tensor, union: Union, number: int, q: Tensor, kv_heads: int) -> 
 
 
 def _forward(name: str, backends_for: BackendsFor, given: Tensors, request: Request) -> tuple[Tensor, Tensor]:
-    dtype = working_dtype(given.q.dtype)
-    merged, lse = None, None
-    for own, part in _parts(given, request):
-        run, _ = backends_for(part.pattern)[name].functions(given.q.device)
-        part_out, part_lse = run(own, part)
-        part_out = part_out.to(dtype).transpose(1, 2)  # (batch, heads, queries, head_dim), as lse lies
-        merged, lse = (part_out, part_lse) if merged is None else merge(merged, lse, part_out, part_lse)
-    return merged.transpose(1, 2).to(given.q.dtype).contiguous(), lse
+    def results() -> Iterator[tuple[Tensor, Tensor]]:
+        for own, part in _parts(given, request):
+            run, _ = backends_for(part.pattern)[name].functions(given.q.device)
+            yield run(own, part)
+
+    return merge_patterns(results(), given.q.dtype)
 
 
 def _backward(
     name: str, backends_for: BackendsFor, dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, request: Request
 ) -> Tensors:
-    sums: list[Tensor | None] = [None] * len(given)
-    for own, part in _parts(given, request):
-        _, run = backends_for(part.pattern)[name].functions(dout.device)
-        grads = run(dout, own, out, lse, part)
-        for n, grad in enumerate(grads):
-            # Only the first part has extra keys, and none where not all parts take them. Sums are in float32 (float64
-            # for float64), and rounded once.
-            if grad is not None and given[n] is not None and grad.shape == given[n].shape:
-                grad = grad.to(working_dtype(grad.dtype))
-                sums[n] = grad if sums[n] is None else sums[n] + grad
-    kept = (1, 2) if request.part and request.part.in_float else ()
-    return Tensors(*(x if x is None or n in kept else x.to(given[n].dtype) for n, x in enumerate(sums)))
+    def gradients() -> Iterator[Tensors]:
+        for own, part in _parts(given, request):
+            _, run = backends_for(part.pattern)[name].functions(dout.device)
+            yield run(dout, own, out, lse, part)
+
+    in_float = (1, 2) if request.part and request.part.in_float else ()
+    return add_patterns(gradients(), given, in_float)
 
 
 def _workspace(

@@ -16,7 +16,7 @@ from hilbert_lib.lab.exact_rows import SampledRows, Seen
 from hilbert_lib.lab.sweeps.grids import GridWork
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.patterns.neighbourhood import Neighbourhood
-from hilbert_lib.ring.neighbourhood import ring_neighbourhood_attention
+from hilbert_lib.ring.attention import ring_neighbourhood_attention
 from hilbert_lib.ring.plan.balance import shard_lengths_for
 from hilbert_lib.ring.plan.halo import Shards, plan_halo
 from hilbert_lib.ring.plan.shards import Rectangles, Runs

@@ -6,4 +6,5 @@ blocks     the dense attentions of shared segments
 local      the rank's own tensors by rows, and sums over them
 passes     its forward and backward
 halo       the same on a grid
+call       the patterns of a union one after the other
 """

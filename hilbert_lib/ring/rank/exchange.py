@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, Work
 from hilbert_lib.ring.rank.layout import Mail
 
 Packing = Callable[[Tensor], Tensor]  # from places of rows to the rows, as they are sent
+Kept = dict[str, Tensor]  # of other ranks' rows, by name: what a forward keeps for its backward
 
 
 def alive(known: "ref[ProcessGroup]") -> ProcessGroup:

@@ -14,7 +14,7 @@ from hilbert_lib.attention import operators
 from hilbert_lib.attention.request import GridPart, Request, Tensors, working_dtype
 from hilbert_lib.ring.plan.halo import HaloPlan, Slab
 from hilbert_lib.ring.plan.shards import Box, Runs, positions
-from hilbert_lib.ring.rank.exchange import Beside, alive, exchange
+from hilbert_lib.ring.rank.exchange import Beside, Kept, alive, exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +146,8 @@ def _on(index: tuple, device: torch.device) -> tuple:
     return tuple(_on(x, device) if isinstance(x, tuple) else x if x is None else x.to(device) for x in index)
 
 
-def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Output like q and lse (batch, heads, rows) of a rank's queries, and the rows received and their padding.
+def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
+    """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
     `confirm` is called when the interior is under way, before anything is sent.
     """
@@ -160,23 +160,23 @@ def forward(given: Tensors, job: HaloJob, confirm: Callable[[], None]) -> tuple[
     with beside:
         received, padding = _received(packed, job)
         found = [_border_forward(given, *border, job, received, padding) for border in job.borders]
+    kept = {"received": received} if padding is None else {"received": received, "padding": padding}
     if out is None:  # the border is all, or there are no cells
         none = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], 0, dtype=working_dtype(q.dtype))
-        return *(found[0] if found else none), received, padding
+        return *(found[0] if found else none), kept
     for border, (some_out, some_lse) in zip(layout.borders, found, strict=True):
         out.index_copy_(1, border.queries, some_out)
         lse.index_copy_(2, border.queries, some_lse)
-    return out, lse, received, padding
+    return out, lse, kept
 
 
-def backward(
-    dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: HaloJob, received: Tensor, padding: Tensor | None
-) -> Tensors:
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: HaloJob, kept: Kept) -> Tensors:
     """Gradients of a rank's tensors, from the gradient of its out and what `forward` returned; the same bits always.
 
     Those of k and v are added in float32 (float64 for float64): of borders, other ranks in their order, the interior.
     """
     layout, dq = job.layout, None
+    received, padding = kept["received"], kept.get("padding")
     beside = Beside(dout.device)
     if layout.interior:
         dq, *grads = operators.backward(dout, given, out, lse, replace(job.request, part=layout.interior), job.backend)

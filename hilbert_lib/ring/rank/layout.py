@@ -4,7 +4,7 @@ A row is one (position, KV head), with the query heads of that KV head; its numb
 tensors hold places of rows: in the own rows that the layout touches, or among those received, in the order of arrival.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ class Block:
     """Equal dense attentions of one branch: in each, every query sees every key; with is_causal, in which case queries
     and keys are the same rows, row i sees rows 0 to i."""
 
-    branch: int  # its index
+    branch: int  # its name in dropout
     is_causal: bool
     queries: Tensor  # (segments, rows, heads), their places
     keys: Tensor
@@ -60,7 +60,7 @@ class Layout:
     length: int  # of the whole sequence
     kv_heads: int
     fused: DilatedPattern | None  # the fused call's branches, if there are any
-    branches: tuple[int, ...]  # their indices
+    branches: tuple[int, ...]  # their names in dropout
     # (2, rows), positions in the shard and KV heads of the own rows that may take part in more than the fused call
     touched: Tensor
     own: tuple[Block, ...]  # attention inside the shard that the fused call does not compute
@@ -72,9 +72,13 @@ class Layout:
         return not self.own and not self.mail
 
 
-def layout_of(plan: RingPlan, rank: int, device: torch.device) -> Layout:
-    """The part of a plan that one rank executes, with its index tensors on a device."""
-    here = _RankPlan(plan, rank, device)
+def layout_of(plan: RingPlan, rank: int, device: torch.device, names: Sequence[int] | None = None) -> Layout:
+    """The part of a plan that one rank executes, with its index tensors on a device.
+
+    names: of the branches, in the dropout of a larger call; by default their indices.
+    """
+    names = range(len(plan.branches)) if names is None else names
+    here = _RankPlan(plan, rank, device, names)
     fused, kv_heads = plan.fused(rank), plan.sizes.kv_heads
     inside, touched = [], []
     for number, branch in enumerate(plan.branches):
@@ -91,7 +95,7 @@ def layout_of(plan: RingPlan, rank: int, device: torch.device) -> Layout:
         length=sum(plan.shard_lengths),
         kv_heads=kv_heads,
         fused=_pattern_of(plan.pattern, fused),
-        branches=fused,
+        branches=tuple(names[number] for number in fused),
         touched=torch.stack([touched // kv_heads - here.start, touched % kv_heads]).to(device),
         own=tuple(block for number, pairs in inside for block in here.blocks(number, pairs, find, find)),
         mail={transport: here.mail(transport, find) for transport in plan.messages},
@@ -105,6 +109,7 @@ class _RankPlan:
     plan: RingPlan
     rank: int
     device: torch.device
+    branch_names: Sequence[int]
 
     @property
     def start(self) -> int:
@@ -180,7 +185,7 @@ class _RankPlan:
         for same in alike.values():
             queries, keys = (torch.cat(some, -1) for some in zip(*same, strict=True))
             tensors = find_queries(queries), find_keys(keys), self._names(number, queries, keys)
-            yield Block(number, is_causal, *(x.to(self.device) for x in tensors))
+            yield Block(self.branch_names[number], is_causal, *(x.to(self.device) for x in tensors))
 
     def _names(self, number: int, queries: Tensor, keys: Tensor) -> Tensor:
         # `Block.names` of rows' numbers (segments, rows, heads). Keys have at most one gap: where they come from ranks

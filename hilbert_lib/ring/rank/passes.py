@@ -20,19 +20,20 @@ from hilbert_lib.graph_cache import cached_for_graphs
 from hilbert_lib.ordering import Ordering
 from hilbert_lib.ring.rank import blocks
 from hilbert_lib.ring.rank.blocks import Job
-from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Ring, exchange
+from hilbert_lib.ring.rank.exchange import GATHERING, AllGather, Arriving, Beside, Kept, Ring, exchange
 from hilbert_lib.ring.rank.layout import Layers, Layout, Mail
 from hilbert_lib.ring.rank.local import Merged, Shard, none_merged
 
 EXCHANGING = "all_to_all"
-Kept = dict[str, Tensor]  # of other ranks' rows, for the backward: padding, by transport; and those "exchanged"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
+def forward(given: Tensors, job: Job, confirm: Callable[[], None]) -> tuple[Tensor, Tensor, Kept]:
     """Output like q and lse (batch, heads, rows) of a rank's queries, and what the backward needs of other ranks.
 
-    `confirm` is called when the shard's own attention is under way, before anything is sent.
+    `confirm` is called when the shard's own attention is under way, before anything is sent. Kept is the padding of
+    received rows, by transport, and those "exchanged".
     """
+    q, k, v, *_ = given
     beside = Beside(q.device)
     out, lse = _fused_forward(q, k, v, job)
     confirm()
@@ -46,19 +47,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, job: Job, confirm: Callable[[], Non
     return out, lse, kept
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Job, kept: Kept
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, given: Tensors, out: Tensor, lse: Tensor, job: Job, kept: Kept) -> Tensors:
     """Gradients of a rank's q, k and v, from the gradient of its out, and what `forward` returned."""
+    q, k, v, *_ = given
     beside = Beside(q.device)
     grads = _fused_backward(dout, q, k, v, out, lse, job)
     if job.layout.is_fused:
-        return grads
+        return Tensors(*grads)
     with beside:
         shard = _shard(job.layout, job.ordering, q.device)
         sums = _beside_backward(dout, q, k, v, out, lse, shard, job, kept)
     shard.add(grads, *sums)
-    return grads
+    return Tensors(*grads)
 
 
 @cached_for_graphs(maxsize=64)
@@ -227,7 +227,7 @@ def _fused_call(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tens
     layout, seed = job.layout, job.call.seed
     if seed is not None:
         seed = named(seed, _shard_names(layout, *q.shape[::2], q.device))
-    is_part = not layout.is_fused or job.call.pattern.padding == "zeros"
+    is_part = job.call.is_part or not layout.is_fused or job.call.pattern.padding == "zeros"
     call = replace(job.call, pattern=layout.fused, seed=seed, is_part=is_part)
     name = job.backend_for(q, call)
     if job.ordering is not None and BACKENDS[name].reads_orderings:

@@ -1,0 +1,264 @@
+"""How the tokens of a call are spread over ranks: along a sequence, and on a grid.
+
+What else differs between these two kinds of pattern is here: their options, what a rank holds, and what it computes.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Self
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hilbert_lib.attention.backends.registry import backends_for
+from hilbert_lib.attention.choice import serving
+from hilbert_lib.attention.request import GridPart, Request, Tensors
+from hilbert_lib.attention.transforms import refuse_tracers
+from hilbert_lib.attention.validation import as_pattern, needs_gradient, refuse_options
+from hilbert_lib.graph_cache import cached_for_graphs
+from hilbert_lib.ordering import Ordering, OrderingSpec
+from hilbert_lib.patterns.dilated import DilatedPattern
+from hilbert_lib.patterns.neighbourhood import HeadNeighbourhoods, Neighbourhood
+from hilbert_lib.patterns.pattern import Pattern
+from hilbert_lib.patterns.union import Union
+from hilbert_lib.ring.plan.balance import shard_lengths_for
+from hilbert_lib.ring.plan.halo import Shards, check_shards, plan_halo
+from hilbert_lib.ring.plan.plan import check_planning, plan_ring
+from hilbert_lib.ring.plan.shards import Rectangles, Runs
+from hilbert_lib.ring.rank import halo, passes
+from hilbert_lib.ring.rank.blocks import Job
+from hilbert_lib.ring.rank.call import by_pattern
+from hilbert_lib.ring.rank.halo import HaloJob, HaloLayout
+from hilbert_lib.ring.rank.layout import Layout, layout_of
+
+# The options of a ring that one kind takes and the other does not, as they are where nobody gives them.
+DEFAULTS = {"transport": "auto", "weights": None, "memory_limit": None, "shards": None}
+Place = tuple[int, int]  # the number of a pattern in a union, and of how many
+ALONE = 0, 1  # the place of a pattern that is the whole call
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSpread:
+    """A contiguous shard of the sequence on each rank, in rank order; rows travel as `plan_ring` says."""
+
+    planning: dict  # transport, weights and memory_limit, as `plan_ring` takes them
+    kv_ordering: OrderingSpec | None  # in which each shard of k and v is stored
+
+    options: ClassVar[frozenset[str]] = frozenset(("transport", "weights", "memory_limit"))
+    lengths_vary: ClassVar[bool] = True  # between calls: ranks tell each other
+    passes: ClassVar = passes
+
+    @classmethod
+    def checked(cls, pattern: Pattern, options: dict, ranks: int) -> Self:
+        """The spread that the options of a call on so many ranks ask for."""
+        refuse_options(pattern, {name: options[name] for name in DEFAULTS}, DEFAULTS, cls.options)
+        planning = check_planning(options["transport"], options["weights"], options["memory_limit"], ranks)
+        if isinstance(pattern, Union) and planning["memory_limit"] is not None:
+            raise ValueError(
+                f"memory_limit must be None for a Union, whose patterns are planned one by one; "
+                f"got {planning['memory_limit']}"
+            )
+        return cls(planning, check_spec(options["kv_ordering"]))
+
+    def for_whole(self, k: Tensor) -> dict:
+        """The arguments of `attend` on the one rank that there is."""
+        return {"kv_ordering": self.ordering(k)}
+
+    def for_shard(self, k: Tensor, rank: int) -> dict:
+        """The arguments of `validated` for a rank's shard."""
+        return {"kv_ordering": self.ordering(k)}
+
+    def ordering(self, k: Tensor) -> Ordering | None:
+        """The order in which a shard of k is stored."""
+        refuse_tracers(k)  # as the first who reads a size
+        # k itself is checked elsewhere.
+        has_rows = isinstance(k, Tensor) and not k.is_nested and k.dim() > 1 and k.shape[1]
+        return self.kv_ordering.ordering(k.shape[1]) if self.kv_ordering is not None and has_rows else None
+
+    def check_backend(self, given: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
+        """Raise ValueError where a backend that is asked for by name cannot serve the call."""
+        if backend != "auto" and (reason := backends_for(request.pattern)[backend].refusal(given.q, request)):
+            raise ValueError(f"backend={backend!r} {reason}")
+
+    @property
+    def words(self) -> dict[str, object]:
+        """What ranks must agree on."""
+        return self.planning | {"kv_ordering": self.kv_ordering}
+
+    def expected_lengths(
+        self, given: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
+    ) -> tuple[int, ...] | None:
+        """The lengths of all shards that a rank may go by while ranks compare what they ask for; None if it must wait.
+
+        Mostly they are as in the last call. A rank waits with dropout, whose seed is sent first, and where it has
+        nothing to compute. agreed: the lengths of the last validated call, if there was one.
+        """
+        is_as_before = agreed is not None and agreed[rank] == given.q.shape[1]
+        return agreed if is_as_before and given.q.numel() and request.dropout_p == 0.0 else None
+
+    def lengths_unvalidated(self, given: Tensors, agreed: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The lengths of all shards where ranks compare nothing."""
+        rows = given.q.shape[1]
+        if agreed[rank] == rows:
+            return agreed
+        if len(set(agreed)) > 1:  # this rank cannot know how many rows the others have now
+            raise ValueError(
+                f"validate must be True where shards of unequal length change: this rank's had {agreed[rank]} rows in "
+                f"the last validated call, and has {rows}"
+            )
+        return (rows,) * len(agreed)
+
+    def job(
+        self, given: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
+        group: ProcessGroup,
+    ) -> Job:  # fmt: skip
+        """What a rank computes of one pattern."""
+        options = _sizes(given) | self.planning | {"is_causal": request.is_causal}
+        options |= {"padded": request.key_padding_mask is not None, "ordered": self.kv_ordering is not None}
+        asked = request.pattern, lengths, tuple(options.items()), place
+        layout = sequence_layout(*asked, group.rank(), given.q.device)
+        return Job(layout, request, backend, needs_gradient(*given), self.ordering(given.k), ref(group))
+
+
+@dataclass(frozen=True, eq=False)
+class GridSpread:
+    """Some cells of the grid on each rank; rows of k and v travel as `plan_halo` says."""
+
+    shards: Shards
+    shape: tuple[int, ...]  # sides of the grid
+
+    options: ClassVar[frozenset[str]] = frozenset(("shards",))
+    lengths_vary: ClassVar[bool] = False
+    passes: ClassVar = halo
+
+    @classmethod
+    def checked(cls, pattern: Pattern, options: dict, ranks: int | None) -> Self:
+        """The spread over so many ranks, if known, that the options of a call ask for."""
+        refuse_options(pattern, {name: options[name] for name in DEFAULTS}, DEFAULTS, cls.options)
+        shards, ordering, shape = options["shards"], options["ordering"], pattern.shape
+        if shards is not None and ordering is not None:
+            raise ValueError("ordering must be None where shards are given: Runs have an ordering of their own")
+        if ordering is not None:
+            shards = (
+                _runs(ordering, ranks) if isinstance(ordering, Ordering) else Runs(ordering, ())
+            )  # which refuses it
+        shards = Rectangles.compact(shape, ranks) if shards is None else check_shards(shards)
+        shards.check(shape)
+        if ranks is not None and shards.ranks != ranks:
+            raise ValueError(f"shards must be those of {ranks} ranks, got {shards}")
+        return cls(shards, shape)
+
+    def for_whole(self, k: Tensor) -> dict:
+        """The arguments of `attend` on the one rank that there is."""
+        return {"ordering": self.shards.ordering if isinstance(self.shards, Runs) else None}
+
+    def for_shard(self, k: Tensor, rank: int) -> dict:
+        """The arguments of `validated` for a rank's cells."""
+        return {"ordering": None, "held": (self.shards.count(self.shape, rank), f"rank {rank} in {self.shards}")}
+
+    def check_backend(self, given: Tensors, request: Request, backend: str, group: ProcessGroup) -> None:
+        """Raise ValueError where no backend, or not the one that is asked for by name, can serve the call."""
+        whole = tuple(map(range, self.shape))
+        _serving(given, replace(request, part=GridPart(whole, whole, whole)), backend)  # refuse what no rank can do
+        if backend != "auto" and given.q.shape[0]:
+            for own, part in by_pattern(given, request):  # this rank's parts alone may be refused: all ranks hear it
+                self.job(own, part, ALONE, backend, (), group)
+
+    @property
+    def words(self) -> dict[str, object]:
+        """What ranks must agree on."""
+        return {"shards": self.shards}
+
+    def expected_lengths(
+        self, given: Tensors, request: Request, agreed: tuple[int, ...] | None, rank: int
+    ) -> tuple[int, ...]:
+        """How many cells each rank holds, which no rank needs to be told."""
+        return _counts(self.shards, self.shape)
+
+    def lengths_unvalidated(self, given: Tensors, agreed: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+        """How many cells each rank holds."""
+        return _counts(self.shards, self.shape)
+
+    def job(
+        self, given: Tensors, request: Request, place: Place, backend: str, lengths: tuple[int, ...],
+        group: ProcessGroup,
+    ) -> HaloJob:  # fmt: skip
+        """What a rank computes of one pattern."""
+        asked = request.neighbourhoods, self.shards, tuple(_sizes(given).items())
+        layout = grid_layout(*asked, group.rank(), given.q.device)
+        parts = (layout.interior, None), *((border.part, border.slots) for border in layout.borders)
+        names = [_serving(given, replace(request, part=part, slots=slots), backend) for part, slots in parts]
+        return HaloJob(layout, request, names[0], tuple(names[1:]), ref(group))
+
+
+Spread = SequenceSpread | GridSpread
+
+
+def spread_of(pattern: object) -> type[Spread]:
+    """How the tokens of a pattern are spread; of what is no pattern either will refuse it."""
+    is_by_head = isinstance(pattern, tuple | list)
+    return GridSpread if is_by_head or getattr(pattern, "shape", None) is not None else SequenceSpread
+
+
+def check_served(pattern: object) -> Pattern:
+    """The argument as a pattern; TypeError unless a ring serves it."""
+    pattern = as_pattern(pattern)
+    for own in pattern.patterns if isinstance(pattern, Union) else (pattern,):
+        if not isinstance(own, DilatedPattern | Neighbourhood | HeadNeighbourhoods):
+            raise TypeError(
+                "pattern must be a DilatedPattern, a Neighbourhood or a Union of these where it is spread over ranks, "
+                f"got {own.noun}"
+            )
+    return pattern
+
+
+def check_spec(spec: object) -> OrderingSpec | None:
+    """The argument kv_ordering of a ring, if it is an OrderingSpec or None."""
+    if spec is not None and not isinstance(spec, OrderingSpec):
+        raise TypeError(f"kv_ordering must be an OrderingSpec or None, got {type(spec).__name__}")
+    return spec
+
+
+def _serving(given: Tensors, request: Request, backend: str) -> str:
+    return serving(given.q, request, backend, gradient=needs_gradient(*given)) if request.part else ""
+
+
+def _sizes(given: Tensors) -> dict[str, object]:
+    # As plans take them.
+    batch, _, heads, head_dim = given.q.shape
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": given.k.shape[2],
+        "head_dim": head_dim,
+        "dtype": given.q.dtype,
+    }
+
+
+@lru_cache(maxsize=64)
+def _runs(ordering: Ordering, ranks: int) -> Runs:
+    return Runs(ordering, shard_lengths_for(ordering.length, ranks))
+
+
+@lru_cache(maxsize=64)
+def _counts(shards: Shards, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shards.count(shape, rank) for rank in range(shards.ranks))
+
+
+@cached_for_graphs(maxsize=64)
+def sequence_layout(
+    pattern: DilatedPattern, lengths: tuple[int, ...], options: tuple, place: Place, rank: int, device: torch.device
+) -> Layout:
+    """A rank's part of the plan of one pattern; options are those of `plan_ring`."""
+    plan = plan_ring(pattern, lengths, **dict(options))
+    number, count = place
+    with torch.device("cpu"):  # where it is computed, whatever torch's default device is
+        return layout_of(plan, rank, device, range(number, number + count * len(pattern.branches), count))
+
+
+@cached_for_graphs(maxsize=64)
+def grid_layout(neighbourhoods: tuple, shards: Shards, sizes: tuple, rank: int, device: torch.device) -> HaloLayout:
+    """A rank's part of the plan of one pattern; sizes are those of `plan_halo`."""
+    return halo.layout_of(plan_halo(neighbourhoods, shards, **dict(sizes)), rank, device)
